@@ -1,0 +1,94 @@
+"""What the caller chose, checked once: no option is looked at again that could be wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+BackwardContext = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """The choices of one ``LowLevelZeroOptimizer`` that don't change after its construction.
+
+    Attributes:
+        partition_grad: stage 2: this rank keeps its slice of the averaged gradient alone.
+        reduce_scatter: what a bucket's reduction leaves is this rank's row (else the whole bucket).
+        bucket_size: elements of a bucket, padding included, at which it counts as full.
+        communication_dtype: the wire's dtype; None: each parameter's own.
+        forced_dtype: what parameters are converted to first.
+        overlap_communication: start a bucket's reduction as soon as it is complete, during backward.
+        master_weights: step fp32 copies of 16-bit slices.
+        clip_grad_norm: largest global L2 norm; 0: no clipping.
+        assume_elementwise: take the caller's word that the optimizer is elementwise.
+        backward_context: makes the context manager that backward runs in.
+        verbose: log skipped steps.
+
+    ``repr`` shows what has to be alike on all ranks.
+    """
+
+    partition_grad: bool = False
+    reduce_scatter: bool = False
+    bucket_size: int = 1024 * 1024
+    communication_dtype: torch.dtype | None = None
+    forced_dtype: torch.dtype | None = None
+    overlap_communication: bool = True
+    master_weights: bool = True
+    clip_grad_norm: float = 0.0
+    assume_elementwise: bool = False
+    backward_context: BackwardContext | None = field(default=None, repr=False)
+    verbose: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_bucket_size(self.bucket_size)
+        check_max_norm("clip_grad_norm", self.clip_grad_norm)
+        check_floating("communication_dtype", self.communication_dtype)
+        check_floating("forced_dtype", self.forced_dtype)
+        if self.backward_context is not None and not callable(self.backward_context):
+            raise TypeError(
+                "backward_context: expected a callable that returns a context manager, "
+                f"got {type(self.backward_context).__name__}"
+            )
+
+    @property
+    def keeps_row_only(self) -> bool:
+        """Whether a reduction leaves this rank's row alone."""
+        return self.partition_grad or self.reduce_scatter
+
+
+def check_bucket_size(size: object) -> None:
+    """Raise unless ``size`` is a positive number of elements."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"reduce_bucket_size: expected an int (elements), got {type(size).__name__} {size!r}")
+    if size <= 0:
+        raise ValueError(f"reduce_bucket_size: expected at least 1 element, got {size}")
+
+
+def check_max_norm(keyword: str, norm: object) -> None:
+    """Raise unless ``norm`` is a number >= 0 that is not NaN."""
+    if isinstance(norm, bool) or not isinstance(norm, (int, float)):
+        raise TypeError(f"{keyword}: expected a number >= 0, got {type(norm).__name__} {norm!r}")
+    if math.isnan(norm) or norm < 0:
+        raise ValueError(f"{keyword}: expected a number >= 0 (0 means no clipping), got {norm}")
+
+
+def check_floating(keyword: str, dtype: object) -> None:
+    """Raise unless ``dtype`` is None or a floating-point dtype of at least 16 bits."""
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{keyword}: expected a torch.dtype or None, got {type(dtype).__name__} {dtype!r}")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"{keyword}: expected float16, bfloat16, float32 or float64, got {dtype}")
+
+
+def refuse_undelivered(**keywords: object) -> None:
+    """Raise ``NotImplementedError`` for the first keyword that asks for what isn't built yet."""
+    for keyword, value in keywords.items():
+        if value:
+            raise NotImplementedError(f"{keyword}={value!r} is not available yet: leave {keyword} out")

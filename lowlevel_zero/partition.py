@@ -1,0 +1,46 @@
+"""The arithmetic of ``[world_size, -1]``: which elements of a flat parameter each rank owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EvenSplit:
+    """A flat parameter of ``numel`` elements, padded and viewed as ``[world_size, slice_size]``.
+
+    Rank ``r`` owns row ``r``. This is the split that ``torch.chunk`` makes of the unpadded parameter, and so
+    also the layout of a 1-D ``DTensor`` with ``Shard(0)``: the first ranks hold whole slices, the one that
+    meets the end a shorter one, those after it nothing but padding.
+
+    Attributes:
+        numel: elements of the parameter, without padding.
+        world_size: ranks that share it.
+        slice_size: elements of one row, ``ceil(numel / world_size)``.
+    """
+
+    numel: int
+    world_size: int
+    slice_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.numel < 0 or self.world_size < 1:
+            raise ValueError(
+                f"an even split needs numel >= 0 and world_size >= 1, got {self.numel} and {self.world_size}"
+            )
+        object.__setattr__(self, "slice_size", -(-self.numel // self.world_size))
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the storage behind the parameter."""
+        return self.slice_size * self.world_size
+
+    @property
+    def padding(self) -> int:
+        """Elements at the end of the storage that belong to nobody."""
+        return self.padded_numel - self.numel
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last element of the flat parameter that ``rank`` owns, padding left out."""
+        start = min(rank * self.slice_size, self.numel)
+        return start, min(start + self.slice_size, self.numel)
