@@ -1,0 +1,135 @@
+"""The bucket plan: which parameters travel together, in what order, decided once and alike on every rank.
+
+Pure arithmetic. A wire of two parameters with slices of 2 and 3 elements, on two ranks, that carries the
+presence flags of both::
+
+            |  slice of a | slice of b  | a? b? |
+    rank 0  |   a0   a1   | b0  b1  b2  |  1  1 |
+    rank 1  |   a2   pad  | b3  b4  pad |  1  1 |
+
+A flag says "this rank has a gradient for it". Every row carries all flags, so whichever row a rank is left
+with after the reduction tells it what all the others had. Flags are kept below 1% of a row: where a wire has
+no room (or is no wire, because its one parameter is reduced in place) they ride in a later one, and the plan
+ends with a small wire for those that found none. One more flag in the last wire of a round, "late", says that
+a gradient came after its bucket had left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..partition import EvenSplit
+
+FLAG_SHARE = 0.01
+
+
+class Item(NamedTuple):
+    """What the plan needs to know of one parameter."""
+
+    split: EvenSplit
+    kind: Hashable  # only parameters of one kind (device, dtypes) can share a wire
+    whole: bool  # its gradient can be reduced, and its storage gathered, without packing
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are reduced and gathered together.
+
+    Attributes:
+        position: place in the plan; buckets start in this order on every rank.
+        members: indices of the parameters, in the wire's order; empty for a wire of flags alone.
+        sizes: the members' slice sizes.
+        flags: indices of the parameters whose presence flags the wire carries, after the slices.
+        in_place: the one member is reduced straight from its gradient.
+        last: carries the round's "late" flag in its last column, and starts when backward has ended.
+    """
+
+    position: int
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+    flags: tuple[int, ...] = ()
+    in_place: bool = False
+    last: bool = False
+
+    @property
+    def body(self) -> int:
+        """Columns that the slices take."""
+        return sum(self.sizes)
+
+    @property
+    def row(self) -> int:
+        """Columns of the wire."""
+        return self.body + len(self.flags) + self.last
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The buckets in their order, and the bucket of each parameter (-1: an empty parameter has none)."""
+
+    buckets: tuple[Bucket, ...]
+    bucket_of: tuple[int, ...]
+
+
+def make_plan(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> BucketPlan:
+    """Group parameters into buckets of about ``bucket_size`` elements, filled in ``order``.
+
+    A bucket is closed when the next parameter of its kind would overfill it, so a parameter larger than a
+    bucket is alone in its own. Kinds fill side by side: alternating dtypes don't cut buckets short.
+    """
+    groups = _fill(items, order, bucket_size)
+    buckets = _add_flags([_bucket(at, group, items, bucket_size) for at, group in enumerate(groups)])
+    bucket_of = [-1] * len(items)
+    for bucket in buckets:
+        for index in bucket.members:
+            bucket_of[index] = bucket.position
+    return BucketPlan(tuple(buckets), tuple(bucket_of))
+
+
+def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list[list[int]]:
+    """Indices by bucket; those that are still open at the end close in the order of their last member."""
+    closed: list[list[int]] = []
+    open_of: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, int] = {}
+    for index in order:
+        split, kind, _ = items[index]
+        if split.numel == 0:
+            continue
+        if kind in open_of and split.padded_numel > room[kind]:
+            closed.append(open_of.pop(kind))
+        if kind not in open_of:
+            room[kind] = bucket_size
+        room[kind] -= split.padded_numel
+        # Taken out and put back, so that the dict's order is that of the last members.
+        open_of[kind] = [*open_of.pop(kind, []), index]
+    return closed + list(open_of.values())
+
+
+def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size: int) -> Bucket:
+    sizes = tuple(items[index].split.slice_size for index in group)
+    first = items[group[0]]
+    alone = len(group) == 1 and first.split.numel >= bucket_size
+    return Bucket(position, tuple(group), sizes, in_place=alone and first.whole and first.split.padding == 0)
+
+
+def _add_flags(buckets: list[Bucket]) -> list[Bucket]:
+    """Give each parameter's flag a wire: its own bucket's, a later one's, or one more at the end."""
+    flagged: list[Bucket] = []
+    waiting: tuple[int, ...] = ()
+    for bucket in buckets:
+        waiting += bucket.members
+        if not bucket.in_place and len(waiting) <= FLAG_SHARE * bucket.body:
+            flagged.append(_with_flags(bucket, waiting, last=False))
+            waiting = ()
+        else:
+            flagged.append(bucket)
+    if flagged and not waiting:
+        flagged[-1] = _with_flags(flagged[-1], flagged[-1].flags, last=True)
+    else:
+        flagged.append(Bucket(len(flagged), (), (), waiting, last=True))
+    return flagged
+
+
+def _with_flags(bucket: Bucket, flags: tuple[int, ...], last: bool) -> Bucket:
+    return Bucket(bucket.position, bucket.members, bucket.sizes, flags, bucket.in_place, last)

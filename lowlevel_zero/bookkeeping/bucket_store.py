@@ -1,0 +1,171 @@
+"""The bucket store: fills wires with gradients by rank, and starts and finishes their reduction."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..collectives import Pending, ShardGroup
+from .bucket_plan import Bucket, BucketPlan
+from .parameter_store import ShardedParameter
+from .wire import pack
+
+# A reduction in flight holds a wire: enough of them to keep the network busy, few enough for stage 2's memory.
+IN_FLIGHT = 3
+
+
+class Reduction(NamedTuple):
+    """A bucket whose reduction is under way."""
+
+    bucket: Bucket
+    pending: Pending
+
+
+class Reduced(NamedTuple):
+    """A bucket whose reduction is done: ``total`` is the wire, or this rank's row of it as ``[1, row]``."""
+
+    bucket: Bucket
+    total: Tensor
+
+
+class BucketStore:
+    """One backward's buckets: filled as gradients arrive, started in the plan's order, finished when asked.
+
+    Args:
+        records: the parameters, by index.
+        group: the ranks that share them.
+        keeps_row_only: reduce-scatter, not all-reduce.
+
+    Attributes:
+        plan: the buckets.
+        open: a round has begun and not all its buckets have started.
+        arrivals: indices in the order in which gradients came in this round.
+        late: indices of parameters whose bucket had left when a gradient came in this round.
+    """
+
+    def __init__(self, records: Sequence[ShardedParameter], group: ShardGroup, keeps_row_only: bool) -> None:
+        self._records = records
+        self._group = group
+        self._keeps_row_only = keeps_row_only
+        self._in_flight: deque[Reduction] = deque()
+        self.plan = BucketPlan((), ())
+        self.open = False
+        self.arrivals: list[int] = []
+        self.late: list[int] = []
+
+    def follow(self, plan: BucketPlan) -> None:
+        """Use ``plan`` from the next round on."""
+        assert not self.open and not self._in_flight
+        self.plan = plan
+
+    # ---- a round: gradients arrive, buckets start ----
+
+    def open_round(self) -> None:
+        """Expect a gradient of every parameter."""
+        self.open = True
+        self.arrivals = []
+        self.late = []
+        self._next = 0
+        self._has_gradient: list[bool] = [False] * len(self._records)
+        self._seen = [False] * len(self._records)
+        self._missing = [len(bucket.members) for bucket in self.plan.buckets]
+
+    def arrive(self, record: ShardedParameter) -> None:
+        """Note that backward has a gradient for a parameter.
+
+        A second one in the same round (a weight that two nested backwards share) stays in ``p.grad``: with
+        the first if the bucket hasn't started, else for a further round, which the "late" flag asks for.
+        """
+        position = self.plan.bucket_of[record.index]
+        if position < 0:
+            return
+        if self._seen[record.index]:
+            record.repeats = True
+            if position < self._next:
+                self.late.append(record.index)
+            return
+        self._seen[record.index] = True
+        self.arrivals.append(record.index)
+        if not record.repeats:
+            self._missing[position] -= 1
+
+    def start_ready(self) -> None:
+        """Start what is complete, as far as the plan's order goes; the last bucket waits for the round's end."""
+        while self._next < len(self.plan.buckets) - 1 and self._missing[self._next] == 0:
+            self._start(self.plan.buckets[self._next])
+
+    def close_round(self) -> None:
+        """Start all that is left, complete or not: backward has ended."""
+        while self._next < len(self.plan.buckets):
+            self._start(self.plan.buckets[self._next])
+        self.open = False
+
+    def contributed(self) -> list[int]:
+        """Indices of the parameters for which this rank had a gradient in the round."""
+        return [index for index, had in enumerate(self._has_gradient) if had]
+
+    # ---- finishing, in the order of starting ----
+
+    def finish(self, leave: int = 0) -> list[Reduced]:
+        """Wait for the oldest reductions until at most ``leave`` are in flight."""
+        done = []
+        while len(self._in_flight) > leave:
+            bucket, pending = self._in_flight.popleft()
+            total = pending.wait()
+            done.append(Reduced(bucket, total.view(-1, bucket.row)))
+        return done
+
+    def held(self) -> list[Tensor]:
+        """The tensors of reductions in flight."""
+        return [tensor for reduction in self._in_flight for tensor in reduction.pending.tensors]
+
+    # ---- starting one bucket ----
+
+    def _start(self, bucket: Bucket) -> None:
+        self._next = bucket.position + 1
+        gradients = [self._take(index) for index in bucket.members]
+        wire = self._wire_in_place(bucket, gradients)
+        if wire is None:
+            wire = self._packed_wire(bucket, gradients)
+        reduce = self._group.reduce_scatter if self._keeps_row_only else self._group.all_reduce
+        self._in_flight.append(Reduction(bucket, reduce(wire)))
+
+    def _take(self, index: int) -> Tensor | None:
+        gradient = self._records[index].take_gradient()
+        self._has_gradient[index] = gradient is not None
+        return gradient
+
+    def _wire_in_place(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor | None:
+        """The gradient itself as ``[world_size, row]``, where the plan and the gradient's layout allow it."""
+        gradient = gradients[0] if bucket.in_place else None
+        if gradient is None or gradient.dtype != self._records[bucket.members[0]].wire_dtype:
+            return None
+        return gradient.view(self._group.size, bucket.row)
+
+    def _packed_wire(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
+        """A fresh wire with the gradients, zeros for those that aren't there, and the flags that ride in it."""
+        lead = self._records[(bucket.members or bucket.flags or (0,))[0]]
+        dtype = lead.wire_dtype if bucket.members else torch.float32
+        wire = torch.empty(self._group.size, bucket.row, dtype=dtype, device=lead.padded.device)
+        zero = torch.zeros((), dtype=lead.p.dtype, device=wire.device)
+        flats = [
+            gradient if gradient is not None else zero.expand(self._records[index].split.numel)
+            for index, gradient in zip(bucket.members, gradients, strict=True)
+        ]
+        if bucket.row > bucket.body:
+            flats.append((zero + 1).expand((bucket.row - bucket.body) * self._group.size))
+        pack(wire, flats)
+        self._lower_flags(bucket, wire)
+        return wire
+
+    def _lower_flags(self, bucket: Bucket, wire: Tensor) -> None:
+        """Flags were packed as ones: zero the columns of what isn't so. Launches nothing when all is there."""
+        for column, index in enumerate(bucket.flags, start=bucket.body):
+            if not self._has_gradient[index]:
+                wire[:, column].zero_()
+        if bucket.last and not self.late:
+            wire[:, -1].zero_()

@@ -1,0 +1,275 @@
+"""One record a parameter, and the p <-> p32 <-> g mapping that says which of them worked in a step.
+
+Every tensor of the package is defined here once:
+
+========  =========================================================  ==================  =====================
+name      is                                                         shape               dtype
+========  =========================================================  ==================  =====================
+p         working parameter: what the model computes with            the model's         the model's
+padded    the storage behind p; row r belongs to rank r              [world_size * s]    p's
+p32       master slice: the optimizer's copy of this rank's row      [s]                 fp32 (or p's)
+g         this rank's slice of the gradient, summed over the ranks   [s]                 the wire's, or fp32
+whole     the same of every rank, where a reduction leaves all of it [world_size, s]     as g
+========  =========================================================  ==================  =====================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..partition import EvenSplit
+
+
+class Place(NamedTuple):
+    """Where a parameter stands: in the store, among the param groups, and in the model."""
+
+    number: int
+    group: int
+    name: str
+
+
+class ShardedParameter:
+    """The record of one parameter: its tensors (see the table above) and its place in the optimizer.
+
+    Attributes:
+        index: place in the store, which is the order of registration.
+        name: as ``model.named_parameters()`` calls it, for messages.
+        group: index of its param group.
+        split: how its elements are shared.
+        rank: the rank whose row is ours.
+        wire_dtype: the dtype in which its gradient travels.
+        unit: what ``g`` is to be multiplied with to be the averaged, unscaled gradient; None: as reductions
+            leave it, which the gradient store knows.
+        worked: a rank is known to have had a gradient for it since gradients were last cleared.
+        repeats: its gradient has come more than once in one backward, so only the end of backward is final.
+    """
+
+    __slots__ = (
+        "_version",
+        "g",
+        "group",
+        "index",
+        "name",
+        "p",
+        "p32",
+        "padded",
+        "rank",
+        "repeats",
+        "split",
+        "unit",
+        "whole",
+        "wire_dtype",
+        "worked",
+    )
+
+    def __init__(
+        self,
+        place: Place,
+        p: nn.Parameter,
+        split: EvenSplit,
+        rank: int,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.index, self.group, self.name = place
+        self.p = p
+        self.split = split
+        self.rank = rank
+        self.wire_dtype = wire_dtype or p.dtype
+        self.padded = _rehome(p, split)
+        self.p32: Tensor = self.row
+        self.note_version()
+        self.g: Tensor | None = None
+        self.whole: Tensor | None = None
+        self.unit: float | Tensor | None = None
+        self.worked = False
+        self.repeats = False
+
+    @property
+    def rows(self) -> Tensor:
+        """``padded`` as ``[world_size, s]``."""
+        return self.padded.view(self.split.world_size, self.split.slice_size)
+
+    @property
+    def row(self) -> Tensor:
+        """This rank's row of ``padded``."""
+        return self.rows[self.rank]
+
+    @property
+    def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype]:
+        """What parameters must have in common to share a wire."""
+        return self.padded.device, self.padded.dtype, self.wire_dtype
+
+    @property
+    def shares_storage(self) -> bool:
+        """Whether ``p32`` is the row itself, not a copy of it."""
+        return self.p32.dtype == self.padded.dtype and self.p32.device == self.padded.device
+
+    def make_master(self) -> None:
+        """Give ``p32`` at least fp32's precision: a copy of the row, or the row itself if it has that already."""
+        self.p32 = self.row.to(torch.promote_types(self.p.dtype, torch.float32))
+
+    def refresh_master(self) -> None:
+        """Overwrite ``p32`` with what ``p`` holds now."""
+        if not self.shares_storage:
+            self.p32.copy_(self.row)
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Remember that ``p`` is as this package left it."""
+        self._version = self.p._version
+
+    def follow_edits(self) -> None:
+        """Bring what others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
+
+        Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises
+        ``RuntimeError`` where ``p`` was taken away from its storage.
+        """
+        if self.p.data_ptr() != self.padded.data_ptr() or self.p.dtype != self.padded.dtype:
+            raise RuntimeError(
+                f"{self.name}: expected it where this optimizer put it, found it over other memory "
+                f"({self.p.dtype}, {self.p.device}): move or convert a model before constructing the optimizer, "
+                "and change values in place (model.load_state_dict, p.copy_) instead of assigning p.data"
+            )
+        if self.p._version != self._version and not self.shares_storage:
+            row = self.row
+            torch.where(row == self.p32.to(row.dtype), self.p32, row.to(self.p32.dtype), out=self.p32)
+        self.note_version()
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor of ``p``'s shape in the order in which ``padded`` holds them, ``[numel]``."""
+        return flat_in_memory_order(tensor, self.p)
+
+    def restore(self, flat: Tensor) -> Tensor:
+        """The inverse of ``flatten``: a tensor of ``p``'s shape and strides over the ``[numel]`` elements."""
+        return torch.as_strided(flat, self.p.shape, self.p.stride(), flat.storage_offset())
+
+    def slice_of(self, tensor: Tensor) -> Tensor:
+        """A copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape, with zeros for padding."""
+        start, stop = self.split.span(self.rank)
+        own = torch.zeros(self.split.slice_size, dtype=tensor.dtype, device=tensor.device)
+        own[: stop - start] = self.flatten(tensor)[start:stop]
+        return own
+
+    def take_gradient(self) -> Tensor | None:
+        """Move ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None if there is none."""
+        gradient = self.p.grad
+        if gradient is None:
+            return None
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
+                "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
+            )
+        self.p.grad = None
+        return self.flatten(gradient)
+
+    def drop_gradient(self) -> None:
+        """Forget ``g`` and what came with it."""
+        self.g = self.whole = self.unit = None
+        self.worked = False
+
+    def keep_gradient(self, g: Tensor, whole: Tensor | None = None, unit: float | Tensor | None = None) -> None:
+        """Set ``g`` and what goes with it."""
+        self.g, self.whole, self.unit = g, whole, unit
+
+
+class ParameterStore:
+    """The records of an optimizer's parameters, and the parameters of its groups as the caller gave them.
+
+    Attributes:
+        records: the trainable parameters, in order of registration; empty ones included.
+        groups: each param group's parameters, frozen ones included: the order a state dict counts in.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[ShardedParameter] = []
+        self.groups: list[list[nn.Parameter]] = []
+        self._record_of: dict[Tensor, ShardedParameter] = {}
+        self._record_of_slice: dict[Tensor, ShardedParameter] = {}
+
+    def __iter__(self) -> Iterator[ShardedParameter]:
+        return iter(self.records)
+
+    def add(self, record: ShardedParameter) -> None:
+        """Enter a record whose ``p32`` has its final form."""
+        self.records.append(record)
+        self._record_of[record.p] = record
+        self._record_of_slice[record.p32] = record
+
+    def move_to_new_group(self, members: list[nn.Parameter]) -> None:
+        """Append a param group; what was a frozen member of another so far leaves that one."""
+        taken = set(members)
+        self.groups = [[p for p in group if p not in taken] for group in self.groups]
+        self.groups.append(members)
+
+    def find(self, p: Tensor) -> ShardedParameter | None:
+        """The record of a working parameter, or None."""
+        return self._record_of.get(p)
+
+    def __getitem__(self, p: Tensor) -> ShardedParameter:
+        """The record of a working parameter; ``ValueError`` if it has none."""
+        record = self._record_of.get(p)
+        if record is None:
+            raise ValueError(
+                f"expected a trainable parameter of this optimizer, got a {tuple(p.shape)} tensor it doesn't hold: "
+                "pass the model's own parameter, not a copy or a view"
+            )
+        return record
+
+    def of_slice(self, p32: Tensor) -> ShardedParameter:
+        """The record of a master slice."""
+        return self._record_of_slice[p32]
+
+    def working(self) -> list[ShardedParameter]:
+        """The mapping p <-> p32 <-> g of this step: those that have a ``g``; a dropped layer's don't."""
+        return [record for record in self.records if record.g is not None]
+
+
+def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor``'s elements in the order in which the dense ``like``, of the same shape, holds its own."""
+    if like.is_contiguous():
+        return tensor.detach().reshape(-1)
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor.detach()
+        )
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+
+
+def _rehome(p: nn.Parameter, split: EvenSplit) -> Tensor:
+    """Put ``p`` over a storage of its own, no larger than the padding needs, and return it whole, 1-D.
+
+    A storage that is just right already is kept. Dense strides (a transposed or channels_last parameter) stay
+    as they are; others become contiguous. Frees ``torch.save(model.state_dict())`` of what isn't ``p``'s.
+    """
+    dense = torch.empty_like(p.detach())  # keeps dense strides, and makes others dense
+    own = p.untyped_storage().nbytes() == split.padded_numel * p.element_size()
+    if own and p.stride() == dense.stride() and p.storage_offset() == 0:
+        return torch.as_strided(p.detach(), (split.padded_numel,), (1,))
+    padded = torch.zeros(split.padded_numel, dtype=p.dtype, device=p.device)
+    home = torch.as_strided(padded, p.shape, dense.stride())
+    home.copy_(p.detach())
+    p.data = home
+    return padded
+
+
+def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Places of two different parameters that share memory, or None."""
+    spans = sorted(_memory_spans(parameters))
+    for (_, stop, one), (start, _, other) in pairwise(spans):
+        if start < stop:
+            return (one, other) if one < other else (other, one)
+    return None
+
+
+def _memory_spans(parameters: Iterable[Tensor]) -> Iterator[tuple[int, int, int]]:
+    """First and one-past-last byte of each dense parameter; a strided one may interleave with others."""
+    for place, p in enumerate(parameters):
+        extent = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
+        if extent == p.numel():
+            yield p.data_ptr(), p.data_ptr() + extent * p.element_size(), place
