@@ -1,0 +1,140 @@
+"""What must hold before an optimizer is built, on this rank and between ranks; nothing here changes anything."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .bookkeeping.parameter_store import overlapping
+from .collectives import ShardGroup
+
+
+def check_optimizer(optimizer: object, model: object) -> None:
+    """Raise unless ``optimizer`` is a torch optimizer with parameters to train and ``model`` a plain module."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "model: expected the bare module, got DistributedDataParallel, which would reduce every gradient twice: "
+            "pass model.module and drop the wrapper"
+        )
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer: expected at least one parameter with requires_grad=True, got none: "
+            "unfreeze what is to be trained before constructing the optimizer"
+        )
+
+
+def parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
+    """A name for each parameter of ``optimizer``: the model's, else its place in the param groups."""
+    of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    return {
+        p: of_model.get(p, f"param_groups[{at}]['params'][{place}]")
+        for at, group in enumerate(optimizer.param_groups)
+        for place, p in enumerate(group["params"])
+    }
+
+
+def check_parameters(parameters: Sequence[Tensor], names: dict[Tensor, str], group: ShardGroup) -> None:
+    """Raise for the first parameter that can't be sharded over ``group``."""
+    for p in parameters:
+        _check_parameter(p, names[p], group)
+    pair = overlapping(parameters)
+    if pair is not None:
+        one, other = (names[parameters[place]] for place in pair)
+        raise ValueError(
+            f"{other}: expected memory of its own, got some that {one} holds too: "
+            "tie weights by using one Parameter object in both places"
+        )
+
+
+def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
+    if not p.is_leaf:
+        raise ValueError(f"{name}: expected a leaf tensor, got the result of an operation: pass a torch.nn.Parameter")
+    if p.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense parameter, got layout {p.layout}")
+    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(
+            f"{name}: expected float16, bfloat16, float32 or float64, got {p.dtype}: "
+            "freeze it (requires_grad=False) or convert the model"
+        )
+    if not group.serves(p.device):
+        raise ValueError(
+            f"{name}: expected a parameter on {' or '.join(group.device_types)}, which the process group serves, "
+            f"got one on {p.device}: move the model first, or initialise the group with a backend for "
+            f"{p.device.type}"
+        )
+
+
+def check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> None:
+    """Raise for an embedding of ``model`` whose gradient would be sparse."""
+    for module in model.modules() if model is not None else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight in names:
+            raise ValueError(
+                f"{names[module.weight]}: expected a dense gradient, got {type(module).__name__}(sparse=True): "
+                "build it with sparse=False (a slice of a sparse gradient can't be reduced)"
+            )
+
+
+def describe(optimizer: Optimizer, names: dict[Tensor, str], model: nn.Module | None) -> Iterator[str]:
+    """What has to be alike on all ranks, a line each: parameters with their states, and the model's buffers."""
+    for at, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            state = ", ".join(f"{key} {_shape(value)}" for key, value in optimizer.state.get(p, {}).items())
+            kind = "trainable" if p.requires_grad else "frozen"
+            yield f"parameter {names[p]} of group {at}: {kind}, {_shape(p)}" + (f", state {state}" if state else "")
+    if model is not None:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield f"tensor {name} of the model: {_shape(tensor)}"
+
+
+def _shape(value: object) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def agree(group: ShardGroup, lines: Sequence[str], error: Exception | None) -> None:
+    """Raise on every rank if one has an error, or if their ``lines`` differ.
+
+    One small exchange where all is well: a flag and a digest. Only when it shows that something is wrong do
+    the ranks exchange what.
+
+    Raises:
+        Exception: this rank's own ``error``.
+        RuntimeError: another rank's error, by its rank.
+        ValueError: the first line that differs, by its ranks.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    values = [int(error is not None), *(int.from_bytes(digest[at : at + 7], "big") for at in (0, 7))]
+    if error is None and group.size == 1:
+        return
+    if group.alike(values) and error is None:
+        return
+    told = group.exchange((None if error is None else f"{type(error).__name__}: {error}", list(lines)))
+    if error is not None:
+        raise error
+    for rank, (message, _) in enumerate(told):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} could not construct its LowLevelZeroOptimizer: {message}")
+    raise ValueError(_first_difference([theirs for _, theirs in told]))
+
+
+def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:
+    """Name the first place where a rank's lines are not rank 0's."""
+    first = by_rank[0]
+    for at in range(max(len(lines) for lines in by_rank)):
+        expected = first[at] if at < len(first) else "nothing more"
+        for rank, lines in enumerate(by_rank):
+            got = lines[at] if at < len(lines) else "nothing more"
+            if got != expected:
+                return (
+                    f"expected the same model, optimizer and options on every rank; rank 0 has «{expected}» where "
+                    f"rank {rank} has «{got}»: build them alike, in the same order, before constructing the optimizer"
+                )
+    raise AssertionError("digests differ, lines don't")

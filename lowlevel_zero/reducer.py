@@ -1,0 +1,259 @@
+"""The reducer: when a round of reductions opens and closes, and what the ranks agree on about rounds.
+
+A *round* is one backward's reductions, bucket by bucket in the plan's order; every rank runs the same rounds.
+
+- ``optimizer.backward`` is one round on every rank, whatever its loss touched there.
+- A bare ``loss.backward()`` opens a round with its first gradient. A rank whose loss touched nothing opens
+  none, so before the step the ranks agree on the largest number of rounds, and who is behind adds rounds of
+  zeros. That agreement travels beside the wires, which others may have sent already.
+- Gradients that came after their bucket had left (a weight in two nested backwards) get a further round, on
+  all ranks, since the last wire of a round tells of them.
+- Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
+  discriminator) stay in ``p.grad``, as in plain torch, until this one's next round, or ``zero_grad``.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import ClassVar
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from .bookkeeping.bucket_plan import BucketPlan, Item, make_plan
+from .bookkeeping.bucket_store import IN_FLIGHT, BucketStore
+from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.parameter_store import ParameterStore
+from .collectives import ShardGroup
+from .options import ZeroOptions
+
+
+class _BackwardCount(threading.local):
+    """How many ``optimizer.backward`` calls this thread has seen, of whichever optimizer."""
+
+    value = 0
+
+
+class Reducer:
+    """Turns the gradients of backwards into each record's ``g``.
+
+    Args:
+        parameters: the records.
+        group: the ranks that share them.
+        options: the caller's choices.
+        gradients: where reduced gradients go.
+
+    Attributes:
+        plan: the buckets, from the next round on.
+        sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
+    """
+
+    _driving: ClassVar[list[Reducer]] = []
+    _backwards: ClassVar[_BackwardCount] = _BackwardCount()
+
+    def __init__(
+        self, parameters: ParameterStore, group: ShardGroup, options: ZeroOptions, gradients: GradientStore
+    ) -> None:
+        self._records = parameters.records
+        self._group = group
+        self._options = options
+        self._gradients = gradients
+        self._buckets = BucketStore(self._records, group, options.keeps_row_only)
+        # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early.
+        self._in_flight = IN_FLIGHT if options.keeps_row_only else None
+        self._hooks: list[RemovableHandle] = []
+        self._graph_task = -1
+        self._nested_seen = False
+        self._watch_late = True
+        self._bare = False
+        self.sync = True
+        self._forget_rounds()
+        self.extend()
+
+    # ---- what is set up once, and again when parameters are added ----
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets that reductions and gathers follow."""
+        return self._buckets.plan
+
+    def extend(self) -> None:
+        """Take records that have no hook yet into hooks and plan, which starts anew in reverse order."""
+        me = ref(self)
+        for record in self._records[len(self._hooks) :]:
+            hook = partial(_on_gradient, me, record.index)
+            self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._replan([record.index for record in reversed(self._records)])
+        self._first_order: list[int] | None = None
+        self._ordered = False
+
+    def _replan(self, order: list[int]) -> None:
+        items = [Item(record.split, record.kind, record.wire_dtype == record.p.dtype) for record in self._records]
+        self._buckets.follow(make_plan(items, order, self._options.bucket_size))
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were before."""
+        for handle in self._hooks:
+            handle.remove()
+
+    # ---- rounds ----
+
+    def begin(self) -> None:
+        """``optimizer.backward`` starts: a round of its own, after one that an error may have left open."""
+        self._driving.append(self)
+        self._backwards.value += 1
+        if self.sync:
+            self._close()
+            self._driven = True
+            self._open()
+
+    def end(self, failed: bool) -> None:
+        """``optimizer.backward`` has ended. After an error the round stays open, for ``zero_grad`` to discard."""
+        self._driving.remove(self)
+        if self.sync and not failed:
+            self._close()
+            self._last_backward = self._backwards.value
+
+    def arrive(self, index: int) -> None:
+        """A gradient of parameter ``index`` has been accumulated into ``p.grad``."""
+        if not self.sync or (self._driving and self._driving[-1] is not self):
+            return
+        if not self._buckets.open:
+            self._open()
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
+        self._buckets.arrive(self._records[index])
+        if self._options.overlap_communication:
+            self._buckets.start_ready()
+            self._take_reduced(self._in_flight)
+
+    def graph_task_ended(self) -> None:
+        """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the round."""
+        if torch._C._current_autograd_node() is not None:
+            self._nested_seen = True
+        elif self not in self._driving:
+            self._close()
+
+    def _open(self) -> None:
+        self._take_reduced(leave=0)
+        self._graph_task = -1
+        self._buckets.open_round()
+
+    def _close(self) -> None:
+        """Start what is left of an open round."""
+        if not self._buckets.open:
+            return
+        self._buckets.close_round()
+        self._rounds += 1
+        if self._first_order is None:
+            self._first_order = self._buckets.arrivals
+        for index in self._buckets.contributed():
+            self._records[index].worked = True
+        self._take_reduced(self._in_flight)
+
+    def _further_round(self) -> None:
+        """A round outside any backward, of what ``p.grad`` still holds, be it nothing."""
+        self._open()
+        self._close()
+
+    def _take_reduced(self, leave: int | None) -> None:
+        """Finish reductions down to ``leave`` in flight (None: leave all)."""
+        if leave is not None:
+            for bucket, total in self._buckets.finish(leave):
+                self._gradients.add(bucket, total)
+
+    # ---- the end of a step's rounds ----
+
+    def drain(self) -> None:
+        """Finish what this rank has started. Tells of no other rank: only ``finish`` completes a step."""
+        self._close()
+        self._take_reduced(leave=0)
+
+    def finish(self) -> None:
+        """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
+
+        Communicates: all ranks call it. May be called again; it then finds nothing to do.
+        """
+        self._complete_rounds(with_leftovers=True)
+        self.drain()
+        self._refuse_unforeseen()
+        while self._watch_late and self._gradients.late():
+            self._further_round()
+            self.drain()
+        self._gradients.resolve()
+
+    def _complete_rounds(self, with_leftovers: bool) -> None:
+        """Close the open round, and see to it that all ranks have run as many as the one that ran most.
+
+        Nothing needs agreeing on where every rank is known to have done the same: called ``backward`` on this
+        optimizer, and last on this one.
+        """
+        self._close()
+        if self._driven and self._last_backward == self._backwards.value:
+            return
+        leftovers = with_leftovers and any(record.p.grad is not None for record in self._records)
+        (most,) = self._group.largest([self._rounds + leftovers])
+        self._bare |= most > 0 and not self._driven
+        while self._rounds < most:
+            self._further_round()
+
+    def _refuse_unforeseen(self) -> None:
+        """Where the "late" flag isn't read (on a device, it would have to be waited for), don't lose a gradient."""
+        late = self._buckets.late
+        if late and not self._watch_late:
+            raise RuntimeError(
+                f"{self._records[late[0]].name}: its gradient came again after it had been reduced, which the first "
+                "step gave no sign of: switch reentrant activation checkpointing on before the first step, or pass "
+                "overlap_communication=False"
+            )
+
+    def discard(self) -> None:
+        """``zero_grad``: finish what is in flight, for the other ranks' sake, and forget it."""
+        if self._bare and not self._driven:
+            self._complete_rounds(with_leftovers=False)
+        self._close()
+        self._buckets.finish()
+        self._forget_rounds()
+
+    def end_step(self) -> None:
+        """Between steps: count rounds anew and, once, take over the order in which gradients came on rank 0."""
+        if self._rounds and not self._ordered:
+            self._adopt_order()
+        self._forget_rounds()
+
+    def _forget_rounds(self) -> None:
+        self._rounds = 0
+        self._driven = False
+        self._last_backward = -1
+
+    def _adopt_order(self) -> None:
+        """Order buckets as rank 0's first backward did; what it lacked follows in order of registration."""
+        came = self._first_order or [record.index for record in reversed(self._records)]
+        order = came + [record.index for record in self._records if record.index not in set(came)]
+        self._replan(self._group.from_rank_zero(order))
+        self._ordered = True
+        on_host = all(record.padded.device.type == "cpu" for record in self._records)
+        self._watch_late = on_host or bool(self._group.largest([self._nested_seen])[0])
+
+    def held(self) -> list[Tensor]:
+        """Tensors of reductions in flight."""
+        return self._buckets.held()
+
+
+def _on_gradient(reducer: ReferenceType[Reducer], index: int, p: Tensor) -> None:
+    """The hook of one parameter. It holds the reducer weakly: a parameter outlives its optimizer."""
+    alive = reducer()
+    if alive is not None:
+        alive.arrive(index)
+
+
+def _on_graph_task_end(reducer: ReferenceType[Reducer]) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.graph_task_ended()

@@ -1,0 +1,81 @@
+"""Puts parameters over padded storages, and the wrapped optimizer over this rank's slices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .bookkeeping.parameter_store import ParameterStore, Place, ShardedParameter
+from .collectives import ShardGroup
+from .options import ZeroOptions
+from .partition import EvenSplit
+from .state import slice_state
+
+
+@torch.no_grad()
+def shard_groups(
+    optimizer: Optimizer,
+    parameters: ParameterStore,
+    group: ShardGroup,
+    options: ZeroOptions,
+    names: Mapping[Tensor, str],
+) -> None:
+    """Shard the param groups of ``optimizer`` that ``parameters`` doesn't know yet.
+
+    Makes a record of each trainable parameter, starts all ranks from rank 0's values and state, cuts the state
+    and leaves slices in place of parameters. Frozen parameters get no record and no state.
+    """
+    known = len(parameters.groups)
+    records: list[ShardedParameter] = []
+    for at, settings in enumerate(optimizer.param_groups[known:], start=known):
+        members = list(settings["params"])
+        parameters.move_to_new_group(members)
+        for p in members:
+            if p.requires_grad:
+                place = Place(len(parameters.records) + len(records), at, names[p])
+                split = EvenSplit(p.numel(), group.size)
+                records.append(ShardedParameter(place, p, split, group.rank, options.communication_dtype))
+    group.broadcast([record.padded for record in records])
+    group.broadcast([value for record in records for value in _state_tensors(optimizer, record.p)])
+    for record in records:
+        if options.master_weights:
+            record.make_master()
+        parameters.add(record)
+        if record.p in optimizer.state:
+            optimizer.state[record.p32] = slice_state(optimizer.state.pop(record.p), record)
+    _leave_slices(optimizer, parameters, known)
+
+
+def convert(optimizer: Optimizer, dtype: torch.dtype) -> None:
+    """Convert every parameter of ``optimizer`` to ``dtype``, letting go of gradients of another."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.dtype != dtype:
+                p.grad = None
+                p.data = p.data.to(dtype)
+
+
+@torch.no_grad()
+def broadcast_rest(model: nn.Module | None, parameters: ParameterStore, group: ShardGroup) -> None:
+    """Start the ranks alike also in what isn't sharded: buffers, and parameters that aren't trained."""
+    rest: dict[Tensor, None] = dict.fromkeys(p for members in parameters.groups for p in members)
+    if model is not None:
+        rest.update(dict.fromkeys(model.parameters()))
+        rest.update(dict.fromkeys(model.buffers()))
+    group.broadcast([tensor.detach() for tensor in rest if parameters.find(tensor) is None])
+
+
+def _leave_slices(optimizer: Optimizer, parameters: ParameterStore, known: int) -> None:
+    for settings, members in zip(optimizer.param_groups[known:], parameters.groups[known:], strict=True):
+        sharded = [record for p in members if (record := parameters.find(p)) is not None]
+        for p in members:
+            if parameters.find(p) is None:
+                optimizer.state.pop(p, None)
+        settings["params"] = [record.p32 for record in sharded]
+
+
+def _state_tensors(optimizer: Optimizer, p: Tensor) -> Iterator[Tensor]:
+    return (value for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor))
