@@ -1,0 +1,456 @@
+"""LowLevelZeroOptimizer: one step told in order: backward, reduce, norm, step, gather."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .bookkeeping.gather_store import GatherStore
+from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .caller_names import CallerNames
+from .collectives import ShardGroup
+from .construction import (
+    agree,
+    check_dense_gradients,
+    check_optimizer,
+    check_parameters,
+    describe,
+    parameter_names,
+)
+from .elementwise import check_elementwise
+from .grad_norm import clip_factor, global_norm
+from .loss_scaler import LossScaler
+from .memory import held_bytes
+from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undelivered
+from .reducer import Reducer
+from .sharding import broadcast_rest, convert, shard_groups
+from .state import State, gather_slice, load_whole_state_dict, whole_of_rows, whole_state_dict
+from .wrapping import WrappingOptimizer
+
+_log = logging.getLogger("lowlevel_zero")
+
+
+class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
+    """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
+
+    Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
+    parameter with ``optimizer`` and gathers the updated rows. The scheme is ColossalAI's low-level ZeRO, whose
+    keywords it takes. All ranks construct it alike; rank 0's parameters, buffers and optimizer state are
+    broadcast. From then on ``optimizer`` holds slices, not parameters.
+
+    Args:
+        optimizer: an elementwise torch optimizer over the parameters.
+        pg_to_param_list: not available yet.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale:
+            the dynamic loss scale, used where a parameter is fp16 (see ``LossScaler``).
+        clip_grad_norm: clip gradients to this global L2 norm; 0: don't.
+        verbose: log skipped steps.
+        reduce_bucket_size: elements in a communication bucket.
+        communication_dtype: dtype in which gradients travel; None: each parameter's own.
+        overlap_communication: reduce during backward.
+        partition_grad: False: stage 1, True: stage 2.
+        cpu_offload: not available yet.
+        dp_process_group: the ranks to shard over; None: the default group.
+        extra_dp_group: not available yet.
+        forced_dtype: convert the parameters to this dtype first.
+        master_weights: step an fp32 copy of 16-bit slices, not the slices themselves.
+        overlap_allgather: not available yet.
+        fp8_communication: not available yet.
+        backward_context: a callable; backward runs in the context manager it returns.
+        model: the module that the parameters belong to: gives names to messages, and has its buffers and
+            remaining parameters broadcast too.
+        reduce_scatter: in stage 1, reduce-scatter instead of all-reducing (stage 2 always does).
+        assume_elementwise: accept an optimizer that could not be shown to treat elements independently.
+
+    Raises:
+        RuntimeError: no process group is initialised, or another rank could not construct its optimizer.
+        TypeError: an argument of the wrong type, or an optimizer that isn't elementwise.
+        ValueError: a value out of range, contradictory options, a parameter that can't be sharded, or ranks
+            that differ; the message names the parameter. Nothing has been changed then.
+        NotImplementedError: an option that isn't available yet.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pg_to_param_list: Mapping[Any, Any] | None = None,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 2,
+        max_scale: float = 2**24,
+        clip_grad_norm: float = 0.0,
+        verbose: bool = False,
+        reduce_bucket_size: int = 1024 * 1024,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        partition_grad: bool = False,
+        cpu_offload: bool = False,
+        dp_process_group: dist.ProcessGroup | None = None,
+        extra_dp_group: dist.ProcessGroup | None = None,
+        forced_dtype: torch.dtype | None = None,
+        master_weights: bool = True,
+        overlap_allgather: bool = False,
+        fp8_communication: bool = False,
+        backward_context: BackwardContext | None = None,
+        *,
+        model: nn.Module | None = None,
+        reduce_scatter: bool = False,
+        assume_elementwise: bool = False,
+    ) -> None:
+        self._group = ShardGroup(dp_process_group)
+        scaling: dict[str, Any] = {
+            "initial_scale": initial_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+        }
+        names: dict[Tensor, str] = {}
+        lines: list[str] = []
+        error: Exception | None = None
+        try:
+            refuse_undelivered(
+                pg_to_param_list=pg_to_param_list,
+                cpu_offload=cpu_offload,
+                extra_dp_group=extra_dp_group,
+                overlap_allgather=overlap_allgather,
+                fp8_communication=fp8_communication,
+            )
+            self._options = ZeroOptions(
+                partition_grad=partition_grad,
+                reduce_scatter=reduce_scatter,
+                bucket_size=reduce_bucket_size,
+                communication_dtype=communication_dtype,
+                forced_dtype=forced_dtype,
+                overlap_communication=overlap_communication,
+                master_weights=master_weights,
+                clip_grad_norm=clip_grad_norm,
+                assume_elementwise=assume_elementwise,
+                backward_context=backward_context,
+                verbose=verbose,
+            )
+            LossScaler(**scaling)
+            names = self._check(optimizer, model)
+            lines = [*describe(optimizer, names, model), f"{self._options}", f"loss scale {scaling}"]
+        except (TypeError, ValueError, RuntimeError) as raised:
+            error = raised
+        agree(self._group, lines, error)
+        self._build(optimizer, model, names, scaling)
+
+    # ---- construction: check, agree, then change ----
+
+    def _check(self, optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
+        """Raise for what can't be sharded; else the parameters' names."""
+        check_optimizer(optimizer, model)
+        names = parameter_names(optimizer, model)
+        check_parameters([p for p in names if p.requires_grad], names, self._group)
+        check_dense_gradients(model, names)
+        check_elementwise(optimizer, assume_elementwise=self._options.assume_elementwise)
+        return names
+
+    def _build(
+        self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str], scaling: dict[str, Any]
+    ) -> None:
+        if self._options.forced_dtype is not None:
+            convert(optimizer, self._options.forced_dtype)
+        self._model = model
+        self._parameters = ParameterStore()
+        shard_groups(optimizer, self._parameters, self._group, self._options, names)
+        broadcast_rest(model, self._parameters, self._group)
+        super().__init__(optimizer)
+        records = self._parameters.records
+        self._device = records[0].padded.device
+        half = any(record.p.dtype == torch.float16 for record in records)
+        self._scaler = LossScaler(**scaling, device=self._device) if half else None
+        raw_unit = partial(_raw_unit, self._group.size, self._scaler)
+        self._gradients = GradientStore(records, self._group.rank, raw_unit)
+        self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients)
+        self._gathers = GatherStore(records, self._group)
+        self._norm: Tensor | None = None
+        self._log_start()
+
+    def __del__(self) -> None:
+        if "_reducer" in self.__dict__:
+            self._reducer.remove_hooks()
+
+    # ---- backward: gradients become each rank's slice of their sum ----
+
+    def backward(
+        self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
+        """Backward through ``loss`` and reduce the gradients: every rank calls it, whatever its loss touches.
+
+        fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is None
+        afterwards. A loss that doesn't require grad contributes nothing.
+        """
+        if self._scaler is not None:
+            loss = loss * self._scaler.scale.to(loss.device)
+        self.backward_by_grad(loss, None, inputs, retain_graph)
+
+    def backward_by_grad(
+        self,
+        tensor: Tensor,
+        grad: Tensor | None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Backward from ``tensor`` with its gradient ``grad``, as a pipeline stage does.
+
+        fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
+        """
+        self._refuse_unfrozen()
+        with self._round():
+            if tensor.requires_grad:
+                torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
+            else:
+                _log.warning("backward: the loss doesn't require grad on this rank, which so contributes nothing")
+
+    @contextmanager
+    def _round(self) -> Iterator[None]:
+        """One backward of this optimizer's own, and the reductions that go with it."""
+        context = self._options.backward_context
+        failed = True
+        self._reducer.begin()
+        try:
+            with nullcontext() if context is None else context():
+                yield
+            failed = False
+        finally:
+            self._reducer.end(failed)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in ``p.grad``, in its dtype and unreduced, until a backward outside."""
+        before, self._reducer.sync = self._reducer.sync, False
+        try:
+            yield
+        finally:
+            self._reducer.sync = before
+
+    def _refuse_unfrozen(self) -> None:
+        for at, members in enumerate(self._parameters.groups):
+            for place, p in enumerate(members):
+                if p.requires_grad and self._parameters.find(p) is None:
+                    name = parameter_names(self.optim, self._model).get(p, f"parameter {place} of group {at}")
+                    raise RuntimeError(
+                        f"{name}: expected it frozen, as it was when the optimizer was constructed, found "
+                        "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every "
+                        "rank after unfreezing it"
+                    )
+
+    # ---- step: norm, clip, step the slices, gather them ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish the reductions and step what has a gradient; every rank calls it. Under ``no_sync``: nothing.
+
+        Args:
+            closure: run first, with gradients enabled; its loss is returned.
+
+        As in torch, gradients stay until ``zero_grad``. fp16: on an overflow on any rank nothing is stepped,
+        gradients are cleared and the loss scale backs off.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._reducer.sync:
+            return loss
+        self._refuse_unfrozen()
+        self._reducer.finish()
+        working = self._parameters.working()
+        for record in working:
+            record.follow_edits()
+        if self._give_gradients(working):
+            self.optim.step()
+            for record in working:
+                record.p32.grad = None
+            self._gathers.gather(self._reducer.plan, working)
+        self._reducer.end_step()
+        return loss
+
+    def _give_gradients(self, working: list[ShardedParameter]) -> bool:
+        """Hand ``g``, averaged, unscaled and clipped, to ``p32.grad``; whether there is anything to step."""
+        self._gradients.make_raw(working)
+        unit = self._gradients.raw_unit()
+        self._norm = self._global_norm(working, unit)
+        if working and self._overflowed():
+            self._gradients.clear()
+            return False
+        if self._options.clip_grad_norm > 0:
+            unit = unit * clip_factor(self._norm, self._options.clip_grad_norm)
+        self._gradients.hand_over(working, unit)
+        return bool(working)
+
+    def _global_norm(self, working: list[ShardedParameter], unit: float | Tensor) -> Tensor:
+        slices = [record.g for record in working if record.g is not None]
+        return global_norm(slices, unit, self._group, self._device)
+
+    def _overflowed(self) -> bool:
+        """Whether this step's norm isn't finite, which all ranks see alike; fp16 alone, and its one host wait."""
+        if self._scaler is None or self._norm is None:
+            return False
+        overflow = ~self._norm.isfinite()
+        self._scaler.update(overflow)
+        if not overflow.item():
+            return False
+        if self._options.verbose and self._group.rank == 0:
+            _log.info("overflow: step skipped, loss scale now %g", self.loss_scale)
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, at any time: what is in flight is finished and forgotten.
+
+        With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
+        """
+        if set_to_none:
+            self._reducer.discard()
+            self._gradients.clear()
+        else:
+            self._reducer.drain()
+            self._gradients.resolve()
+            self._gradients.zero()
+            self._reducer.discard()
+        for p in (p for members in self._parameters.groups for p in members):
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.detach_().zero_()
+
+    # ---- gradients, for those who look at them ----
+
+    def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
+        """Global L2 norm of the last step's gradients, unscaled, before clipping; None before the first step.
+
+        Waits for the device. inf or NaN if the step was skipped.
+        """
+        if norm_type != 2:
+            raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
+        return None if self._norm is None else self._norm.item()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients, after backward, to a global L2 norm; returns the norm before, 0-d fp32.
+
+        What ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does for a plain optimizer; that
+        function itself would see no gradients here. Every rank calls it.
+        """
+        check_max_norm("max_norm", max_norm)
+        self._reducer.finish()
+        working = self._parameters.working()
+        self._gradients.make_raw(working)
+        norm = self._global_norm(working, self._gradients.raw_unit())
+        self._gradients.scale(working, clip_factor(norm, max_norm))
+        return norm
+
+    @torch.no_grad()
+    def get_param_grad(self, working_param: Tensor) -> Tensor | None:
+        """The whole averaged, unscaled gradient of a parameter, of its shape and dtype, or None if no rank has one.
+
+        Every rank calls it: in stage 2 the slices are gathered.
+        """
+        record = self._parameters[working_param]
+        self._reducer.finish()
+        own = self._gradients.averaged(record)
+        if own is None:
+            return None
+        rows = self._gradients.averaged_rows(record)
+        whole = gather_slice(own, record, self._group) if rows is None else whole_of_rows(rows, record)
+        return whole.to(record.p.dtype)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; 1 unless a parameter is fp16. Waits for the device."""
+        return 1.0 if self._scaler is None else self._scaler.loss_scale
+
+    # ---- parameters and state ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
+
+        Parameters that were frozen at construction, and aren't any more, come in this way too.
+        """
+        self._reducer.drain()
+        known = len(self.optim.param_groups)
+        error: Exception | None = None
+        names: dict[Tensor, str] = {}
+        try:
+            self._refuse_known(param_group)
+            self.optim.add_param_group(param_group)
+            names = parameter_names(self.optim, self._model)
+            new = list(self.optim.param_groups[known]["params"])
+            check_parameters([p for p in new if p.requires_grad], names, self._group)
+        except (TypeError, ValueError, RuntimeError) as raised:
+            error = raised
+        try:
+            agree(self._group, list(describe(self.optim, names, None)) if error is None else [], error)
+        except BaseException:
+            del self.optim.param_groups[known:]
+            raise
+        shard_groups(self.optim, self._parameters, self._group, self._options, names)
+        self._reducer.extend()
+
+    def _refuse_known(self, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        for p in [params] if isinstance(params, Tensor) else params:
+            record = self._parameters.find(p)
+            if record is not None:
+                raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")
+
+    def state_dict(self) -> State:
+        """A plain torch optimizer's state dict with whole tensors; every rank calls it (see ``state.py``)."""
+        return whole_state_dict(self.optim, self._parameters, self._group)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a plain torch optimizer's state dict, whole tensors; each rank takes its slices of them."""
+        load_whole_state_dict(self.optim, self._parameters, state_dict)
+
+    def _force_wait_all_gather(self) -> None:
+        """Return when the parameters are up to date; they are whenever ``step`` has returned."""
+
+    def memory_held(self) -> dict[str, int]:
+        """Bytes held on this rank now, by owner, every storage counted once."""
+        records = self._parameters.records
+        members = [p for group in self._parameters.groups for p in group]
+        kept = [t for record in records for t in (record.p.grad, record.g, record.whole) if t is not None]
+        return held_bytes(
+            {
+                "parameters": members,
+                "gradients": [*kept, *self._reducer.held()],
+                "masters": [record.p32 for record in records],
+                "states": [v for state in self.optim.state.values() for v in state.values() if isinstance(v, Tensor)],
+            }
+        )
+
+    def _log_start(self) -> None:
+        if self._group.rank == 0:
+            stage = 2 if self._options.partition_grad else 1
+            elements = sum(record.split.numel for record in self._parameters)
+            _log.info(
+                "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets",
+                stage,
+                f"{elements:,}",
+                len(self._parameters.records),
+                self._group.size,
+                len(self._reducer.plan.buckets),
+            )
+
+
+def _raw_unit(world_size: int, scaler: LossScaler | None) -> float | Tensor:
+    """What a gradient that was summed over the ranks, of a scaled loss, is to be multiplied with."""
+    return 1.0 / world_size if scaler is None else 1.0 / (world_size * scaler.scale)
