@@ -1,0 +1,45 @@
+# Everything runs in .venv, which the first target that needs it makes from the lock files.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# -qq: errors only. Nothing is asked of the index but packages.
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+ARGS ?=
+
+INSTALLED := $(VENV)/.installed
+LINTERS_INSTALLED := $(VENV)/.linters-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo ARGS="--help")
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m lowlevel_zero.demo $(ARGS)
+
+test: $(INSTALLED)  ## run the tests (options: make test ARGS="-k floors")
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(LINTERS_INSTALLED)  ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict lowlevel_zero
+
+clean:  ## remove .venv and all that was built or cached
+	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps live in .venv, so that they go with it; they are written last, so that a failed install is retried.
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("lowlevel_zero needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Choose one: make PYTHON=python3.x ...")'
+	@echo "Installing into $(VENV) (once; torch is a large download) ..."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install --requirement requirements.lock
+	@$(PIP) install --no-deps --editable .
+	@touch $@
+
+$(LINTERS_INSTALLED): requirements-dev.lock $(INSTALLED)
+	@echo "Installing the linters into $(VENV) (once) ..."
+	@$(PIP) install --requirement requirements-dev.lock
+	@touch $@
