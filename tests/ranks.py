@@ -1,0 +1,271 @@
+"""Start ranks: by fork, over a file, with a timeout, and with tracebacks that name their rank.
+
+``run_ranks(fn, world_size, *args)`` runs ``fn(rank, world_size, *args)`` in ``world_size`` forked processes.
+Fork takes hundredths of a second where a fresh interpreter takes seconds, and ``fn`` may be a closure. The
+price: a rank inherits what the parent did to torch. On a CPU that is harmless, backward included (it runs in
+the calling thread). On a machine with an accelerator the parent must neither touch the device nor run a
+backward before (the autograd engine would have started a thread per device, and refuses to work in a fork
+after it): there an oracle runs in ``run_ranks(oracle, 1, init=False)``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_FORK = multiprocessing.get_context("fork")
+
+# Seconds that the other ranks get once one has raised: those that would raise too should come first.
+GRACE = 2.0
+EXPECTING_GRACE = 10.0
+
+
+class Raised(NamedTuple):
+    """The exception that ended a rank, as text: the exception itself may not be picklable."""
+
+    type: str
+    message: str
+    traceback: str
+
+
+class _Outcome(NamedTuple):
+    value: Any
+    raised: Raised | None
+
+
+class _Job(NamedTuple):
+    fn: Callable[..., Any]
+    world_size: int
+    args: tuple[Any, ...]
+    timeout: float
+    backend: str | None  # None: no process group
+
+
+class _Rank(NamedTuple):
+    process: ForkProcess
+    pipe: Connection  # brings the outcome, then tells the rank to leave
+    stacks: Path  # where it writes its stacks when asked; exists once it can be asked
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    init: bool = True,
+) -> list[Any]:
+    """Return what ``fn(rank, world_size, *args)`` returned, rank by rank; tensors are copies, of any dtype.
+
+    Args:
+        timeout: seconds for all of it.
+        backend: of the default process group.
+        init: False: start without a process group.
+
+    Raises:
+        AssertionError: a rank raised or died; the message holds the first one's traceback. Ranks that are not
+            done two seconds later are killed, and the message shows where they were.
+        TimeoutError: the message names the ranks that hung and shows where.
+    """
+    outcomes, stacks = _run(_Job(fn, world_size, args, timeout, backend if init else None), GRACE)
+    raised = {rank: outcome.raised for rank, outcome in outcomes.items() if outcome.raised}
+    if raised:
+        raise AssertionError(_describe(raised, world_size) + _show(stacks, "was still running, at"))
+    _raise_if_hung(stacks, timeout)
+    return [outcomes[rank].value for rank in range(world_size)]
+
+
+def run_ranks_expecting(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    init: bool = True,
+) -> list[Raised]:
+    """As ``run_ranks``, for a mistake that every rank must notice: return what each rank raised.
+
+    Raises:
+        AssertionError: a rank returned, or was still running ten seconds after another one had raised.
+        TimeoutError: ranks hung, and none raised.
+    """
+    outcomes, stacks = _run(_Job(fn, world_size, args, timeout, backend if init else None), EXPECTING_GRACE)
+    raised = {rank: outcome.raised for rank, outcome in outcomes.items() if outcome.raised}
+    returned = {rank: outcome.value for rank, outcome in outcomes.items() if not outcome.raised}
+    if returned or (raised and stacks):
+        lines = [f"rank {rank} did not raise, but returned {value!r:.99}\n" for rank, value in returned.items()]
+        lines += [f"rank {rank} raised {error.type}: {error.message}\n" for rank, error in raised.items()]
+        raise AssertionError("".join(lines) + _show(stacks, "did not raise, but was still running, at"))
+    _raise_if_hung(stacks, timeout)
+    return [raised[rank] for rank in range(world_size)]
+
+
+# The parent's side.
+
+
+def _run(job: _Job, grace: float) -> tuple[dict[int, _Outcome], dict[int, str]]:
+    """Return the outcomes in order of arrival, and the stacks of the ranks that hung."""
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        try:
+            for rank in range(job.world_size):
+                ranks.append(_start(rank, job, Path(folder)))
+            outcomes = _collect(ranks, job.timeout, grace)
+            if len(outcomes) == len(ranks) and not any(outcome.raised for outcome in outcomes.values()):
+                hung = _dismiss(ranks)
+            else:
+                hung = [rank for rank in range(job.world_size) if rank not in outcomes]
+            return outcomes, _dump_stacks({rank: ranks[rank] for rank in hung})
+        finally:
+            for each in ranks:
+                each.process.kill()
+                each.process.join()
+                each.pipe.close()
+
+
+def _start(rank: int, job: _Job, folder: Path) -> _Rank:
+    pipe, its_pipe = _FORK.Pipe()
+    process = _FORK.Process(target=_live, args=(rank, job, its_pipe, folder), name=f"rank-{rank}")
+    process.start()
+    its_pipe.close()  # so that the pipe ends when the rank dies
+    return _Rank(process, pipe, folder / f"stacks-{rank}")
+
+
+def _collect(ranks: list[_Rank], timeout: float, grace: float) -> dict[int, _Outcome]:
+    """Wait for all ranks; once one has raised, only ``grace`` seconds more."""
+    outcomes: dict[int, _Outcome] = {}
+    deadline = time.monotonic() + timeout
+    while len(outcomes) < len(ranks):
+        waiting = {each.pipe: rank for rank, each in enumerate(ranks) if rank not in outcomes}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            outcomes[waiting[pipe]] = outcome = _receive(ranks[waiting[pipe]])
+            if outcome.raised:
+                deadline = min(deadline, time.monotonic() + grace)
+    return outcomes
+
+
+def _receive(rank: _Rank) -> _Outcome:
+    try:
+        packed = rank.pipe.recv_bytes()
+    except (EOFError, OSError):
+        end = _end(rank)
+        return _Outcome(None, Raised("ProcessDied", end, f"no traceback: the process ended by {end}\n"))
+    outcome: _Outcome = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+    return outcome
+
+
+def _end(rank: _Rank) -> str:
+    rank.process.join()
+    code = rank.process.exitcode or 0
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _dismiss(ranks: list[_Rank], patience: float = 10.0) -> list[int]:
+    """Let the ranks leave, now that all are done: one that left early would break a peer's last collective.
+
+    Returns those that can't get out.
+    """
+    for each in ranks:
+        with suppress(BrokenPipeError):  # it died; its exit code tells
+            each.pipe.send_bytes(b"leave")
+    deadline = time.monotonic() + patience
+    for rank, each in enumerate(ranks):
+        each.process.join(max(0.0, deadline - time.monotonic()))
+        if each.process.exitcode:
+            raise AssertionError(f"rank {rank} returned, but then its process ended by {_end(each)}")
+    return [rank for rank, each in enumerate(ranks) if each.process.is_alive()]
+
+
+def _dump_stacks(hung: dict[int, _Rank]) -> dict[int, str]:
+    """Ask for the stacks and read what came; the handler is C, and so answers inside a collective too."""
+    for each in hung.values():
+        if each.stacks.exists():  # without the handler the signal would kill
+            os.kill(each.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 2.0
+    while not all(_stack(each) for each in hung.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if hung:
+        time.sleep(0.1)  # for the rest of the lines
+    return {rank: _stack(each) or "(no answer)\n" for rank, each in hung.items()}
+
+
+def _stack(rank: _Rank) -> str:
+    """The stacks so far, without the parent's frames below the rank's own."""
+    text = rank.stacks.read_text() if rank.stacks.exists() else ""
+    return re.sub(r"( in _work\n)(?:  File .*\n)+", r"\1", text)
+
+
+def _describe(raised: dict[int, Raised], world_size: int) -> str:
+    (first, error), *others = raised.items()
+    also = "".join(f"rank {rank} raised too: {other.type}: {other.message}\n" for rank, other in others)
+    return f"rank {first} of {world_size} failed:\n{error.traceback}{also}"
+
+
+def _show(stacks: dict[int, str], what: str) -> str:
+    return "".join(f"rank {rank} {what}:\n{stack}" for rank, stack in stacks.items())
+
+
+def _raise_if_hung(stacks: dict[int, str], timeout: float) -> None:
+    if stacks:
+        names = ", ".join(str(rank) for rank in stacks)
+        raise TimeoutError(f"these ranks hung (timeout {timeout:g} s): {names}\n{_show(stacks, 'was at')}")
+
+
+# A rank's side.
+
+
+def _live(rank: int, job: _Job, pipe: Connection, folder: Path) -> None:
+    with (folder / f"new-stacks-{rank}").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        Path(file.name).rename(folder / f"stacks-{rank}")
+        pipe.send_bytes(_work(rank, job, folder / "rendezvous"))
+        pipe.recv_bytes()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _work(rank: int, job: _Job, rendezvous: Path) -> bytes:
+    try:
+        torch.set_num_threads(1)
+        if job.backend is not None:
+            _join_group(rank, job, job.backend, rendezvous)
+        return _pack(_Outcome(job.fn(rank, job.world_size, *job.args), None))
+    except BaseException as error:  # SystemExit and pytest's skip as well: the parent must hear of each
+        return _pack(_Outcome(None, Raised(type(error).__name__, str(error), traceback.format_exc())))
+
+
+def _join_group(rank: int, job: _Job, backend: str, rendezvous: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # 127.0.0.1
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    # The parent's timeout must come first: it shows the stacks.
+    timeout = timedelta(seconds=2 * job.timeout + 10)
+    dist.init_process_group(backend, f"file://{rendezvous}", rank=rank, world_size=job.world_size, timeout=timeout)
+
+
+def _pack(outcome: _Outcome) -> bytes:
+    """By value: shared memory would vanish with the rank."""
+    buffer = io.BytesIO()
+    torch.save(outcome, buffer)
+    return buffer.getvalue()
