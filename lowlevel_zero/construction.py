@@ -12,12 +12,18 @@ from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import overlapping
 from .collectives import ShardGroup
+from .wrapping import WrappingOptimizer
 
 
 def check_optimizer(optimizer: object, model: object) -> None:
     """Raise unless ``optimizer`` is a torch optimizer with parameters to train and ``model`` a plain module."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, WrappingOptimizer):
+        raise TypeError(
+            f"optimizer: expected a plain optimizer, got {type(optimizer).__name__}, which shards one already: "
+            "wrap each optimizer once"
+        )
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):
@@ -86,6 +92,8 @@ def check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> 
 def describe(optimizer: Optimizer, names: dict[Tensor, str], model: nn.Module | None) -> Iterator[str]:
     """What has to be alike on all ranks, a line each: parameters with their states, and the model's buffers."""
     for at, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        yield f"settings of group {at}: {settings}"
         for p in group["params"]:
             state = ", ".join(f"{key} {_shape(value)}" for key, value in optimizer.state.get(p, {}).items())
             kind = "trainable" if p.requires_grad else "frozen"

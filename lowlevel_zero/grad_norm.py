@@ -11,17 +11,17 @@ from .collectives import ShardGroup
 
 
 def global_norm(slices: Sequence[Tensor], unit: float | Tensor, group: ShardGroup, device: torch.device) -> Tensor:
-    """L2 norm of a gradient of which each rank holds ``slices``: 0-d, fp32, on ``device``.
+    """L2 norm of a gradient of which each rank holds ``slices``: 0-d, on ``device``, fp32 (fp64 if a slice is).
 
     Squares are summed slice by slice in the order given, then over the ranks: one reduction of one number. It
     is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times ``unit``. An element that
     is inf or NaN on any rank makes it so on all.
     """
-    squares = torch.zeros((), dtype=torch.float32, device=device)
+    dtype = torch.float64 if any(piece.dtype == torch.float64 for piece in slices) else torch.float32
+    squares = torch.zeros((), dtype=dtype, device=device)
     if slices:
-        dtype = torch.float64 if any(piece.dtype == torch.float64 for piece in slices) else torch.float32
         norms = torch._foreach_norm(list(slices), 2, dtype=dtype)
-        squares += torch.stack([norm.to(device, torch.float32) for norm in norms]).square().sum()
+        squares += torch.stack([norm.to(device) for norm in norms]).square().sum()
     return group.sum_scalar(squares).sqrt() * unit
 
 

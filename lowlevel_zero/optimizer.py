@@ -242,15 +242,17 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
             self._reducer.sync = before
 
     def _refuse_unfrozen(self) -> None:
-        for at, members in enumerate(self._parameters.groups):
-            for place, p in enumerate(members):
-                if p.requires_grad and self._parameters.find(p) is None:
-                    name = parameter_names(self.optim, self._model).get(p, f"parameter {place} of group {at}")
-                    raise RuntimeError(
-                        f"{name}: expected it frozen, as it was when the optimizer was constructed, found "
-                        "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every "
-                        "rank after unfreezing it"
-                    )
+        p = self._parameters.unfrozen()
+        if p is not None:
+            raise RuntimeError(
+                f"{self._name_of(p)}: expected it frozen, as it was when the optimizer was constructed, found "
+                "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every rank "
+                "after unfreezing it"
+            )
+
+    def _name_of(self, p: Tensor) -> str:
+        named = self._model.named_parameters() if self._model is not None else ()
+        return next((name for name, other in named if other is p), f"a {tuple(p.shape)} parameter")
 
     # ---- step: norm, clip, step the slices, gather them ----
 

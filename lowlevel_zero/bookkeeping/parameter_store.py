@@ -189,6 +189,7 @@ class ParameterStore:
     def __init__(self) -> None:
         self.records: list[ShardedParameter] = []
         self.groups: list[list[nn.Parameter]] = []
+        self._frozen: list[nn.Parameter] = []
         self._record_of: dict[Tensor, ShardedParameter] = {}
         self._record_of_slice: dict[Tensor, ShardedParameter] = {}
 
@@ -201,11 +202,16 @@ class ParameterStore:
         self._record_of[record.p] = record
         self._record_of_slice[record.p32] = record
 
+    def unfrozen(self) -> Tensor | None:
+        """A parameter that was frozen when its group came, and isn't any more, or None."""
+        return next((p for p in self._frozen if p.requires_grad), None)
+
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
         """Append a param group; what was a frozen member of another so far leaves that one."""
         taken = set(members)
         self.groups = [[p for p in group if p not in taken] for group in self.groups]
         self.groups.append(members)
+        self._frozen = [p for group in self.groups for p in group if not p.requires_grad]
 
     def find(self, p: Tensor) -> ShardedParameter | None:
         """The record of a working parameter, or None."""
