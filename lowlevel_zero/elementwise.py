@@ -1,0 +1,115 @@
+"""Decides whether an optimizer may be stepped on slices of its parameters.
+
+ZeRO hands every rank a flat slice of each parameter. That trains the same model only if the optimizer is
+*elementwise*: an element's update follows from that element, its own gradients and the options alone. Some
+classes are known by name; any other is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import torch
+from torch.optim import Optimizer
+
+from .trial import NoTrial, try_on_slices
+
+_ELEMENTWISE_NAMES = (
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+_ELEMENTWISE = {getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES if hasattr(torch.optim, name)}
+
+_FACTORED = "it factors the second moments of a matrix into rows and columns"
+_ORTHOGONAL = "it orthogonalises the update of a whole matrix"
+_TRUST_RATIO = "it scales an update by norms of the whole tensor"
+_WHOLE_MODEL = "it estimates its step size from sums over the whole model"
+_PRECONDITIONED = "it preconditions a matrix with statistics of its rows and columns"
+_LOW_RANK = "it projects the gradient of a whole matrix to a low rank"
+_BLOCKWISE = "it shares statistics within blocks of elements, which do not end where the slices end"
+_SHARDED = "it shards its state itself: wrap the optimizer inside it instead"
+
+# Class names (of the optimizer and its bases, in any case, matched whole) and why they cannot be.
+_NEVER = (
+    (r"lbfgs", "it needs a closure and takes inner products over the whole model"),
+    (r"sparseadam", "it needs sparse gradients, and slices of gradients are dense"),
+    (r"zeroredundancyoptimizer|lowlevelzerooptimizer|deepspeedzerooptimizer.*", _SHARDED),
+)
+_NOT_ELEMENTWISE = (
+    (r".*adafactor.*|came|sm3.*|adalomo", _FACTORED),
+    (r".*muon.*|.*scion|dion\d?", _ORTHOGONAL),
+    (r".*(lamb|lars)(8bit|32bit)?|larc", _TRUST_RATIO),
+    (r".*novograd.*|nero|fromage|adam_?mini|adahessian", "it keeps one second moment for many elements"),
+    (r".*prodigy.*|dadapt.*", _WHOLE_MODEL),
+    (r".*shampoo.*|soap.*|.*k_?fac.*|psgd.*|kron.*|adafisher.*", _PRECONDITIONED),
+    (r".*galore.*|apollo.*|.*lowrank.*", _LOW_RANK),
+    (r".*(4bit|8bit|fp8).*", _BLOCKWISE),
+)
+
+
+def check_elementwise(optimizer: Optimizer, *, assume_elementwise: bool = False) -> None:
+    """Return if ``optimizer`` may be stepped on flat slices of its parameters, raise if not.
+
+    The classes of ``torch.optim`` are decided by name, and so are known classes that are not elementwise. All
+    others, subclasses of torch's included, are tried on twins with the same options. ``optimizer``, its
+    parameters, state, options and hooks stay as they are, and only small tensors of it are copied. Random
+    number generators stay as they are, too. The same optimizer gets the same answer on every rank.
+
+    Args:
+        optimizer: with parameters of any dtype and device; none is read. A trial is in fp32 and runs on the
+            CPU, or on the parameters' own device if the class does not work there.
+        assume_elementwise: skip the names and the trial; the caller answers for it. LBFGS, SparseAdam,
+            optimizers that shard their state themselves, and ``differentiable=True`` cannot work, and stay
+            refused.
+
+    Raises:
+        TypeError: ``optimizer`` is no optimizer, is not elementwise, or could not be tried. The message says
+            which optimizer, what was seen, and what to do.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    _refuse_what_never_works(optimizer)
+    if assume_elementwise or type(optimizer) in _ELEMENTWISE:
+        return
+    reason = _listed(optimizer, _NOT_ELEMENTWISE)
+    if reason is not None:
+        raise TypeError(_refusal(optimizer, reason))
+    _refuse_what_a_trial_refutes(optimizer)
+
+
+def _refuse_what_never_works(optimizer: Optimizer) -> None:
+    reason = _listed(optimizer, _NEVER)
+    if reason is None and any(group.get("differentiable") for group in optimizer.param_groups):
+        reason = "it is differentiable=True, and no autograd graph leads from its slices to the model"
+    if reason is not None:
+        raise TypeError(_refusal(optimizer, reason, can_assume=False))
+
+
+def _refuse_what_a_trial_refutes(optimizer: Optimizer) -> None:
+    try:
+        difference = try_on_slices(optimizer)
+    except NoTrial as failure:
+        raise TypeError(_refusal(optimizer, f"it could not be tried ({failure})")) from failure
+    if difference is not None:
+        raise TypeError(_refusal(optimizer, difference))
+
+
+def _listed(optimizer: Optimizer, table: tuple[tuple[str, str], ...]) -> str | None:
+    """Why a class is in the table, by its name or the name of one of its bases."""
+    for cls, (pattern, reason) in itertools.product(type(optimizer).__mro__, table):
+        if re.fullmatch(pattern, cls.__name__, re.IGNORECASE):
+            return reason if cls is type(optimizer) else f"it is a {cls.__name__}, and {reason}"
+    return None
+
+
+def _refusal(optimizer: Optimizer, reason: str, *, can_assume: bool = True) -> str:
+    cls = type(optimizer)
+    remedy = "Use an elementwise optimizer, such as torch.optim.AdamW"
+    if can_assume:
+        remedy += (
+            ", or pass assume_elementwise=True if you know that an element's update depends on that element "
+            "and its own gradients alone, or accept that this optimizer trains differently on slices"
+        )
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return f"{name} cannot be stepped on slices of its parameters: {reason}. {remedy}."

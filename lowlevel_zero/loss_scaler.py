@@ -1,0 +1,214 @@
+"""The loss scale: a state machine whose scale, hysteresis and skip counts are device tensors.
+
+The rules are those of ColossalAI's ``DynamicGradScaler`` (after Megatron-LM's). They are written as
+arithmetic on small tensors: an overflow is counted and answered, and the host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FP32 = torch.finfo(torch.float32)
+
+# One update is counts * keep + add, one row for a clean step and one for an overflow.
+# The columns:       growth_step, hysteresis_step, skipped_in_a_row, skipped
+_KEEP_IF_CLEAN = (1, 1, 0, 1)
+_ADD_IF_CLEAN = (1, 0, 0, 0)
+_KEEP_IF_OVERFLOW = (0, 1, 1, 1)
+_ADD_IF_OVERFLOW = (0, 1, 1, 1)
+
+_NEEDED_KEYS = ("scale", "growth_factor", "backoff_factor", "hysteresis")
+_COUNT_KEYS = ("growth_step", "hysteresis_step", "skipped_in_a_row", "skipped")
+
+
+class LossScaler:
+    """What a loss is multiplied by before its backward, so that fp16 gradients neither vanish nor overflow.
+
+    An overflow raises ``hysteresis_step`` by one; the overflow that brings it to ``hysteresis``, and every
+    further one, multiplies the scale by ``backoff_factor``, down to ``min_scale``. After ``growth_interval``
+    clean steps in a row the scale is multiplied by ``growth_factor``, up to ``max_scale``, and
+    ``hysteresis_step`` restarts at 0.
+
+    Args:
+        initial_scale: the scale before the first update.
+        min_scale: no back-off goes below it.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: clean steps in a row before the scale grows.
+        hysteresis: overflows before the scale backs off; 0 and 1 both mean "at the first".
+        max_scale: no growth goes above it.
+        device: where the tensors live; best where ``found_inf`` is made.
+
+    Attributes:
+        scale: 0-d float32; changed in place, so its address stays (a captured CUDA graph may read it).
+        dynamic: whether updates may change the scale.
+
+    Raises:
+        ValueError: a keyword is out of its range; the message names it, the range and what came.
+    """
+
+    def __init__(
+        self,
+        *,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 2,
+        max_scale: float = 2**24,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check_scales(min_scale, initial_scale, max_scale)
+        _check_factors(growth_factor, backoff_factor)
+        _check_count("growth_interval", growth_interval, least=1)
+        _check_count("hysteresis", hysteresis, least=0)
+        self.dynamic = True
+        self.min_scale, self.max_scale = float(min_scale), float(max_scale)
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.scale = torch.tensor(float(initial_scale), dtype=torch.float32, device=device)  # 0-d
+        self._counts = _int64(len(_COUNT_KEYS) * (0,), device)
+        self._clean = _int64(_KEEP_IF_CLEAN, device), _int64(_ADD_IF_CLEAN, device)
+        self._overflow = _int64(_KEEP_IF_OVERFLOW, device), _int64(_ADD_IF_OVERFLOW, device)
+        self._set_factors(growth_factor, backoff_factor)
+
+    @classmethod
+    def static(cls, scale: float, device: torch.device | str = "cpu") -> LossScaler:
+        """A scale that never changes; updates only count the skipped steps.
+
+        Raises:
+            ValueError: ``scale`` is not a positive number that float32 can hold.
+        """
+        _check_number("scale", scale)
+        scaler = cls(initial_scale=scale, min_scale=scale, max_scale=scale, device=device)
+        scaler.dynamic = False
+        return scaler
+
+    def update(self, found_inf: Tensor) -> None:
+        """Count one step and move the scale; a dozen tiny kernels, no host synchronisation.
+
+        Args:
+            found_inf: one element of any shape and dtype, on the scaler's device. Zero: the step was clean;
+                all else: it overflowed and was skipped. All ranks must bring the same value.
+        """
+        overflow = found_inf.reshape(()) != 0
+        keep, add = self._overflow
+        counts_if_overflow = torch.addcmul(add, self._counts, keep)
+        keep, add = self._clean
+        counts_if_clean = torch.addcmul(add, self._counts, keep)
+        torch.where(overflow, counts_if_overflow, counts_if_clean, out=self._counts)
+        if self.dynamic:
+            self._move_scale(overflow)
+
+    def _move_scale(self, overflow: Tensor) -> None:
+        growth_step, hysteresis_step = self._counts[0], self._counts[1]
+        backs_off = overflow & (hysteresis_step >= self.hysteresis)
+        grows = growth_step == self.growth_interval
+        factor = torch.where(backs_off, self._backoff, torch.where(grows, self._growth, self._stay))
+        self.scale.mul_(factor).clamp_(self.min_scale, self.max_scale)
+        self._counts[:2].masked_fill_(grows, 0)
+
+    @property
+    def skipped_in_a_row(self) -> Tensor:
+        """0-d int64: overflows since the last clean step; a view that later updates change."""
+        return self._counts[2]
+
+    @property
+    def skipped(self) -> Tensor:
+        """0-d int64: all overflows so far; a view that later updates change."""
+        return self._counts[3]
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale as a number. Reading it waits for the device: for logs, not for every step."""
+        return float(self.scale.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the 0-d tensors, and the numbers; ColossalAI's four keys and the counts."""
+        numbers = {
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "hysteresis": self.hysteresis,
+        }
+        counts = dict(zip(_COUNT_KEYS, self._counts.clone().unbind(), strict=True))
+        return {"scale": self.scale.clone(), **numbers, **counts}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict()``, or ColossalAI's, which has no counts: they restart at 0.
+
+        A scale outside ``min_scale`` .. ``max_scale`` is moved to the nearer end. A static scaler takes the
+        counts alone: its scale is a setting, not state. Tensors are read, so this waits for their device.
+
+        Raises:
+            ValueError: a key is missing or unknown, or a value is out of its range; nothing has changed then.
+        """
+        _check_keys(state_dict)
+        state = {key: _as_number(value) for key, value in state_dict.items()}
+        _check_number("scale", state["scale"])
+        _check_factors(state["growth_factor"], state["backoff_factor"])
+        for key in ("hysteresis", *_COUNT_KEYS):
+            _check_count(key, state.setdefault(key, 0), least=0)
+        self._counts.copy_(torch.tensor([state[key] for key in _COUNT_KEYS]))
+        if self.dynamic:
+            self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
+            self.hysteresis = state["hysteresis"]
+            self._set_factors(state["growth_factor"], state["backoff_factor"])
+
+    def _set_factors(self, growth_factor: float, backoff_factor: float) -> None:
+        self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
+        factors = self.scale.new_tensor([growth_factor, backoff_factor, 1.0])
+        self._growth, self._backoff, self._stay = factors.unbind()  # 0-d float32 each
+
+
+def _int64(values: tuple[int, ...], device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _as_number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _check_scales(min_scale: float, initial_scale: float, max_scale: float) -> None:
+    _check_number("min_scale", min_scale)
+    _check_number("initial_scale", initial_scale)
+    _check_number("max_scale", max_scale)
+    if not min_scale <= initial_scale <= max_scale:
+        raise ValueError(
+            f"expected min_scale <= initial_scale <= max_scale, got min_scale={min_scale!r}, "
+            f"initial_scale={initial_scale!r}, max_scale={max_scale!r}"
+        )
+
+
+def _check_factors(growth_factor: float, backoff_factor: float) -> None:
+    _check_number("growth_factor", growth_factor)
+    if not growth_factor > 1:
+        raise ValueError(f"expected growth_factor > 1, got {growth_factor!r}")
+    _check_number("backoff_factor", backoff_factor)
+    if not backoff_factor < 1:
+        raise ValueError(f"expected 0 < backoff_factor < 1, got {backoff_factor!r}")
+
+
+def _check_number(keyword: str, value: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not _FP32.tiny <= value <= _FP32.max:
+        raise ValueError(f"expected {keyword} to be a positive number within float32's range, got {value!r}")
+
+
+def _check_count(keyword: str, value: int, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"expected {keyword} to be an integer of at least {least}, got {value!r}")
+
+
+def _check_keys(state_dict: Mapping[str, Any]) -> None:
+    missing = [key for key in _NEEDED_KEYS if key not in state_dict]
+    unknown = [key for key in state_dict if key not in (*_NEEDED_KEYS, *_COUNT_KEYS)]
+    if missing or unknown:
+        raise ValueError(
+            f"expected a loss scaler's state with the keys {list(_NEEDED_KEYS)} and, optionally, "
+            f"{list(_COUNT_KEYS)}; missing: {missing}, unknown: {unknown}"
+        )

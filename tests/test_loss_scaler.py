@@ -1,0 +1,313 @@
+"""The loss scale: literal tables, ColossalAI's rules in plain Python, and no look from the host."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowlevel_zero.loss_scaler import LossScaler
+
+
+class PlainScaler:
+    """The reference: ColossalAI 0.5.0's ``DynamicGradScaler.update`` in Python numbers, and skip counts."""
+
+    def __init__(self, scale: float, low: float, high: float, interval: int, hysteresis: int) -> None:
+        self.scale, self.low, self.high = scale, low, high
+        self.interval, self.hysteresis = interval, hysteresis
+        self.growth_step = self.hysteresis_step = self.skipped = self.skipped_in_a_row = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            self.hysteresis_step += 1
+            self.growth_step = 0
+            if self.hysteresis_step >= self.hysteresis:
+                self.scale = max(self.scale * 0.5, self.low)
+        else:
+            self.skipped_in_a_row = 0
+            self.growth_step += 1
+            if self.growth_step == self.interval:
+                self.growth_step = self.hysteresis_step = 0
+                self.scale = min(self.scale * 2.0, self.high)
+
+
+class ForbidHostReads(TorchDispatchMode):
+    """Fails on every operation that hands a tensor's value to the host."""
+
+    forbidden = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "_to_copy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.forbidden:
+            raise AssertionError(f"{name} reads a tensor on the host")
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def flag(overflow: bool) -> Tensor:
+    return torch.tensor(overflow)
+
+
+def scales(scaler: LossScaler, overflows: str) -> list[float]:
+    """The scale after each step; ``x``: overflow, ``.``: clean."""
+    seen = []
+    for sign in overflows:
+        scaler.update(flag(sign == "x"))
+        seen.append(scaler.loss_scale)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("hysteresis", "overflows", "expected"),
+    [
+        (1, "xxx", [8, 4, 2]),
+        (0, "xxx", [8, 4, 2]),
+        (2, "xxx", [16, 8, 4]),
+        (3, "xxxx", [16, 16, 8, 4]),
+        (2, "...", [16, 16, 32]),
+        (2, "......", [16, 16, 32, 32, 32, 64]),
+        (2, "..x..", [16, 16, 16, 16, 16]),  # an overflow restarts the growth
+        (2, "..x...", [16, 16, 16, 16, 16, 32]),
+        (2, "x.x", [16, 16, 8]),  # a clean step does not forget an overflow
+        (2, "x...x", [16, 16, 16, 32, 32]),  # a growth does
+        (2, "x...xx", [16, 16, 16, 32, 32, 16]),
+        (2, "xx...x", [16, 8, 8, 8, 16, 16]),
+        (1, "xxxxxx", [8, 4, 2, 1, 1, 1]),  # min_scale
+        (1, "............", [16, 16, 32, 32, 32, 64, 64, 64, 64, 64, 64, 64]),  # max_scale
+    ],
+)
+def test_tables(hysteresis: int, overflows: str, expected: list[float]) -> None:
+    scaler = LossScaler(initial_scale=16, growth_interval=3, hysteresis=hysteresis, max_scale=64)
+    assert scales(scaler, overflows) == expected
+
+
+def test_bounds_that_no_power_reaches() -> None:
+    scaler = LossScaler(initial_scale=16, min_scale=6, max_scale=30, growth_interval=1, hysteresis=1)
+    assert scales(scaler, "xxx..") == [8, 6, 6, 12, 24]
+    assert scales(scaler, "..") == [30, 30]
+
+
+def test_growth_at_every_step_when_the_interval_is_one() -> None:
+    assert scales(LossScaler(initial_scale=1, growth_interval=1), "..x.") == [2, 4, 4, 8]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_plain_python(seed: int) -> None:
+    rng = random.Random(seed)
+    interval, hysteresis, rate = rng.randint(1, 6), rng.randint(0, 4), rng.random()
+    plain = PlainScaler(2.0**10, 2.0**3, 2.0**14, interval, hysteresis)
+    scaler = LossScaler(
+        initial_scale=2**10, min_scale=2**3, max_scale=2**14, growth_interval=interval, hysteresis=hysteresis
+    )
+    for _ in range(100):
+        overflow = rng.random() < rate
+        plain.update(overflow)
+        scaler.update(flag(overflow))
+        assert scaler.loss_scale == plain.scale
+        assert (int(scaler.skipped), int(scaler.skipped_in_a_row)) == (plain.skipped, plain.skipped_in_a_row)
+
+
+@pytest.mark.parametrize(
+    "found_inf",
+    [
+        torch.tensor(True),
+        torch.tensor(1.0),
+        torch.tensor(3, dtype=torch.int32),
+        torch.tensor([1.0]),
+        torch.tensor(float("inf")),
+        torch.tensor(float("nan")),
+        torch.tensor(2.0, dtype=torch.float16),
+        torch.tensor(1e-40),
+    ],
+)
+def test_every_kind_of_flag(found_inf: Tensor) -> None:
+    scaler = LossScaler(initial_scale=16, hysteresis=1)
+    scaler.update(found_inf)
+    assert scaler.loss_scale == 8
+    scaler.update(torch.zeros_like(found_inf))
+    assert (scaler.loss_scale, int(scaler.skipped), int(scaler.skipped_in_a_row)) == (8, 1, 0)
+
+
+def test_defaults_are_colossalai_s() -> None:
+    scaler = LossScaler()
+    assert scaler.loss_scale == 2**16
+    assert (scaler.min_scale, scaler.max_scale) == (1, 2**24)
+    assert (scaler.growth_factor, scaler.backoff_factor) == (2, 0.5)
+    assert (scaler.growth_interval, scaler.hysteresis) == (2000, 2)
+
+
+def test_tensors() -> None:
+    scaler = LossScaler()
+    assert (scaler.scale.shape, scaler.scale.dtype) == (torch.Size([]), torch.float32)
+    for count in (scaler.skipped, scaler.skipped_in_a_row):
+        assert (count.shape, count.dtype) == (torch.Size([]), torch.int64)
+
+
+def test_scale_keeps_its_address() -> None:
+    scaler = LossScaler(initial_scale=16, hysteresis=1)
+    scale = scaler.scale
+    scaler.update(flag(True))
+    assert scaler.scale is scale
+    assert scale.item() == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        scaler = LossScaler(initial_scale=1000, growth_interval=1, growth_factor=1.1)
+        scaler.update(flag(False))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scaler.scale.dtype == torch.float32
+    assert scaler.loss_scale == pytest.approx(1100, rel=1e-6)
+
+
+@pytest.mark.parametrize("scaler", [LossScaler(), LossScaler.static(8.0)], ids=["dynamic", "static"])
+def test_update_reads_nothing_on_the_host(scaler: LossScaler) -> None:
+    overflow, clean = flag(True), torch.zeros(())
+    with ForbidHostReads() as forbid:
+        scaler.update(overflow)
+        scaler.update(clean)
+    assert 0 < forbid.calls <= 2 * 16  # 12 kernels and 4 views
+
+
+def test_the_host_read_is_noticed_where_there_is_one() -> None:
+    with ForbidHostReads(), pytest.raises(AssertionError, match="reads a tensor on the host"):
+        LossScaler().loss_scale  # noqa: B018
+
+
+def test_update_runs_where_there_are_no_values() -> None:
+    scaler = LossScaler(device="meta")
+    scaler.update(torch.zeros((), device="meta"))
+    assert scaler.scale.device.type == "meta"
+
+
+def test_static_only_counts() -> None:
+    scaler = LossScaler.static(128.0)
+    assert not scaler.dynamic
+    assert scales(scaler, "xx.x") == [128.0] * 4
+    assert (int(scaler.skipped), int(scaler.skipped_in_a_row)) == (3, 1)
+
+
+def test_static_stays_when_it_would_have_grown() -> None:
+    scaler = LossScaler.static(128.0)
+    assert set(scales(scaler, "." * 2001)) == {128.0}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"min_scale": 0}, "min_scale.*positive.*got 0"),
+        ({"min_scale": -1.0}, "min_scale.*got -1.0"),
+        ({"initial_scale": float("nan")}, "initial_scale.*got nan"),
+        ({"initial_scale": "big"}, "initial_scale.*got 'big'"),
+        ({"max_scale": float("inf")}, "max_scale.*got inf"),
+        ({"max_scale": 1e39}, "max_scale.*float32"),
+        ({"min_scale": 1e-60}, "min_scale.*float32"),
+        ({"initial_scale": 0.5}, "min_scale <= initial_scale <= max_scale.*initial_scale=0.5"),
+        ({"initial_scale": 2**25}, "initial_scale=33554432, max_scale=16777216"),
+        ({"growth_factor": 1.0}, "growth_factor > 1, got 1.0"),
+        ({"growth_factor": True}, "growth_factor.*got True"),
+        ({"backoff_factor": 0.0}, "backoff_factor.*got 0.0"),
+        ({"backoff_factor": 1.0}, "0 < backoff_factor < 1, got 1.0"),
+        ({"growth_interval": 0}, "growth_interval.*at least 1, got 0"),
+        ({"growth_interval": 10.0}, "growth_interval.*integer.*got 10.0"),
+        ({"hysteresis": -1}, "hysteresis.*at least 0, got -1"),
+    ],
+)
+def test_bad_keywords(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossScaler(**keywords)
+
+
+def test_bad_static_scale() -> None:
+    with pytest.raises(ValueError, match=r"expected scale .*got -2"):
+        LossScaler.static(-2)
+
+
+def make(**keywords: Any) -> LossScaler:
+    return LossScaler(initial_scale=256, growth_interval=3, **keywords)
+
+
+@pytest.mark.parametrize("before", ["", "x", "x..", "xx", "..", "xxx.xx"])
+def test_round_trip_continues_alike(before: str, tmp_path: Any) -> None:
+    scaler = make(growth_factor=4.0, backoff_factor=0.25, hysteresis=3)
+    scales(scaler, before)
+    torch.save(scaler.state_dict(), tmp_path / "scaler.pt")
+    restored = make()
+    restored.load_state_dict(torch.load(tmp_path / "scaler.pt", weights_only=True))
+    after = "x.x...xx.xxx......x"
+    assert scales(restored, after) == scales(scaler, after)
+    assert int(restored.skipped) == int(scaler.skipped)
+
+
+def test_state_is_a_copy() -> None:
+    scaler = make(hysteresis=1)
+    state = scaler.state_dict()
+    scaler.update(flag(True))
+    assert (state["scale"].item(), state["skipped"].item()) == (256, 0)
+
+
+def test_loads_the_state_of_colossalai() -> None:
+    scaler = make()
+    scaler.update(flag(True))
+    scaler.load_state_dict(
+        {"scale": torch.tensor([1024.0]), "growth_factor": 4, "backoff_factor": 0.25, "hysteresis": 1}
+    )
+    assert int(scaler.skipped) == 0
+    assert scales(scaler, "x...") == [256, 256, 256, 1024]
+
+
+def test_a_loaded_scale_is_moved_into_the_bounds() -> None:
+    scaler = make(max_scale=512)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4096.0})
+    assert scaler.loss_scale == 512
+
+
+def test_a_static_scale_is_not_loaded() -> None:
+    dynamic, static = make(hysteresis=1), LossScaler.static(8.0)
+    dynamic.update(flag(True))
+    static.load_state_dict(dynamic.state_dict())
+    assert (static.loss_scale, int(static.skipped)) == (8.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": float("nan")}, "scale.*got nan"),
+        ({"scale": torch.tensor(0.0)}, "scale.*got 0.0"),
+        ({"scale": None}, "scale.*got None"),
+        ({"scale": torch.ones(2)}, "scale.*got tensor"),
+        ({"growth_factor": 0.5}, "growth_factor > 1, got 0.5"),
+        ({"backoff_factor": 2.0}, "backoff_factor"),
+        ({"hysteresis": 1.5}, "hysteresis.*got 1.5"),
+        ({"skipped": torch.tensor(-1)}, "skipped.*got -1"),
+        ({"growth_step": 0.5}, "growth_step.*got 0.5"),
+        ({"tracker": 1}, r"unknown: \['tracker'\]"),
+    ],
+)
+def test_a_bad_state_changes_nothing(change: dict[str, Any], message: str) -> None:
+    scaler = make()
+    scaler.update(flag(True))
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match=message):
+        scaler.load_state_dict({**before, "skipped": 7, **change})
+    assert scaler.state_dict() == before
+
+
+def test_a_missing_key() -> None:
+    state = make().state_dict()
+    del state["hysteresis"]
+    with pytest.raises(ValueError, match=r"missing: \['hysteresis'\]"):
+        make().load_state_dict(state)
