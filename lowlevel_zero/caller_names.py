@@ -1,22 +1,61 @@
-"""The members by which ColossalAI's callers know a low-level ZeRO optimizer, thin over the records."""
+"""What callers may ask a low-level ZeRO optimizer, under ColossalAI's names; thin over the records."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .collectives import ShardGroup
+from .loss_scaler import LossScaler
+from .memory import held_bytes
 from .reducer import Reducer
+from .state import gather_slice, whole_of_rows
 
 
 class CallerNames:
     """Look-ups under ColossalAI 0.5.0's names. Maps are keyed by ``id()`` because its callers look up so."""
 
+    optim: Optimizer
+    _group: ShardGroup
+    _norm: Tensor | None
+    _scaler: LossScaler | None
     _parameters: ParameterStore
     _gradients: GradientStore
     _reducer: Reducer
+
+    def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
+        """Global L2 norm of the last step's gradients, unscaled, before clipping; None before the first step.
+
+        Waits for the device. inf or NaN if the step was skipped.
+        """
+        if norm_type != 2:
+            raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
+        return None if self._norm is None else self._norm.item()
+
+    @torch.no_grad()
+    def get_param_grad(self, working_param: Tensor) -> Tensor | None:
+        """The whole averaged, unscaled gradient of a parameter, of its shape and dtype, or None if no rank has one.
+
+        Every rank calls it: in stage 2 the slices are gathered.
+        """
+        record = self._parameters[working_param]
+        self._reducer.finish()
+        own = self._gradients.averaged(record)
+        if own is None:
+            return None
+        rows = self._gradients.averaged_rows(record)
+        whole = gather_slice(own, record, self._group) if rows is None else whole_of_rows(rows, record)
+        return whole.to(record.p.dtype)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; 1 unless a parameter is fp16. Waits for the device."""
+        return 1.0 if self._scaler is None else self._scaler.loss_scale
 
     @property
     def working_to_master_param(self) -> dict[int, Tensor]:
@@ -66,6 +105,23 @@ class CallerNames:
             record = self._parameters.find(p)
             if record is not None:
                 record.refresh_master()
+
+    def _force_wait_all_gather(self) -> None:
+        """Return when the parameters are up to date; they are whenever ``step`` has returned."""
+
+    def memory_held(self) -> dict[str, int]:
+        """Bytes held on this rank now, by owner, every storage counted once."""
+        records = self._parameters.records
+        members = [p for group in self._parameters.groups for p in group]
+        kept = [t for record in records for t in (record.p.grad, record.g, record.whole) if t is not None]
+        return held_bytes(
+            {
+                "parameters": members,
+                "gradients": [*kept, *self._reducer.held()],
+                "masters": [record.p32 for record in records],
+                "states": [v for state in self.optim.state.values() for v in state.values() if isinstance(v, Tensor)],
+            }
+        )
 
     def _settled(self) -> list[ShardedParameter]:
         """Records with a gradient, as far as this rank's own rounds tell; doesn't communicate."""

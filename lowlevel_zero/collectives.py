@@ -126,7 +126,7 @@ class ShardGroup:
         return self.all_reduce(value).wait()
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, a few large messages in all."""
+        """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""
         if self.size == 1:
             return
         pieces = deque(tensor for tensor in tensors if tensor.numel() > 0)
@@ -188,6 +188,8 @@ class ShardGroup:
     def _broadcast_batch(self, batch: list[Tensor]) -> None:
         """Send the tensors of one device as one message of bytes."""
         message = torch.cat([_as_bytes(tensor) for tensor in batch])
+        if not self.serves(message.device):
+            message = message.to(self.device_types[0])
         dist.broadcast(message, src=self._global_ranks[0], group=self.group)
         parts = message.split_with_sizes([tensor.numel() * tensor.element_size() for tensor in batch])
         for tensor, part in zip(batch, parts, strict=True):

@@ -31,6 +31,12 @@ def check_optimizer(optimizer: object, model: object) -> None:
             "model: expected the bare module, got DistributedDataParallel, which would reduce every gradient twice: "
             "pass model.module and drop the wrapper"
         )
+    own = set() if model is None else set(model.parameters())
+    if model is not None and not any(p in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "model: expected the module whose parameters the optimizer holds, got one that it holds none of: "
+            "make the optimizer from model.parameters() of this very module"
+        )
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "optimizer: expected at least one parameter with requires_grad=True, got none: "

@@ -29,11 +29,10 @@ from .construction import (
 from .elementwise import check_elementwise
 from .grad_norm import clip_factor, global_norm
 from .loss_scaler import LossScaler
-from .memory import held_bytes
 from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undelivered
 from .reducer import Reducer
 from .sharding import broadcast_rest, convert, shard_groups
-from .state import State, gather_slice, load_whole_state_dict, whole_of_rows, whole_state_dict
+from .state import State, load_whole_state_dict, whole_state_dict
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
@@ -181,6 +180,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients)
         self._gathers = GatherStore(records, self._group)
         self._norm: Tensor | None = None
+        self._warned = False
         self._log_start()
 
     def __del__(self) -> None:
@@ -216,8 +216,9 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         with self._round():
             if tensor.requires_grad:
                 torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
-            else:
-                _log.warning("backward: the loss doesn't require grad on this rank, which so contributes nothing")
+            elif not self._warned:
+                self._warned = True
+                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", self._group.rank)
 
     @contextmanager
     def _round(self) -> Iterator[None]:
@@ -333,17 +334,6 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
             elif p.grad is not None:
                 p.grad.detach_().zero_()
 
-    # ---- gradients, for those who look at them ----
-
-    def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
-        """Global L2 norm of the last step's gradients, unscaled, before clipping; None before the first step.
-
-        Waits for the device. inf or NaN if the step was skipped.
-        """
-        if norm_type != 2:
-            raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
-        return None if self._norm is None else self._norm.item()
-
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients, after backward, to a global L2 norm; returns the norm before, 0-d fp32.
@@ -358,26 +348,6 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         norm = self._global_norm(working, self._gradients.raw_unit())
         self._gradients.scale(working, clip_factor(norm, max_norm))
         return norm
-
-    @torch.no_grad()
-    def get_param_grad(self, working_param: Tensor) -> Tensor | None:
-        """The whole averaged, unscaled gradient of a parameter, of its shape and dtype, or None if no rank has one.
-
-        Every rank calls it: in stage 2 the slices are gathered.
-        """
-        record = self._parameters[working_param]
-        self._reducer.finish()
-        own = self._gradients.averaged(record)
-        if own is None:
-            return None
-        rows = self._gradients.averaged_rows(record)
-        whole = gather_slice(own, record, self._group) if rows is None else whole_of_rows(rows, record)
-        return whole.to(record.p.dtype)
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale; 1 unless a parameter is fp16. Waits for the device."""
-        return 1.0 if self._scaler is None else self._scaler.loss_scale
 
     # ---- parameters and state ----
 
@@ -396,6 +366,8 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
             names = parameter_names(self.optim, self._model)
             new = list(self.optim.param_groups[known]["params"])
             check_parameters([p for p in new if p.requires_grad], names, self._group)
+            check_elementwise(self.optim, assume_elementwise=self._options.assume_elementwise)
+            self._refuse_first_half(new)
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
         try:
@@ -413,6 +385,13 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
             if record is not None:
                 raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")
 
+    def _refuse_first_half(self, new: list[Tensor]) -> None:
+        if self._scaler is None and any(p.dtype == torch.float16 for p in new):
+            raise ValueError(
+                "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
+                "scaled: construct the optimizer with them"
+            )
+
     def state_dict(self) -> State:
         """A plain torch optimizer's state dict with whole tensors; every rank calls it (see ``state.py``)."""
         return whole_state_dict(self.optim, self._parameters, self._group)
@@ -421,23 +400,6 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain torch optimizer's state dict, whole tensors; each rank takes its slices of them."""
         load_whole_state_dict(self.optim, self._parameters, state_dict)
-
-    def _force_wait_all_gather(self) -> None:
-        """Return when the parameters are up to date; they are whenever ``step`` has returned."""
-
-    def memory_held(self) -> dict[str, int]:
-        """Bytes held on this rank now, by owner, every storage counted once."""
-        records = self._parameters.records
-        members = [p for group in self._parameters.groups for p in group]
-        kept = [t for record in records for t in (record.p.grad, record.g, record.whole) if t is not None]
-        return held_bytes(
-            {
-                "parameters": members,
-                "gradients": [*kept, *self._reducer.held()],
-                "masters": [record.p32 for record in records],
-                "states": [v for state in self.optim.state.values() for v in state.values() if isinstance(v, Tensor)],
-            }
-        )
 
     def _log_start(self) -> None:
         if self._group.rank == 0:

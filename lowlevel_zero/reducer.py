@@ -65,6 +65,7 @@ class Reducer:
         self._buckets = BucketStore(self._records, group, options.keeps_row_only)
         # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early.
         self._in_flight = IN_FLIGHT if options.keeps_row_only else None
+        self._half = any(record.p.dtype == torch.float16 for record in self._records)
         self._hooks: list[RemovableHandle] = []
         self._graph_task = -1
         self._nested_seen = False
@@ -123,6 +124,7 @@ class Reducer:
         if not self.sync or (self._driving and self._driving[-1] is not self):
             return
         if not self._buckets.open:
+            self._refuse_unscaled(index)
             self._open()
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
@@ -132,6 +134,15 @@ class Reducer:
         if self._options.overlap_communication:
             self._buckets.start_ready()
             self._take_reduced(self._in_flight)
+
+    def _refuse_unscaled(self, index: int) -> None:
+        """A bare backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
+        if self._half and self not in self._driving:
+            raise RuntimeError(
+                f"{self._records[index].name}: expected the backward of a model with fp16 parameters through "
+                "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
+                "loss.backward()"
+            )
 
     def graph_task_ended(self) -> None:
         """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the round."""

@@ -65,7 +65,15 @@ def broadcast_rest(model: nn.Module | None, parameters: ParameterStore, group: S
     if model is not None:
         rest.update(dict.fromkeys(model.parameters()))
         rest.update(dict.fromkeys(model.buffers()))
-    group.broadcast([tensor.detach() for tensor in rest if parameters.find(tensor) is None])
+    group.broadcast([_distinct(tensor.detach()) for tensor in rest if parameters.find(tensor) is None])
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """An expanded buffer's elements, each once: what shares memory can't be written as a whole."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _leave_slices(optimizer: Optimizer, parameters: ParameterStore, known: int) -> None:

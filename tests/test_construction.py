@@ -156,6 +156,47 @@ def test_a_model_in_distributed_data_parallel() -> None:
     assert all("model.module" in raised.message for raised in run_ranks_expecting(rank, 2, timeout=20))
 
 
+def test_a_model_that_the_optimizer_knows_nothing_of() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        LowLevelZeroOptimizer(adam(net()), model=net())
+
+    assert all("model.parameters()" in raised.message for raised in run_ranks_expecting(rank, 2, timeout=20))
+
+
+def test_a_bare_backward_of_an_fp16_model() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        model = net().half()
+        optimizer = wrap(model)
+        with pytest.raises(RuntimeError, match=r"1\.bias.*optimizer\.backward"):
+            model(torch.ones(1, 3, dtype=torch.float16)).sum().backward()
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.ones(1, 3, dtype=torch.float16)).sum())
+        optimizer.step()
+
+    run_ranks(rank, 2)
+
+
+def test_a_group_that_is_added_by_half() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        model = net()
+        optimizer = wrap(model)
+        before = len(optimizer.param_groups)
+        late = nn.Parameter(
+            torch.zeros(3, dtype=torch.float32 if rank == 0 else torch.int32, requires_grad=False), requires_grad=False
+        )
+        for params, error, words in [
+            ([model[0].weight], ValueError, r"0\.weight: expected a parameter this optimizer doesn't have"),
+            ([nn.Parameter(torch.zeros(2, dtype=torch.float16))], ValueError, "fp16"),
+            ([nn.Parameter(torch.zeros(2 + rank))], ValueError, "rank 1"),
+            ([late], ValueError, "rank 1"),
+        ]:
+            with pytest.raises(error, match=words):
+                optimizer.add_param_group({"params": params})
+            assert len(optimizer.param_groups) == before
+
+    run_ranks(rank, 2)
+
+
 def test_a_sparse_embedding() -> None:
     def rank(rank: int, world_size: int) -> None:
         wrap(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))

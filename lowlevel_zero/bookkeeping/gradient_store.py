@@ -92,7 +92,7 @@ class GradientStore:
             if record.g is not None:
                 (in_place if record.g.dtype == record.p32.dtype else copied).append((record, record.g))
         if in_place:
-            torch._foreach_mul_([g for _, g in in_place], torch.as_tensor(factor))
+            torch._foreach_mul_([g for _, g in in_place], factor)  # a number or a tensor
         for record, g in in_place:
             record.p32.grad = g
             record.keep_gradient(g, unit=1.0)
