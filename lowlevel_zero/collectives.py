@@ -39,6 +39,10 @@ class Pending:
         self._finish = finish
         self.tensors = tensors
 
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> Tensor:
         """The result. On CUDA the current stream waits, not the host."""
         for work in self._works:

@@ -320,14 +320,12 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
 
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
+        self._reducer.settle()
         if set_to_none:
-            self._reducer.discard()
             self._gradients.clear()
         else:
-            self._reducer.drain()
             self._gradients.resolve()
             self._gradients.zero()
-            self._reducer.discard()
         for p in (p for members in self._parameters.groups for p in members):
             if set_to_none:
                 p.grad = None

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping.bucket_plan import BucketPlan, Item, make_plan
-from .bookkeeping.bucket_store import IN_FLIGHT, BucketStore
+from .bookkeeping.bucket_store import IN_FLIGHT, BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .collectives import ShardGroup
@@ -70,7 +70,7 @@ class Reducer:
         self._graph_task = -1
         self._nested_seen = False
         self._watch_late = True
-        self._bare = False
+        self._bare = True
         self.sync = True
         self._forget_rounds()
         self.extend()
@@ -133,7 +133,7 @@ class Reducer:
         self._buckets.arrive(self._records[index])
         if self._options.overlap_communication:
             self._buckets.start_ready()
-            self._take_reduced(self._in_flight)
+            self._take_some()
 
     def _refuse_unscaled(self, index: int) -> None:
         """A bare backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
@@ -152,7 +152,7 @@ class Reducer:
             self._close()
 
     def _open(self) -> None:
-        self._take_reduced(leave=0)
+        self._take_some(leave=0)
         self._graph_task = -1
         self._buckets.open_round()
 
@@ -166,25 +166,36 @@ class Reducer:
             self._first_order = self._buckets.arrivals
         for index in self._buckets.contributed():
             self._records[index].worked = True
-        self._take_reduced(self._in_flight)
+        self._take_some()
 
     def _further_round(self) -> None:
         """A round outside any backward, of what ``p.grad`` still holds, be it nothing."""
         self._open()
         self._close()
 
-    def _take_reduced(self, leave: int | None) -> None:
-        """Finish reductions down to ``leave`` in flight (None: leave all)."""
-        if leave is not None:
-            for bucket, total in self._buckets.finish(leave):
-                self._gradients.add(bucket, total)
+    def _take_some(self, leave: int | None = None) -> None:
+        """Finish reductions, in the midst of a step, so that few wires are held.
+
+        Of a bare backward only those that are done: others may not have begun, and not begin until the ranks
+        agree on it.
+        """
+        if self in self._driving:
+            leave = self._in_flight if leave is None else leave
+            if leave is not None:
+                self._take(self._buckets.finish(leave))
+        else:
+            self._take(self._buckets.finish(wait=False))
+
+    def _take(self, reduced: list[Reduced]) -> None:
+        for bucket, total in reduced:
+            self._gradients.add(bucket, total)
 
     # ---- the end of a step's rounds ----
 
     def drain(self) -> None:
         """Finish what this rank has started. Tells of no other rank: only ``finish`` completes a step."""
         self._close()
-        self._take_reduced(leave=0)
+        self._take(self._buckets.finish())
 
     def finish(self) -> None:
         """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
@@ -210,7 +221,6 @@ class Reducer:
             return
         leftovers = with_leftovers and any(record.p.grad is not None for record in self._records)
         (most,) = self._group.largest([self._rounds + leftovers])
-        self._bare |= most > 0 and not self._driven
         while self._rounds < most:
             self._further_round()
 
@@ -224,18 +234,21 @@ class Reducer:
                 "overlap_communication=False"
             )
 
-    def discard(self) -> None:
-        """``zero_grad``: finish what is in flight, for the other ranks' sake, and forget it."""
+    def settle(self) -> None:
+        """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count rounds anew.
+
+        Communicates where it must be expected that ranks have begun different rounds: that backwards are bare.
+        """
         if self._bare and not self._driven:
             self._complete_rounds(with_leftovers=False)
-        self._close()
-        self._buckets.finish()
+        self.drain()
         self._forget_rounds()
 
     def end_step(self) -> None:
         """Between steps: count rounds anew and, once, take over the order in which gradients came on rank 0."""
         if self._rounds and not self._ordered:
             self._adopt_order()
+        self._bare = not self._driven
         self._forget_rounds()
 
     def _forget_rounds(self) -> None:

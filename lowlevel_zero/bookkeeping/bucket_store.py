@@ -110,10 +110,10 @@ class BucketStore:
 
     # ---- finishing, in the order of starting ----
 
-    def finish(self, leave: int = 0) -> list[Reduced]:
-        """Wait for the oldest reductions until at most ``leave`` are in flight."""
+    def finish(self, leave: int = 0, wait: bool = True) -> list[Reduced]:
+        """Take the oldest reductions until at most ``leave`` are in flight; ``wait=False``: while they are done."""
         done = []
-        while len(self._in_flight) > leave:
+        while len(self._in_flight) > leave and (wait or self._in_flight[0].pending.done()):
             bucket, pending = self._in_flight.popleft()
             total = pending.wait()
             done.append(Reduced(bucket, total.view(-1, bucket.row)))
