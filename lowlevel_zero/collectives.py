@@ -2,8 +2,8 @@
 
 Two questions are answered here and nowhere else: which of torch's names a collective goes by, and which way
 of doing it is fast on the backend at hand. NCCL and its like run their native collectives. gloo's native
-reduce-scatter and all-gather are several times slower than an all-to-all with a local sum and point-to-point
-sends, which also sum 16-bit gradients in fp32.
+reduce-scatter and all-gather are several times slower than sending each row straight to the rank that wants it
+and summing there, which also sums 16-bit gradients in fp32.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from torch import Tensor
 _RENAMED = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
 _all_gather_single = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor")
+
+# Tags of messages between two ranks.
+_REDUCE, _GATHER = 7001, 7002
 
 _BROADCAST_BYTES = 64 * 2**20
 
@@ -121,7 +124,7 @@ class ShardGroup:
         if self.size == 1:
             return Pending((), (wire,), lambda: wire)
         if self._is_gloo(wire):
-            return Pending(self._exchange_rows(wire), (wire,), lambda: wire)
+            return self._gather_by_exchange(wire)
         work = _all_gather_single(wire.view(-1), wire[self.rank], group=self.group, async_op=True)
         return Pending((work,), (wire,), lambda: wire)
 
@@ -175,18 +178,28 @@ class ShardGroup:
         return self._backends.get(wire.device.type) == "gloo"
 
     def _reduce_scatter_by_exchange(self, wire: Tensor) -> Pending:
-        """Each rank gets everybody's version of its own row, and sums them, 16-bit ones in fp32."""
-        received = torch.empty_like(wire)
-        work = dist.all_to_all_single(received.view(-1), wire.view(-1), group=self.group, async_op=True)
-        return Pending((cast(dist.Work, work),), (wire, received), lambda: _sum_rows(received))
+        """Each rank gets everybody's version of its own row, and sums them."""
+        others = torch.empty_like(wire[1:])
+        sent = [(wire[to], others[at]) for at, (to, _) in enumerate(self._peers)]
+        works = self._exchange(sent, tag=_REDUCE)
+        return Pending(works, (wire, others), lambda: _sum_rows(wire[self.rank], others))
 
-    def _exchange_rows(self, wire: Tensor) -> list[dist.Work]:
-        """Send the own row to each other rank and receive theirs: gloo runs on few ranks, so a loop is right."""
+    def _gather_by_exchange(self, wire: Tensor) -> Pending:
+        """Each rank sends its own row to all others."""
+        sent = [(wire[self.rank], wire[of]) for _, of in self._peers]
+        return Pending(self._exchange(sent, tag=_GATHER), (wire,), lambda: wire)
+
+    @property
+    def _peers(self) -> list[tuple[int, int]]:
+        """Whom to send to and whom to receive from, turn by turn. gloo runs on few ranks: a loop is right."""
+        return [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in range(1, self.size)]
+
+    def _exchange(self, rows: Sequence[tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
+        """Send and receive a row a turn; the tag keeps clear of messages that others send over the group."""
         works: list[dist.Work | None] = []
-        for step in range(1, self.size):
-            to, of = (self.rank + step) % self.size, (self.rank - step) % self.size
-            works.append(dist.irecv(wire[of], src=self._global_ranks[of], group=self.group))
-            works.append(dist.isend(wire[self.rank], dst=self._global_ranks[to], group=self.group))
+        for (to, of), (mine, theirs) in zip(self._peers, rows, strict=True):
+            works.append(dist.irecv(theirs, src=self._global_ranks[of], group=self.group, tag=tag))
+            works.append(dist.isend(mine, dst=self._global_ranks[to], group=self.group, tag=tag))
         return [work for work in works if work is not None]
 
     def _broadcast_batch(self, batch: list[Tensor]) -> None:
@@ -201,10 +214,17 @@ class ShardGroup:
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _sum_rows(rows: Tensor) -> Tensor:
-    if rows.dtype in (torch.float16, torch.bfloat16):
-        return rows.sum(0, dtype=torch.float32).to(rows.dtype)
-    return rows.sum(0)
+def _sum_rows(own: Tensor, others: Tensor) -> Tensor:
+    """``own`` plus all rows of ``others``, 16-bit ones in fp32; ``others`` may be overwritten.
+
+    Two 16-bit numbers are added right as they are: their sum is rounded once either way.
+    """
+    if len(others) == 1:
+        return others[0].add_(own)
+    total = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    for row in others:
+        total += row
+    return total.to(own.dtype)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
