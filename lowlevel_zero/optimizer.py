@@ -354,7 +354,9 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
 
         Parameters that were frozen at construction, and aren't any more, come in this way too.
         """
-        self._reducer.drain()
+        self._reducer.even_out()
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         known = len(self.optim.param_groups)
         error: Exception | None = None
         names: dict[Tensor, str] = {}
@@ -377,8 +379,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         self._reducer.extend()
 
     def _refuse_known(self, param_group: dict[str, Any]) -> None:
-        params = param_group["params"]
-        for p in [params] if isinstance(params, Tensor) else params:
+        for p in param_group["params"]:
             record = self._parameters.find(p)
             if record is not None:
                 raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")

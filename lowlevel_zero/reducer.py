@@ -5,7 +5,8 @@ A *round* is one backward's reductions, bucket by bucket in the plan's order; ev
 - ``optimizer.backward`` is one round on every rank, whatever its loss touched there.
 - A bare ``loss.backward()`` opens a round with its first gradient. A rank whose loss touched nothing opens
   none, so before the step the ranks agree on the largest number of rounds, and who is behind adds rounds of
-  zeros. That agreement travels beside the wires, which others may have sent already.
+  zeros. That agreement travels beside the wires, which others may have sent already. Until then nobody waits for
+  a wire, since its peers may be waiting to agree.
 - Gradients that came after their bucket had left (a weight in two nested backwards) get a further round, on
   all ranks, since the last wire of a round tells of them.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
@@ -65,6 +66,7 @@ class Reducer:
         self._buckets = BucketStore(self._records, group, options.keeps_row_only)
         # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early.
         self._in_flight = IN_FLIGHT if options.keeps_row_only else None
+        self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         self._hooks: list[RemovableHandle] = []
         self._graph_task = -1
@@ -124,6 +126,7 @@ class Reducer:
         if not self.sync or (self._driving and self._driving[-1] is not self):
             return
         if not self._buckets.open:
+            self._uneven = True
             self._refuse_unscaled(index)
             self._open()
         task = torch._C._current_graph_task_id()
@@ -176,10 +179,10 @@ class Reducer:
     def _take_some(self, leave: int | None = None) -> None:
         """Finish reductions, in the midst of a step, so that few wires are held.
 
-        Of a bare backward only those that are done: others may not have begun, and not begin until the ranks
+        After a bare backward only those that are done: others may not have begun, and not begin until the ranks
         agree on it.
         """
-        if self in self._driving:
+        if self in self._driving and not self._uneven:
             leave = self._in_flight if leave is None else leave
             if leave is not None:
                 self._take(self._buckets.finish(leave))
@@ -200,9 +203,12 @@ class Reducer:
     def finish(self) -> None:
         """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
 
-        Communicates: all ranks call it. May be called again; it then finds nothing to do.
+        Communicates: all ranks call it. May be called again; it then finds nothing to do. On the host, which waits
+        for reductions here anyway, the ranks always agree on their rounds. On a device they do unless all are
+        known to have run the same: to have called ``backward`` of this optimizer, and none of another's since.
         """
-        self._complete_rounds(with_leftovers=True)
+        if self._on_host or not self._driven or self._last_backward != self._backwards.value:
+            self._complete_rounds(with_leftovers=True)
         self.drain()
         self._refuse_unforeseen()
         while self._watch_late and self._gradients.late():
@@ -211,14 +217,8 @@ class Reducer:
         self._gradients.resolve()
 
     def _complete_rounds(self, with_leftovers: bool) -> None:
-        """Close the open round, and see to it that all ranks have run as many as the one that ran most.
-
-        Nothing needs agreeing on where every rank is known to have done the same: called ``backward`` on this
-        optimizer, and last on this one.
-        """
+        """Close the open round, and see to it that all ranks have run as many as the one that ran most."""
         self._close()
-        if self._driven and self._last_backward == self._backwards.value:
-            return
         leftovers = with_leftovers and any(record.p.grad is not None for record in self._records)
         (most,) = self._group.largest([self._rounds + leftovers])
         while self._rounds < most:
@@ -237,12 +237,17 @@ class Reducer:
     def settle(self) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count rounds anew.
 
-        Communicates where it must be expected that ranks have begun different rounds: that backwards are bare.
+        Communicates as ``finish`` does: on the host always, on a device where backwards have been bare.
         """
-        if self._bare and not self._driven:
-            self._complete_rounds(with_leftovers=False)
+        if self._on_host or (self._bare and not self._driven):
+            self.even_out()
         self.drain()
         self._forget_rounds()
+
+    def even_out(self) -> None:
+        """Bring all ranks to the same round, with nothing in flight; ``p.grad`` stays. Communicates."""
+        self._complete_rounds(with_leftovers=False)
+        self.drain()
 
     def end_step(self) -> None:
         """Between steps: count rounds anew and, once, take over the order in which gradients came on rank 0."""
@@ -254,6 +259,7 @@ class Reducer:
     def _forget_rounds(self) -> None:
         self._rounds = 0
         self._driven = False
+        self._uneven = False
         self._last_backward = -1
 
     def _adopt_order(self) -> None:
@@ -262,8 +268,7 @@ class Reducer:
         order = came + [record.index for record in self._records if record.index not in set(came)]
         self._replan(self._group.from_rank_zero(order))
         self._ordered = True
-        on_host = all(record.padded.device.type == "cpu" for record in self._records)
-        self._watch_late = on_host or bool(self._group.largest([self._nested_seen])[0])
+        self._watch_late = self._on_host or bool(self._group.largest([self._nested_seen])[0])
 
     def held(self) -> list[Tensor]:
         """Tensors of reductions in flight."""
