@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ class Run:
     no_sync: bool = False
     bare: bool = False
     clip: float = 0.0
+    clip_by_hand: bool = False
     seed: int = 0
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-2)
     model: Callable[[], nn.Module] = Odd
@@ -111,10 +112,74 @@ def train_alone(run: Run) -> tuple[dict[str, Tensor], list[float]]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
 
 
-def train_sharded(rank: int, world_size: int, run: Run) -> tuple[dict[str, Tensor], list[float]]:
-    """The same run as one rank of several."""
+def emulate(run: Run) -> tuple[dict[str, Tensor], list[float]]:
+    """The oracle of 16-bit runs: the masters of all trainable parameters, and gradient norms.
+
+    The working copy computes in its dtype. Every synchronised gradient counts as it is; sums, averages and
+    steps are those of the masters, fp32 at least.
+    """
+    model = build(run)
+    masters = {p: nn.Parameter(_master(p, run)) for p in model.parameters() if p.requires_grad}
+    own = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in groups(model)]
+    optimizer = run.optimizer(own)
+    norms = []
+    for step in range(run.steps):
+        sums = _summed_gradients(model, run, step)
+        for p, master in masters.items():
+            master.grad = (sums[p] / run.world_size).to(master.dtype) if p in sums else None
+        max_norm = run.clip if run.clip > 0 else float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm)))
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in masters.items():
+                p.copy_(master)
+    return {name: masters[p].detach() for name, p in model.named_parameters() if p in masters}, norms
+
+
+def _master(p: Tensor, run: Run) -> Tensor:
+    keeps_dtype = not run.options.get("master_weights", True)
+    return p.detach().clone() if keeps_dtype else p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+
+
+def _summed_gradients(model: nn.Module, run: Run, step: int) -> dict[Tensor, Tensor]:
+    """One step's gradients, summed over ranks and micro-batches in fp32 at least, unscaled."""
+    scale = run.options.get("initial_scale", 2.0**16) if _has_half(model) else 1.0
+    sums: dict[Tensor, Tensor] = {}
+    for rank in range(run.world_size):
+        for micro in range(run.micro_batches):
+            (loss_of(model, run, step, micro, rank) * scale).backward()
+            if run.no_sync and micro < run.micro_batches - 1:
+                continue
+            for p in model.parameters():
+                if p.grad is not None:
+                    grad = p.grad.to(torch.promote_types(p.dtype, torch.float32)) / scale
+                    sums[p] = sums[p] + grad if p in sums else grad
+                p.grad = None
+    return sums
+
+
+def _has_half(model: nn.Module) -> bool:
+    return any(p.dtype == torch.float16 for p in model.parameters())
+
+
+class Trained(NamedTuple):
+    """What a rank has after a run."""
+
+    model: nn.Module
+    optimizer: LowLevelZeroOptimizer
+    norms: list[float]
+
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's master slices, by name."""
+        slices = self.optimizer.get_working_to_master_map()
+        return {name: slices[id(p)].detach().clone() for name, p in self.model.named_parameters() if id(p) in slices}
+
+
+def train_rank(rank: int, world_size: int, run: Run) -> Trained:
+    """A run as one rank of several."""
     model = build(replace(run, seed=run.seed + rank))  # rank 0's values are broadcast
-    optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, clip_grad_norm=run.clip, **run.options)
+    clip = 0.0 if run.clip_by_hand else run.clip
+    optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, clip_grad_norm=clip, **run.options)
     norms = []
     for step in range(run.steps):
         for micro in range(run.micro_batches):
@@ -123,9 +188,16 @@ def train_sharded(rank: int, world_size: int, run: Run) -> tuple[dict[str, Tenso
                     _backward(optimizer, loss_of(model, run, step, micro, rank), run.bare)
             else:
                 _backward(optimizer, loss_of(model, run, step, micro, rank), run.bare)
+        by_hand = float(optimizer.clip_grad_norm_(run.clip)) if run.clip_by_hand else None
         optimizer.step()
-        norms.append(optimizer.get_grad_norm())
+        norms.append(optimizer.get_grad_norm() if by_hand is None else by_hand)
         optimizer.zero_grad()
+    return Trained(model, optimizer, norms)
+
+
+def train_sharded(rank: int, world_size: int, run: Run) -> tuple[dict[str, Tensor], list[float]]:
+    """A run as one rank of several: parameters and gradient norms."""
+    model, _, norms = train_rank(rank, world_size, run)
     return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
 
 

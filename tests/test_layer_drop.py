@@ -1,0 +1,472 @@
+"""Layer drop: the right numbers whatever the ranks leave out, stillness of what nobody used, and no hang."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle, pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from oracle import Odd, Run, batch, check_close, groups, train_alone, train_sharded
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from ranks import run_ranks
+
+WORLD_SIZES = (1, 2, 3, 4)
+STAGES: dict[str, dict[str, Any]] = {
+    "stage1": {},
+    "stage1-scatter": {"reduce_scatter": True},
+    "stage2": {"partition_grad": True},
+}
+LAYERS = 4  # the last of them shares its weight with the first
+ALL = frozenset(range(LAYERS))
+TIMEOUT = 20.0
+
+over_stages = pytest.mark.parametrize("stage", STAGES)
+
+Rounds = Callable[[int, int], list[set[int] | None]]
+"""``rounds(step, rank)``: for each backward of a rank in a step the layers that it drops; None: it uses nothing."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run whose ranks may differ in all that they use.
+
+    ``bare``: by ``loss.backward()``, not called where a rank uses nothing; else by ``optimizer.backward``, which
+    then gets a loss that doesn't require grad.
+    """
+
+    rounds: Rounds
+    world_size: int = 2
+    steps: int = 5
+    bare: bool = False
+    clip: float = 0.0
+    weight_decay: float = 0.1
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def model(self) -> Odd:
+        torch.manual_seed(0)
+        return Odd().to(self.dtype)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups(model), lr=1e-2, weight_decay=self.weight_decay)
+
+    def loss(self, model: nn.Module, step: int, at: int, rank: int, drop: set[int] | None) -> Tensor:
+        x, y = batch(Run(dtype=self.dtype), step, at, rank)
+        if drop is None:
+            return x.sum()
+        loss: Tensor = (model(x, drop) - y).square().mean()
+        return loss
+
+    def wrap(self, model: nn.Module) -> LowLevelZeroOptimizer:
+        options = {"reduce_bucket_size": 40, **self.options}
+        return LowLevelZeroOptimizer(self.optimizer(model), model=model, clip_grad_norm=self.clip, **options)
+
+    def backwards(self, model: nn.Module, optimizer: LowLevelZeroOptimizer, step: int, rank: int) -> None:
+        for at, drop in enumerate(self.rounds(step, rank)):
+            loss = self.loss(model, step, at, rank, drop)
+            if not self.bare:
+                optimizer.backward(loss)
+            elif drop is not None:
+                loss.backward()
+
+
+def backwards_alone(run: Training, model: nn.Module, step: int) -> None:
+    """The gradient of the mean over ranks of each rank's losses."""
+    for rank in range(run.world_size):
+        for at, drop in enumerate(run.rounds(step, rank)):
+            if drop is not None:
+                (run.loss(model, step, at, rank, drop) / run.world_size).backward()
+
+
+def alone(run: Training) -> dict[str, Tensor]:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for step in range(run.steps):
+        backwards_alone(run, model, step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip if run.clip > 0 else float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+def sharded(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
+    model = run.model()
+    optimizer = run.wrap(model)
+    for step in range(run.steps):
+        run.backwards(model, optimizer, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def check(run: Training, tolerance: float = 2e-6) -> None:
+    check_close(alone(run), run_ranks(sharded, run.world_size, run, timeout=TIMEOUT), tolerance)
+
+
+# What the ranks drop
+
+PATTERNS: dict[str, Rounds] = {
+    "same": lambda step, rank: [{step % LAYERS}],
+    "different": lambda step, rank: [{(step + rank) % LAYERS}],
+    "total": lambda step, rank: [set(ALL)],
+    "total-at-times": lambda step, rank: [set(ALL) if step % 2 else set()],
+    "one-rank-all-layers": lambda step, rank: [set(ALL) if rank == 0 else {1}],
+    "last-rank-all-layers": lambda step, rank: [set(ALL) if rank == 3 else {2}],
+    "one-rank-everything": lambda step, rank: [None if rank == 1 else set()],
+    "rank-zero-everything": lambda step, rank: [None if rank == 0 else {step % LAYERS}],
+    "everything-at-times": lambda step, rank: [None if step in (0, 3) else {0}],
+    "some-micro-batches": lambda step, rank: [{1}, {1, 2}, {rank % LAYERS}],
+    "never-the-same-twice": lambda step, rank: [{at for at in ALL if (step >> at & 1) ^ (rank >> at & 1)}],
+    "one-loss-of-two-nowhere": lambda step, rank: [{1}, None if rank == 0 else {2}],
+    "first-loss-of-two-nowhere": lambda step, rank: [None if rank == 0 else {2}, {3}],
+    "more-losses-on-higher-ranks": lambda step, rank: [{at} if at <= rank else None for at in range(4)],
+}
+PATTERN_CASES = [
+    pytest.param(pattern, world_size, stage, bare, id=f"{pattern}-{world_size}-{stage}-{'bare' if bare else 'driven'}")
+    for (pattern, world_size), stage, bare in zip(
+        ((pattern, size) for pattern in PATTERNS for size in (2, 4)), cycle(STAGES), cycle([True, True, False, False])
+    )
+]
+
+
+@pytest.mark.parametrize(("pattern", "world_size", "stage", "bare"), PATTERN_CASES)
+def test_pattern(pattern: str, world_size: int, stage: str, bare: bool) -> None:
+    check(Training(PATTERNS[pattern], world_size, bare=bare, options=STAGES[stage]))
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize("size", [1, 2**20], ids=["tiny", "one"])
+def test_drop_in_buckets_of_any_size(size: int, overlap: bool) -> None:
+    options = {"partition_grad": True, "reduce_bucket_size": size, "overlap_communication": overlap}
+    check(Training(PATTERNS["different"], 3, options=options))
+
+
+@over_stages
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
+def test_drop_with_clip(bare: bool, stage: str) -> None:
+    check(Training(PATTERNS["one-rank-all-layers"], 2, bare=bare, clip=0.2, options=STAGES[stage]))
+
+
+@pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "sync"])
+@over_stages
+def test_drop_under_accumulation(stage: str, no_sync: bool) -> None:
+    run = Run(3, micro_batches=3, no_sync=no_sync, drop=lambda step, rank: {(step + rank) % LAYERS, 1})
+    run = run.with_options(**STAGES[stage], reduce_bucket_size=40)
+    expected, _ = train_alone(run)
+    check_close(expected, [p for p, _ in run_ranks(train_sharded, 3, run, timeout=TIMEOUT)], 2e-6)
+
+
+def random_rounds(seed: int, bare: bool) -> Rounds:
+    """Any layers, and any number of losses: under ``optimizer.backward`` as many on each rank, some of nothing."""
+
+    def rounds(step: int, rank: int) -> list[set[int] | None]:
+        count = 3 if not bare else random.Random(f"{seed} {step} {rank} count").randint(0, 3)
+        return list(draw(random.Random(f"{seed} {step} {rank}"), count))
+
+    def draw(draws: random.Random, count: int) -> Iterator[set[int] | None]:
+        for _ in range(count):
+            yield None if draws.random() < 0.25 else {at for at in ALL if draws.random() < 0.5}
+
+    return rounds
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_random_rounds(world_size: int, bare: bool) -> None:
+    options = list(STAGES.values())[world_size % 3]
+    run = Training(random_rounds(world_size, bare), world_size, steps=10, bare=bare, options=options)
+    check(run, tolerance=4e-6)
+
+
+def test_the_pattern_matters() -> None:
+    """The check above would show a layer that is stepped, or averaged, as if it hadn't been dropped."""
+    with pytest.raises(AssertionError, match="differs from the oracle"):
+        check_close(
+            alone(Training(PATTERNS["different"])), [alone(Training(lambda step, rank: [{step % LAYERS}]))], 2e-6
+        )
+    with pytest.raises(AssertionError, match="differs from the oracle"):
+        check_close(alone(Training(PATTERNS["total"])), [alone(Training(lambda step, rank: [{0, 1, 2}]))], 2e-6)
+
+
+# Who has used what: the numbers of rounds differ
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, "stage1"), (2, "stage1"), (3, "stage2")])
+def test_a_bare_backward_after_the_optimizer_s_own_on_one_rank_alone(world_size: int, stage: str) -> None:
+    def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
+        model = run.model()
+        optimizer = run.wrap(model)
+        for step in range(run.steps):
+            first, second = run.rounds(step, rank)
+            optimizer.backward(run.loss(model, step, 0, rank, first))
+            if second is not None:
+                run.loss(model, step, 1, rank, second).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(model)
+
+    run = Training(lambda step, rank: [{1}, {2} if rank == 0 else None], world_size, steps=3, options=STAGES[stage])
+    check_close(alone(run), run_ranks(train, world_size, run, timeout=TIMEOUT), 2e-6)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
+@pytest.mark.parametrize(("when", "stage"), [(0, "stage1"), (0, "stage2"), (1, "stage2")])
+def test_gradients_of_one_rank_alone_can_be_discarded(when: int, stage: str, set_to_none: bool) -> None:
+    def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
+        model = run.model()
+        optimizer = run.wrap(model)
+        for step in range(run.steps):
+            if step == when and rank == 0:
+                run.loss(model, step, 7, rank, set()).backward()
+            if step == when:
+                optimizer.zero_grad(set_to_none)
+            run.backwards(model, optimizer, step, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(model)
+
+    run = Training(lambda step, rank: [set()], 2, steps=3, bare=True, options=STAGES[stage])
+    check_close(alone(run), run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
+def test_gradients_of_one_rank_alone_can_be_discarded_after_a_step_by_the_optimizer_s_own_backward(
+    set_to_none: bool,
+) -> None:
+    def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
+        model = run.model()
+        optimizer = run.wrap(model)
+        for step in range(run.steps):
+            if step == 1 and rank == 0:
+                run.loss(model, step, 7, rank, set()).backward()
+            if step == 1:
+                optimizer.zero_grad(set_to_none)
+            run.backwards(model, optimizer, step, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(model)
+
+    run = Training(lambda step, rank: [set()], 2, steps=3)
+    check_close(alone(run), run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
+
+
+@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+def test_a_group_can_be_added_while_one_rank_alone_has_gradients(stage: str) -> None:
+    def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
+        model = run.model()
+        optimizer = LowLevelZeroOptimizer(
+            torch.optim.SGD(model.layers.parameters(), lr=0.1), model=model, **run.options
+        )
+        run.backwards(model, optimizer, 0, rank)
+        optimizer.add_param_group({"params": [model.scale]})
+        optimizer.step()
+        return parameters_of(model)
+
+    run = Training(lambda step, rank: [set()] if rank == 0 else [None], 2, bare=True, options=STAGES[stage])
+    expected = run.model()
+    backwards_alone(run, expected, 0)
+    torch.optim.SGD([*expected.layers.parameters(), expected.scale], lr=0.1).step()
+    check_close(parameters_of(expected), run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
+
+
+@over_stages
+def test_clipping_by_hand_when_one_rank_alone_has_gradients(stage: str) -> None:
+    def train(rank: int, world_size: int, run: Training) -> tuple[dict[str, Tensor], float]:
+        model = run.model()
+        optimizer = run.wrap(model)
+        run.backwards(model, optimizer, 0, rank)
+        norm = float(optimizer.clip_grad_norm_(0.1))
+        optimizer.step()
+        return parameters_of(model), norm
+
+    run = Training(lambda step, rank: [{1}] if rank == 1 else [None], 3, bare=True, options=STAGES[stage])
+    expected = run.model()
+    backwards_alone(run, expected, 0)
+    norm = float(torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1))
+    run.optimizer(expected).step()
+    ranks = run_ranks(train, 3, run, timeout=TIMEOUT)
+    assert [got for _, got in ranks] == pytest.approx([norm] * 3, rel=1e-5)
+    check_close(parameters_of(expected), [parameters for parameters, _ in ranks], 2e-6)
+
+
+# Stillness of what nobody used
+
+Snapshot = dict[str, list[Tensor]]
+
+
+def snapshot(model: nn.Module, optimizer: LowLevelZeroOptimizer, names: str) -> Snapshot:
+    """Copies of p, p32 and all of its state, by name; no state at all is none here."""
+    slices = optimizer.get_working_to_master_map()
+    held = {}
+    for name, p in model.named_parameters():
+        if name.startswith(names) and id(p) in slices:
+            state = [torch.as_tensor(value) for _, value in sorted(optimizer.state.get(slices[id(p)], {}).items())]
+            held[name] = [each.detach().clone() for each in (p, slices[id(p)], *state)]
+    return held
+
+
+def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def train_and_watch(rank: int, world_size: int, run: Training, names: str) -> list[Snapshot]:
+    model = run.model()
+    optimizer = run.wrap(model)
+    seen = [snapshot(model, optimizer, names)]
+    for step in range(run.steps):
+        run.backwards(model, optimizer, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(snapshot(model, optimizer, names))
+    return seen
+
+
+ABSENT = (2, 3, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "stage"), [(1, "stage2"), (2, "stage1"), (3, "stage1-scatter"), (3, "stage2"), (4, "stage1")]
+)
+def test_a_layer_that_nobody_used_stays_bit_for_bit(world_size: int, stage: str, dtype: torch.dtype) -> None:
+    run = Training(
+        lambda step, rank: [{1} if step in ABSENT else {rank % 2 * 2}],
+        world_size,
+        steps=7,
+        weight_decay=0.5,
+        dtype=dtype,
+        options=STAGES[stage],
+    )
+    for seen in run_ranks(train_and_watch, world_size, run, "layers.1", timeout=TIMEOUT):
+        assert set(seen[0]) == {"layers.1.weight", "layers.1.bias"}
+        for step, (before, after) in enumerate(pairwise(seen)):
+            for name in before:
+                assert same_bits(before[name], after[name]) == (step in ABSENT), f"{name} in step {step}"
+        steps = [held["layers.1.weight"][-1].item() for held in seen[1:]]
+        assert steps == [1, 2, 2, 2, 2, 3, 4]
+
+
+@over_stages
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
+def test_a_layer_that_was_never_used_has_no_state(bare: bool, stage: str) -> None:
+    run = Training(lambda step, rank: [{2}, {2, rank}], 2, bare=bare, weight_decay=0.5, options=STAGES[stage])
+    for seen in run_ranks(train_and_watch, 2, run, "layers.2", timeout=TIMEOUT):
+        for held in seen:
+            for name, tensors in held.items():
+                assert len(tensors) == 2, f"{name} has state"
+                assert same_bits(tensors, seen[0][name]), f"{name} moved"
+
+
+def test_a_layer_that_was_never_used_is_not_in_the_state_dict() -> None:
+    def train(rank: int, world_size: int, run: Training) -> tuple[list[int], list[int]]:
+        model = run.model()
+        optimizer = run.wrap(model)
+        run.backwards(model, optimizer, 0, rank)
+        optimizer.step()
+        order = [p for group in groups(model) for p in group["params"]]
+        absent = [at for at, p in enumerate(order) if p is model.layers[2].weight or p is model.layers[2].bias]
+        return sorted(optimizer.state_dict()["state"]), absent
+
+    for present, absent in run_ranks(train, 2, Training(lambda step, rank: [{2}]), timeout=TIMEOUT):
+        assert len(absent) == 2
+        assert present
+        assert not set(present) & set(absent)
+
+
+@over_stages
+def test_what_one_rank_used_moves_on_all(stage: str) -> None:
+    run = Training(lambda step, rank: [set() if rank == 1 else {2}], 3, steps=2, options=STAGES[stage])
+    ranks = run_ranks(train_and_watch, 3, run, "layers.2.weight", timeout=TIMEOUT)
+    for seen in ranks:
+        for before, after in pairwise(seen):
+            assert not torch.equal(before["layers.2.weight"][0], after["layers.2.weight"][0])
+        assert seen[-1]["layers.2.weight"][-1].item() == 2
+
+
+@over_stages
+def test_nobody_used_anything(stage: str) -> None:
+    run = Training(lambda step, rank: [None], 2, steps=3, options=STAGES[stage])
+    for seen in run_ranks(train_and_watch, 2, run, "", timeout=TIMEOUT):
+        for held in seen:
+            assert all(same_bits(tensors, seen[0][name]) for name, tensors in held.items())
+
+
+# The gradient of one parameter
+
+
+def gradients_alone(run: Training) -> dict[str, Tensor | None]:
+    model = run.model()
+    backwards_alone(run, model, 0)
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def gradients_of(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> dict[str, Tensor | None]:
+    return {name: optimizer.get_param_grad(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def sharded_gradients(rank: int, world_size: int, run: Training) -> list[dict[str, Tensor | None]]:
+    """After the backwards, after the step, and after ``zero_grad``."""
+    model = run.model()
+    optimizer = run.wrap(model)
+    run.backwards(model, optimizer, 0, rank)
+    seen = [gradients_of(model, optimizer)]
+    optimizer.step()
+    seen.append(gradients_of(model, optimizer))
+    optimizer.zero_grad()
+    return [*seen, gradients_of(model, optimizer)]
+
+
+def check_gradients(expected: dict[str, Tensor | None], got: dict[str, Tensor | None], tolerance: float) -> None:
+    assert expected.keys() == got.keys()
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert got[name] is None, f"{name}: nobody had a gradient"
+        else:
+            torch.testing.assert_close(got[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+
+
+PARTLY: Rounds = lambda step, rank: [{1, 2} if rank else {1}, {1, 3}]  # noqa: E731
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
+@pytest.mark.parametrize(("world_size", "stage"), list(product((2, 3), STAGES)))
+def test_gradient_of_a_parameter_is_the_oracle_s_or_none(world_size: int, stage: str, bare: bool) -> None:
+    run = Training(PARTLY, world_size, bare=bare, options=STAGES[stage])
+    expected = gradients_alone(run)
+    assert {name for name, gradient in expected.items() if gradient is None} == {
+        "empty",
+        "layers.1.weight",
+        "layers.1.bias",
+    }
+    for after_backward, after_step, after_zero in run_ranks(sharded_gradients, world_size, run, timeout=TIMEOUT):
+        check_gradients(expected, after_backward, 1e-6)
+        check_gradients(expected, after_step, 1e-6)
+        assert set(after_zero.values()) == {None}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@over_stages
+def test_gradient_of_a_sixteen_bit_parameter_is_unscaled_and_in_its_dtype(stage: str, dtype: torch.dtype) -> None:
+    run = Training(PARTLY, 2, dtype=dtype, options={**STAGES[stage], "initial_scale": 256.0})
+    expected = gradients_alone(run)
+    for after_backward, _, _ in run_ranks(sharded_gradients, 2, run, timeout=TIMEOUT):
+        assert {g.dtype for g in after_backward.values() if g is not None} == {dtype}
+        check_gradients(expected, after_backward, 4 * torch.finfo(dtype).eps)
+
+
+@over_stages
+def test_gradient_when_one_rank_alone_has_any(stage: str) -> None:
+    run = Training(lambda step, rank: [{1}] if rank == 1 else [None], 2, bare=True, options=STAGES[stage])
+    expected = gradients_alone(run)
+    for after_backward, _, _ in run_ranks(sharded_gradients, 2, run, timeout=TIMEOUT):
+        check_gradients(expected, after_backward, 1e-6)

@@ -1,0 +1,108 @@
+"""Packing into a wire and out of it: against public operations, and against a table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowlevel_zero.bookkeeping import wire as wire_module
+from lowlevel_zero.bookkeeping.wire import pack, pack_plainly, unpack
+
+NUMELS = {
+    "one": [1],
+    "ones": [1, 1, 1],
+    "below the world size": [2, 3],
+    "divisible": [12, 24],
+    "odd": [5, 13, 1, 7, 100],
+    "many": [*range(1, 40)],
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def slice_size(numel: int, world_size: int) -> int:
+    return -(-numel // world_size)
+
+
+def empty_wire(numels: list[int], world_size: int, dtype: torch.dtype) -> Tensor:
+    row = sum(slice_size(numel, world_size) for numel in numels)
+    return torch.full((world_size, row), -7.0, dtype=dtype)
+
+
+def by_element(wire: Tensor, flats: list[Tensor]) -> Tensor:
+    """The wire, element by element: the definition."""
+    expected = torch.zeros_like(wire)
+    column = 0
+    for flat in flats:
+        size = slice_size(flat.numel(), len(wire))
+        for at, value in enumerate(flat.tolist()):
+            expected[at // size, column + at % size] = value
+        column += size
+    return expected
+
+
+def test_wire_is_the_table_s() -> None:
+    a, b = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([10.0, 11.0, 12.0, 13.0, 14.0])
+    wire = torch.full((2, 5), -7.0)
+    pack(wire, [a, b])
+    assert wire.tolist() == [[0, 1, 10, 11, 12], [2, 0, 13, 14, 0]]
+
+
+@pytest.mark.parametrize("numels", NUMELS.values(), ids=NUMELS.keys())
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("packing", [pack, pack_plainly])
+def test_packing_groups_by_rank(packing: object, world_size: int, numels: list[int]) -> None:
+    flats = [torch.randn(numel) for numel in numels]
+    wire = empty_wire(numels, world_size, torch.float32)
+    packing(wire, flats)  # type: ignore[operator]
+    assert torch.equal(wire, by_element(wire, flats))
+
+
+@pytest.mark.parametrize("of", DTYPES, ids=str)
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+def test_packing_casts(of: torch.dtype, to: torch.dtype) -> None:
+    flats = [torch.randn(numel).to(of) for numel in (5, 13, 1)]
+    fast, plain = (empty_wire([5, 13, 1], 4, to) for _ in range(2))
+    pack(fast, flats)
+    pack_plainly(plain, flats)
+    assert torch.equal(fast, plain)
+    assert torch.equal(fast, by_element(fast, [flat.to(to) for flat in flats]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_expanded_numbers_pack_as_if_they_were_written_out(world_size: int) -> None:
+    zero = torch.zeros((), dtype=torch.bfloat16)
+    flats = [zero.expand(5), torch.randn(7).bfloat16(), (zero + 1).expand(2 * world_size)]
+    wire = empty_wire([5, 7, 2 * world_size], world_size, torch.bfloat16)
+    pack(wire, flats)
+    assert torch.equal(wire, by_element(wire, [flat.clone() for flat in flats]))
+    assert wire[:, -2:].eq(1).all()
+
+
+def test_strided_columns_pack() -> None:
+    flat = torch.arange(10.0)[::2]
+    wire = empty_wire([5], 2, torch.float32)
+    pack(wire, [flat])
+    assert wire.tolist() == [[0, 2, 4], [6, 8, 0]]
+
+
+def test_packing_does_without_the_private_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "_chunk_cat", None)
+    flats = [torch.randn(5), torch.randn(3)]
+    wire = empty_wire([5, 3], 2, torch.float32)
+    pack(wire, flats)
+    assert torch.equal(wire, by_element(wire, flats))
+
+
+@pytest.mark.parametrize("numels", NUMELS.values(), ids=NUMELS.keys())
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_unpacking_undoes_packing(world_size: int, numels: list[int]) -> None:
+    flats = [torch.randn(numel) for numel in numels]
+    wire = empty_wire(numels, world_size, torch.float32)
+    pack(wire, flats)
+    sizes = [slice_size(numel, world_size) for numel in numels]
+    homes = [torch.full((world_size * size,), -7.0) for size in sizes]
+    unpack(wire, [home.view(world_size, size) for home, size in zip(homes, sizes, strict=True)])
+    for home, flat in zip(homes, flats, strict=True):
+        assert torch.equal(home[: flat.numel()], flat)
+        assert home[flat.numel() :].eq(0).all()
