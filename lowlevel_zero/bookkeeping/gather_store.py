@@ -73,3 +73,4 @@ class GatherStore:
                 # The write went past p: without this, a backward through the old values would go unnoticed.
                 torch.autograd.graph.increment_version(record.p)
                 record.note_version()
+                record.stepped = True

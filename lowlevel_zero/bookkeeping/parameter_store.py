@@ -46,10 +46,12 @@ class ShardedParameter:
         unit: what ``g`` is to be multiplied with to be the averaged, unscaled gradient; None: as reductions
             leave it, which the gradient store knows.
         worked: a rank is known to have had a gradient for it since gradients were last cleared.
+        stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
         repeats: its gradient has come more than once in one backward, so only the end of backward is final.
     """
 
     __slots__ = (
+        "_offered",
         "_version",
         "g",
         "group",
@@ -61,6 +63,7 @@ class ShardedParameter:
         "rank",
         "repeats",
         "split",
+        "stepped",
         "unit",
         "whole",
         "wire_dtype",
@@ -83,10 +86,12 @@ class ShardedParameter:
         self.padded = _rehome(p, split)
         self.p32: Tensor = self.row
         self.note_version()
+        self._offered: Tensor | None = None
         self.g: Tensor | None = None
         self.whole: Tensor | None = None
         self.unit: float | Tensor | None = None
         self.worked = False
+        self.stepped = False
         self.repeats = False
 
     @property
@@ -114,10 +119,30 @@ class ShardedParameter:
         self.p32 = self.row.to(torch.promote_types(self.p.dtype, torch.float32))
 
     def refresh_master(self) -> None:
-        """Overwrite ``p32`` with what ``p`` holds now."""
+        """Bring what ``p`` holds now into ``p32``."""
         if not self.shares_storage:
-            self.p32.copy_(self.row)
+            self._settle()
         self.note_version()
+
+    def offer_master(self, master: Tensor) -> None:
+        """Take a saved ``p32``, ``[s]``, where it rounds to what ``p`` holds, now or before its next step.
+
+        So its low bits come back whether the model is loaded before or after, and one that isn't the model's any
+        more (trained on elsewhere, by an optimizer that carried it along) does no harm.
+        """
+        if not self.shares_storage:
+            self._offered = master.to(self.p32)
+            self._settle()
+            self.stepped = True
+
+    def _settle(self) -> None:
+        """Let ``p32`` be what rounds to ``p``: the offered value, else its own, else ``p`` itself."""
+        row = self.row.to(self.p32.device)
+        settled = row.to(self.p32.dtype)
+        for known in (self.p32, self._offered):
+            if known is not None:
+                settled = torch.where(known.to(row.dtype) == row, known, settled)
+        self.p32.copy_(settled)
 
     def note_version(self) -> None:
         """Remember that ``p`` is as this package left it."""
@@ -135,9 +160,9 @@ class ShardedParameter:
                 f"({self.p.dtype}, {self.p.device}): move or convert a model before constructing the optimizer, "
                 "and change values in place (model.load_state_dict, p.copy_) instead of assigning p.data"
             )
-        if self.p._version != self._version and not self.shares_storage:
-            row = self.row
-            torch.where(row == self.p32.to(row.dtype), self.p32, row.to(self.p32.dtype), out=self.p32)
+        if not self.shares_storage and (self.p._version != self._version or self._offered is not None):
+            self._settle()
+            self._offered = None
         self.note_version()
 
     def flatten(self, tensor: Tensor) -> Tensor:
