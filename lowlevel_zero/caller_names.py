@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .collectives import ShardGroup
 from .loss_scaler import LossScaler
 from .memory import held_bytes
 from .reducer import Reducer
-from .state import gather_slice, whole_of_rows
+from .state import Pinned, State, gather_slice, whole_of_rows, whole_state_shards
 
 
 class CallerNames:
@@ -99,8 +100,24 @@ class CallerNames:
                 return [self._own(record)] if rows is None else list(rows.to(record.p.dtype).unbind())
         return []
 
+    def state_dict_shard(
+        self, max_shard_size: int = 1024, pinned_state_dicts: Pinned | None = None, only_on_master: bool = False
+    ) -> Iterator[tuple[dict[int, State], float]]:
+        """``state_dict()["state"]`` in pieces of at most ``max_shard_size`` MiB, each with its size in MiB.
+
+        Every rank iterates to the end. The other arguments are ``state_dict``'s.
+        """
+        return whole_state_shards(
+            self.optim, self._parameters, self._group, max_shard_size, pinned_state_dicts, only_on_master
+        )
+
+    def unwrap(self) -> Optimizer:
+        """The wrapped optimizer, which holds slices."""
+        return self.optim
+
+    @torch.no_grad()
     def update_master_params(self, model: nn.Module) -> None:
-        """Overwrite the master slices of ``model``'s parameters with what the parameters hold now."""
+        """Bring what ``model``'s parameters hold now into the master slices that don't round to it already."""
         for p in model.parameters():
             record = self._parameters.find(p)
             if record is not None:

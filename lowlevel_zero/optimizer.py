@@ -32,7 +32,7 @@ from .loss_scaler import LossScaler
 from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undelivered
 from .reducer import Reducer
 from .sharding import broadcast_rest, convert, shard_groups
-from .state import State, load_whole_state_dict, whole_state_dict
+from .state import Pinned, State, load_whole_state_dict, whole_state_dict
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
@@ -391,9 +391,14 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
                 "scaled: construct the optimizer with them"
             )
 
-    def state_dict(self) -> State:
-        """A plain torch optimizer's state dict with whole tensors; every rank calls it (see ``state.py``)."""
-        return whole_state_dict(self.optim, self._parameters, self._group)
+    def state_dict(self, pinned_state_dicts: Pinned | None = None, only_on_master: bool = False) -> State:
+        """A plain torch optimizer's state dict with whole tensors on the host; every rank calls it.
+
+        Args:
+            pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
+            only_on_master: leave the states empty on all ranks but the first.
+        """
+        return whole_state_dict(self.optim, self._parameters, self._group, pinned_state_dicts, only_on_master)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 MASTER = "master_param"
 
 State = dict[str, Any]
+Pinned = dict[int, State]
 
 
 def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:
@@ -47,36 +50,107 @@ def whole_of_rows(rows: Tensor, record: ShardedParameter) -> Tensor:
     return record.restore(rows.reshape(-1)[: record.split.numel])
 
 
-def whole_state_dict(optim: Optimizer, parameters: ParameterStore, group: ShardGroup) -> State:
-    """A plain torch optimizer's state dict, as one process would have it: whole tensors on every rank.
+def whole_state_dict(
+    optim: Optimizer,
+    parameters: ParameterStore,
+    group: ShardGroup,
+    pinned: Pinned | None = None,
+    only_on_master: bool = False,
+) -> State:
+    """A plain torch optimizer's state dict, as one process would have it: whole tensors, on the host.
 
     Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
     them, frozen ones included. fp32 masters of 16-bit parameters travel as ``master_param``.
     """
-    places = {p: place for place, p in enumerate(p for group in parameters.groups for p in group)}
-    state: dict[int, State] = {}
-    for record in parameters:
-        whole = _whole_state(optim.state.get(record.p32, {}), record, group)
-        if whole:
-            state[places[record.p]] = whole
-    groups = [
+    shards = whole_state_shards(optim, parameters, group, math.inf, pinned, only_on_master)
+    state = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
+    return {"state": state, "param_groups": packed_groups(optim, parameters)}
+
+
+def packed_groups(optim: Optimizer, parameters: ParameterStore) -> list[State]:
+    """The param groups with their settings, and their parameters as places, counted through all groups."""
+    places = _places(parameters)
+    return [
         {
             **{key: value for key, value in settings.items() if key != "params"},
             "params": [places[p] for p in members],
         }
         for settings, members in zip(optim.param_groups, parameters.groups, strict=True)
     ]
-    return {"state": state, "param_groups": groups}
 
 
-def _whole_state(state: Mapping[str, Any], record: ShardedParameter, group: ShardGroup) -> State:
-    whole = {
-        key: gather_slice(value, record, group) if _is_slice(key, value, record) else value
-        for key, value in state.items()
-    }
-    if state and not record.shares_storage:
-        whole[MASTER] = gather_slice(record.p32, record, group)
-    return whole
+def _places(parameters: ParameterStore) -> dict[Tensor, int]:
+    return {p: place for place, p in enumerate(p for group in parameters.groups for p in group)}
+
+
+def whole_state_shards(
+    optim: Optimizer,
+    parameters: ParameterStore,
+    group: ShardGroup,
+    max_shard_size: float,
+    pinned: Pinned | None = None,
+    only_on_master: bool = False,
+) -> Iterator[tuple[dict[int, State], float]]:
+    """``whole_state_dict``'s state by place, in pieces, each with its size in MiB; at least one piece.
+
+    Communicates as it goes: all ranks iterate to the end.
+
+    Args:
+        max_shard_size: MiB in a piece; a parameter whose state is larger has a piece of its own.
+        pinned: buffers by place and name, made at the first call, that the tensors are returned in.
+        only_on_master: ranks other than the group's first get empty states.
+    """
+    places = _places(parameters)
+    piece: dict[int, State] = {}
+    held = 0.0
+    for record in parameters:
+        state = _own_state(optim, record)
+        if not state:
+            continue
+        place = places[record.p]
+        kept = None if pinned is None else pinned.setdefault(place, {})
+        whole, size = _whole_state(state, record, group, kept, keep=group.rank == 0 or not only_on_master)
+        if piece and held + size > max_shard_size:
+            yield piece, held
+            piece, held = {}, 0.0
+        piece[place] = whole
+        held += size
+    yield piece, held
+
+
+def _own_state(optim: Optimizer, record: ShardedParameter) -> State:
+    """A parameter's state on this rank, its master among it; an optimizer without state may have masters too."""
+    state = optim.state.get(record.p32, {})
+    kept = (state or record.stepped) and not record.shares_storage
+    return {**state, MASTER: record.p32} if kept else dict(state)
+
+
+def _whole_state(
+    state: Mapping[str, Any], record: ShardedParameter, group: ShardGroup, pinned: State | None, keep: bool
+) -> tuple[State, float]:
+    """One parameter's whole state, or nothing unless ``keep``, and its size in MiB."""
+    whole: State = {}
+    size = 0.0
+    for key, value in state.items():
+        if _is_slice(key, value, record):
+            gathered = gather_slice(value, record, group)
+            size += gathered.numel() * gathered.element_size() / 2**20
+            if keep:
+                whole[key] = _on_host(gathered) if pinned is None else _into_pinned(pinned, key, gathered)
+        elif keep:
+            whole[key] = _on_host(value.clone()) if isinstance(value, Tensor) else copy.deepcopy(value)
+    return whole, size
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
+
+
+def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
+    if key not in pinned:
+        pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    held: Tensor = pinned[key].copy_(tensor)
+    return held
 
 
 def _is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
@@ -89,49 +163,78 @@ def load_whole_state_dict(optim: Optimizer, parameters: ParameterStore, state_di
     Raises:
         ValueError: its groups or shapes aren't this optimizer's; nothing has been changed then.
     """
-    _check_groups(parameters, state_dict)
-    by_place: dict[int, State] = {}
-    saved = [place for group in state_dict["param_groups"] for place in group["params"]]
-    members = [p for group in parameters.groups for p in group]
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "state_dict: expected an optimizer's, with 'state' and 'param_groups', "
+            f"got one with {sorted(map(str, state_dict))[:4]}"
+        )
+    load_state_shards(optim, parameters, state_dict["param_groups"], [state_dict["state"]])
+
+
+def load_state_shards(
+    optim: Optimizer,
+    parameters: ParameterStore,
+    param_groups: Sequence[Mapping[str, Any]],
+    shards: Iterable[Mapping[Any, State]],
+) -> None:
+    """Load whole states that come in pieces, by place; of each piece only slices are kept.
+
+    Raises:
+        ValueError: groups or shapes aren't this optimizer's; nothing has been changed then.
+    """
+    records = _records_by_place(parameters, param_groups)
+    renumbered = {record.index: at for at, record in enumerate(_in_group_order(optim, parameters))}
+    slices: dict[int, State] = {}
     masters: list[tuple[ShardedParameter, Tensor]] = []
-    renumbered = {record.p32: at for at, record in enumerate(_in_group_order(optim, parameters))}
-    for place, p in zip(saved, members, strict=True):
-        record = parameters.find(p)
-        if record is None or place not in state_dict["state"]:
+    for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
+        record = records.get(place)
+        if record is None:
             continue
-        state = dict(state_dict["state"][place])
         _check_shapes(state, record)
         if MASTER in state:
-            masters.append((record, state.pop(MASTER)))
-        by_place[renumbered[record.p32]] = slice_state(state, record)
-    _load_slices(optim, state_dict, by_place)
+            masters.append((record, record.slice_of(state[MASTER])))
+        rest = {key: value for key, value in state.items() if key != MASTER}
+        if rest:
+            slices[renumbered[record.index]] = slice_state(rest, record)
+    _load_slices(optim, param_groups, slices)
     for record, master in masters:
-        record.p32.copy_(record.slice_of(master))
+        record.offer_master(master)
 
 
 def _in_group_order(optim: Optimizer, parameters: ParameterStore) -> list[ShardedParameter]:
     return [parameters.of_slice(p32) for group in optim.param_groups for p32 in group["params"]]
 
 
-def _load_slices(optim: Optimizer, state_dict: Mapping[str, Any], state: dict[int, State]) -> None:
+def _load_slices(optim: Optimizer, param_groups: Sequence[Mapping[str, Any]], state: dict[int, State]) -> None:
     """Hand slices to the wrapped optimizer's own ``load_state_dict``, which casts them to ``p32``'s dtype."""
     groups = []
     count = 0
-    for saved, held in zip(state_dict["param_groups"], optim.param_groups, strict=True):
+    for saved, held in zip(param_groups, optim.param_groups, strict=True):
         members = list(range(count, count + len(held["params"])))
         groups.append({**saved, "params": members})
         count += len(members)
     optim.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _check_groups(parameters: ParameterStore, state_dict: Mapping[str, Any]) -> None:
-    expected = [len(group) for group in parameters.groups]
-    got = [len(group["params"]) for group in state_dict["param_groups"]]
-    if got != expected:
-        raise ValueError(
-            f"state_dict: expected param groups of {expected} parameters (frozen ones included), got {got}: "
-            "build the optimizer with the groups that it was saved with"
-        )
+def _records_by_place(
+    parameters: ParameterStore, param_groups: Sequence[Mapping[str, Any]]
+) -> dict[int, ShardedParameter]:
+    """Which record the saved places mean; ``ValueError`` if the groups aren't this optimizer's.
+
+    torch counts every parameter of a group. ColossalAI counts the trainable ones alone, and is understood too.
+    """
+    got = [len(group["params"]) for group in param_groups]
+    trainable = [[p for p in members if parameters.find(p) is not None] for members in parameters.groups]
+    for groups in (parameters.groups, trainable):
+        if got == [len(members) for members in groups]:
+            saved = (place for group in param_groups for place in group["params"])
+            pairs = zip(saved, (parameters.find(p) for members in groups for p in members), strict=True)
+            return {place: record for place, record in pairs if record is not None}
+    expected = [len(members) for members in parameters.groups]
+    raise ValueError(
+        f"state_dict: expected param groups of {expected} parameters (frozen ones included), got {got}: "
+        "build the optimizer with the groups that it was saved with"
+    )
 
 
 def _check_shapes(state: Mapping[str, Any], record: ShardedParameter) -> None:
