@@ -113,7 +113,12 @@ def _shape(value: object) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def agree(group: ShardGroup, lines: Sequence[str], error: Exception | None) -> None:
+def agree(
+    group: ShardGroup,
+    lines: Sequence[str],
+    error: Exception | None,
+    doing: str = "construct its LowLevelZeroOptimizer",
+) -> None:
     """Raise on every rank if one has an error, or if their ``lines`` differ.
 
     One small exchange where all is well: a flag and a digest. Only when it shows that something is wrong do
@@ -135,7 +140,7 @@ def agree(group: ShardGroup, lines: Sequence[str], error: Exception | None) -> N
         raise error
     for rank, (message, _) in enumerate(told):
         if message is not None:
-            raise RuntimeError(f"rank {rank} could not construct its LowLevelZeroOptimizer: {message}")
+            raise RuntimeError(f"rank {rank} could not {doing}: {message}")
     raise ValueError(_first_difference([theirs for _, theirs in told]))
 
 
