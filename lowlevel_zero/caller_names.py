@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .collectives import ShardGroup
 from .loss_scaler import LossScaler
 from .memory import held_bytes
 from .reducer import Reducer
-from .state import Pinned, State, gather_slice, whole_of_rows, whole_state_shards
+from .state import Pinned, State, gather_slice, load_state_shards, packed_groups, whole_of_rows, whole_state_shards
 
 
 class CallerNames:
@@ -110,6 +110,17 @@ class CallerNames:
         return whole_state_shards(
             self.optim, self._parameters, self._group, max_shard_size, pinned_state_dicts, only_on_master
         )
+
+    @torch.no_grad()
+    def load_state_dict_shards(
+        self, param_groups: Sequence[Mapping[str, Any]], shards: Iterable[Mapping[Any, State]]
+    ) -> None:
+        """Load what ``packed_groups()`` and ``state_dict_shard()`` gave, on any number of ranks; no communication."""
+        load_state_shards(self.optim, self._parameters, param_groups, shards)
+
+    def packed_groups(self) -> list[State]:
+        """``state_dict()["param_groups"]``."""
+        return packed_groups(self.optim, self._parameters)
 
     def unwrap(self) -> Optimizer:
         """The wrapped optimizer, which holds slices."""

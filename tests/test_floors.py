@@ -1,4 +1,4 @@
-"""The house: imports only fall, one file talks to the other ranks, one file knows ColossalAI."""
+"""The house: imports only fall, one file talks to the other ranks, one package knows ColossalAI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOUSE = (
     ("floor 3, thin over the others", ("sharding", "caller_names")),
     ("floor 4", ("optimizer",)),
     ("floor 5", ("checkpoint", "accessors")),
-    ("floor 6, the plugin", ("plugin",)),
+    ("floor 6, the plugin", ("plugin.*",)),
     ("the public names", ("__init__",)),
     ("floor 6, what a user would write", ("demo.*", "__main__")),
 )
@@ -49,7 +49,7 @@ TALK = re.compile(
 )
 CHECKPOINT_IO = "torch.distributed.checkpoint."
 
-COLOSSALAI_FILE = "plugin"
+COLOSSALAI_PACKAGE = "plugin.*"
 
 
 class Source(NamedTuple):
@@ -114,8 +114,8 @@ def _talks(source: Source) -> Iterator[str]:
 
 def _colossalai(source: Source) -> Iterator[str]:
     for line, imported in _imports(source):
-        if imported.split(".")[0] == "colossalai" and source.name != COLOSSALAI_FILE:
-            yield f"{source.name}:{line}: imports {imported}, which {COLOSSALAI_FILE}.py alone may"
+        if imported.split(".")[0] == "colossalai" and source.place != COLOSSALAI_PACKAGE:
+            yield f"{source.name}:{line}: imports {imported}, which {COLOSSALAI_PACKAGE} alone may"
 
 
 def _file_of(dotted: str, places: dict[str, str]) -> str | None:
@@ -219,7 +219,7 @@ LEGAL = {
     "bookkeeping/gather_store": "from .wire import pack\nfrom . import wire",
     "optimizer": DIST + "from .bookkeeping import gather_store\ndist.get_rank()",
     "checkpoint": "import torch.distributed.checkpoint as dcp\ndcp.utils._broadcast_plan()",
-    "plugin": "import colossalai\nfrom .optimizer import LowLevelZeroOptimizer",
+    "plugin/boosted": "import colossalai\nfrom ..optimizer import LowLevelZeroOptimizer",
     "__init__": "from .optimizer import LowLevelZeroOptimizer",
     "demo/model": "import math",
     "demo/__main__": DIST + "from lowlevel_zero import x\nfrom .model import GPT\ndist.init_process_group()",
@@ -249,7 +249,7 @@ TALKS = [
 ]
 STRANGERS = [
     ("gossip", "", "gossip: on no floor: add it to HOUSE"),
-    ("optimizer", "import colossalai.booster", "optimizer:1: imports colossalai.booster, which plugin.py"),
+    ("optimizer", "import colossalai.booster", "optimizer:1: imports colossalai.booster, which plugin.*"),
     ("optimizer", "def f():\n    from colossalai import x", "optimizer:2: imports colossalai.x"),
 ]
 

@@ -1,0 +1,275 @@
+"""LowLevelZeroPlugin: ColossalAI's keywords, checks before boosting, and the boosted pair."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.quantization import quantize_model
+from peft import PeftModel, get_peft_model
+from torch import nn
+from torch.optim import Optimizer
+
+from ..loss_scaler import LossScaler
+from ..options import ZeroOptions, refuse_undelivered
+from .boosted import BoostedModel, BoostedOptimizer, is_boosted
+from .checkpoint_io import BoostedCheckpointIO
+from .files import all_or_none
+from .host_accelerator import complete_cpu_accelerator
+from .lora import add_lora_parameters
+
+_log = logging.getLogger("lowlevel_zero")
+
+PRECISIONS = ["fp16", "bf16", "fp32"]
+
+
+class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ships no types
+    """A plugin for ``colossalai.booster.Booster`` that trains with this package's ZeRO, on CUDA, NPU or CPU.
+
+    Keywords, meanings and defaults are those of ColossalAI 0.5.0's ``LowLevelZeroPlugin``. On a machine without
+    an accelerator it completes ColossalAI's CPU accelerator (see ``host_accelerator.py``).
+
+    Args:
+        stage: 1 or 2.
+        precision: "fp16", "bf16" or "fp32": what the model is converted to.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale:
+            the dynamic loss scale of fp16.
+        max_norm: clip gradients to this global norm; 0: don't.
+        norm_type: of that norm; 2 alone.
+        reduce_bucket_size_in_m: size of a communication bucket in units of 2**20 elements.
+        communication_dtype: dtype in which gradients travel; None: each parameter's own.
+        overlap_communication: reduce during backward.
+        overlap_allgather, cpu_offload: not available yet.
+        master_weights: step fp32 copies of 16-bit slices.
+        verbose: log skipped steps.
+        cast_inputs: convert floating-point inputs of the model to its dtype.
+        fp8_communication, use_fp8, extra_dp_size: not available yet.
+
+    Raises:
+        ValueError, TypeError: a value out of range, or of the wrong type.
+        NotImplementedError: an option that isn't available yet.
+    """
+
+    def __init__(
+        self,
+        stage: int = 1,
+        precision: str = "fp16",
+        initial_scale: float = 2**32,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        reduce_bucket_size_in_m: float = 12,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        overlap_allgather: bool = False,
+        cpu_offload: bool = False,
+        master_weights: bool = True,
+        verbose: bool = False,
+        cast_inputs: bool = True,
+        fp8_communication: bool = False,
+        use_fp8: bool = False,
+        extra_dp_size: int = 1,
+    ) -> None:
+        _check_choices(stage, precision, norm_type)
+        refuse_undelivered(
+            overlap_allgather=overlap_allgather,
+            cpu_offload=cpu_offload,
+            fp8_communication=fp8_communication,
+            use_fp8=use_fp8,
+            extra_dp_size=extra_dp_size if extra_dp_size != 1 else None,
+        )
+        scaling: dict[str, Any] = {
+            "initial_scale": initial_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+        }
+        self.zero_optim_kwargs: dict[str, Any] = {
+            "clip_grad_norm": max_norm,
+            "reduce_bucket_size": int(reduce_bucket_size_in_m * 2**20),
+            "communication_dtype": communication_dtype,
+            "overlap_communication": overlap_communication,
+            "partition_grad": stage == 2,
+            "master_weights": master_weights,
+            "verbose": verbose,
+            **scaling,
+        }
+        LossScaler(**scaling)
+        ZeroOptions(
+            clip_grad_norm=max_norm,
+            bucket_size=self.zero_optim_kwargs["reduce_bucket_size"],
+            communication_dtype=communication_dtype,
+        )
+        _check_process_group()
+        super().__init__()
+        complete_cpu_accelerator()
+        self.stage = stage
+        self.precision = precision
+        self.cast_inputs = cast_inputs
+        self.lora_enabled = False
+
+    # ---- what Booster asks ----
+
+    def support_no_sync(self) -> bool:
+        """Yes, in both stages."""
+        return True
+
+    def support_lora(self) -> bool:
+        """Yes."""
+        return True
+
+    def control_precision(self) -> bool:
+        """The plugin converts the model."""
+        return True
+
+    def supported_precisions(self) -> list[str]:
+        """What ``precision`` may be."""
+        return list(PRECISIONS)
+
+    def control_device(self) -> bool:
+        """The plugin moves the model."""
+        return True
+
+    def supported_devices(self) -> list[str]:
+        """Where it runs."""
+        return ["cuda", "npu", "cpu"]
+
+    def control_checkpoint_io(self) -> bool:
+        """The plugin saves and loads."""
+        return True
+
+    def get_checkpoint_io(self) -> BoostedCheckpointIO:
+        """What saves and loads boosted models and optimizers."""
+        return BoostedCheckpointIO()
+
+    # ---- boosting ----
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, Optimizer | None, Callable[..., Any] | None, Any, Any]:
+        """Convert and wrap the model and shard the optimizer: what ``Booster.boost`` calls, on every rank.
+
+        Raises:
+            ValueError, TypeError: the two were boosted before, or don't belong together, or can't be sharded;
+                on a mistake of one rank, all raise.
+        """
+        with all_or_none("boost its model and optimizer"):
+            _check_pair(model, optimizer)
+            if self.lora_enabled:
+                self._add_lora(model, optimizer)
+        boosted = BoostedModel(model, self.precision, self.cast_inputs)
+        if optimizer is not None:
+            optimizer = BoostedOptimizer(optimizer, **self.zero_optim_kwargs, model=model)
+            boosted.attach(optimizer)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
+
+    def no_sync(self, model: nn.Module | None, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
+        """A context in which gradients accumulate in ``p.grad``, unreduced; stage 2 then keeps them whole."""
+        if not isinstance(optimizer, BoostedOptimizer):
+            raise TypeError(
+                f"optimizer: expected the one that booster.boost returned, got {type(optimizer).__name__}: "
+                "call booster.no_sync(model, optimizer) after boosting"
+            )
+        return optimizer.no_sync()
+
+    # ---- LoRA ----
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+    ) -> nn.Module:
+        """Add LoRA adapters to a model, new ones or those saved in ``pretrained_dir``, before boosting it.
+
+        The optimizer may exist already: boosting gives it the adapters' parameters.
+        """
+        if isinstance(model, ModelWrapper):
+            raise ValueError(
+                f"model: expected one that isn't boosted yet, got a {type(model).__name__}: "
+                "call booster.enable_lora before booster.boost"
+            )
+        if bnb_quantization_config is not None:
+            model = quantize_model(model, bnb_quantization_config)
+        self.lora_enabled = True
+        if pretrained_dir is None:
+            return get_peft_model(model, lora_config)  # type: ignore[no-any-return]
+        return PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)  # type: ignore[no-any-return]
+
+    def _add_lora(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        if not isinstance(model, PeftModel):
+            raise ValueError(
+                f"model: expected what booster.enable_lora returned, got a {type(model).__name__}: "
+                "boost the model with the adapters, or make a plugin of its own for the one without"
+            )
+        if optimizer is not None:
+            add_lora_parameters(model, optimizer)
+
+
+def _check_choices(stage: object, precision: object, norm_type: object) -> None:
+    if stage not in (1, 2):
+        raise ValueError(f"stage: expected 1 or 2, got {stage!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if norm_type != 2:
+        raise ValueError(f"norm_type: expected 2, the norm that gradients are clipped by, got {norm_type!r}")
+
+
+def _check_process_group() -> None:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise RuntimeError(
+            "expected an initialised process group, got none: call colossalai.launch_from_torch() first, "
+            "in a program that torchrun starts"
+        )
+
+
+def _check_pair(model: object, optimizer: object) -> None:
+    """Raise unless the two are a module and, if any, an optimizer over its parameters, neither boosted yet."""
+    if isinstance(model, ModelWrapper) or isinstance(optimizer, OptimizerWrapper):
+        raise ValueError(
+            f"expected a model and an optimizer that aren't boosted yet, got {type(model).__name__} and "
+            f"{type(optimizer).__name__}: boost each pair once, and use what boost returned"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if is_boosted(model):
+        raise ValueError(
+            f"model: expected one that isn't boosted yet, got a {type(model).__name__} that another boosted "
+            "optimizer trains: boost each model once, or let go of the other pair first"
+        )
+    for place in _strangers(model, optimizer):
+        raise ValueError(
+            f"optimizer: expected parameters of the model, got others, first {place}: make the optimizer with "
+            "model.parameters() of the very model that is boosted, not of a copy"
+        )
+
+
+def _strangers(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    own = set(model.parameters())
+    for at, group in enumerate(optimizer.param_groups):
+        for place, p in enumerate(group["params"]):
+            if p not in own:
+                yield f"param_groups[{at}]['params'][{place}], {tuple(p.shape)}"

@@ -1,0 +1,367 @@
+"""What a Booster saves and loads: ColossalAI's file layout, whole tensors, at any number of ranks.
+
+The model half is ColossalAI's own, the optimizer half this package's. What one rank can't do, all refuse.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO
+from colossalai.checkpoint_io import CheckpointIndexFile
+from colossalai.checkpoint_io.utils import (
+    get_model_base_filenames,
+    get_optimizer_base_filenames,
+    get_shard_filename,
+    load_state_dict_shards,
+    save_param_groups,
+    save_state_dict,
+)
+from colossalai.utils import get_current_device
+from colossalai.utils.safetensors import load_flat, save_nested
+from safetensors import safe_open
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from .boosted import BoostedModel, BoostedOptimizer
+from .files import all_or_none, check_file_target, check_folder_target, file_beside, folder_beside
+
+Shapes = Mapping[str, tuple[int, ...] | None]
+
+
+class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
+    """Saves and loads boosted models, optimizers and schedulers; every rank calls each method.
+
+    A file or directory appears when it is complete. The fp32 master weights of 16-bit parameters are saved with the
+    optimizer's state, as ``master_param``, and come back exactly, whichever of model and optimizer is loaded first.
+
+    Raises (each method, on every rank):
+        TypeError: what is to be saved or loaded isn't boosted.
+        ValueError: the checkpoint is another model's; the message names the first difference.
+        OSError: a directory where a file is meant, or the reverse, or no such place. Nothing has been written.
+        RuntimeError: another rank's error, or ``use_async`` without tensornvme.
+    """
+
+    # ---- models ----
+
+    def save_model(
+        self,
+        model: BoostedModel,
+        checkpoint: str,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> None:
+        """Save a model: to a file, or with ``shard`` to a directory in pieces of ``size_per_shard`` MiB."""
+        with all_or_none("save its model"):
+            _check_boosted(model, BoostedModel, "model")
+            _check_async(use_async)
+            if self.coordinator.is_master() and shard:
+                check_folder_target(checkpoint, get_model_base_filenames(prefix, use_safetensors or use_async)[1])
+            elif self.coordinator.is_master():
+                check_file_target(checkpoint)
+                _check_suffix(checkpoint, use_safetensors or use_async)
+        with all_or_none("save its model"):
+            super().save_model(
+                model, checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors, use_async
+            )
+
+    def save_unsharded_model(
+        self,
+        model: BoostedModel,
+        checkpoint: str,
+        gather_dtensor: bool,
+        use_safetensors: bool,
+        use_async: bool = False,
+    ) -> None:
+        """Save a model to a file."""
+        with nullcontext(checkpoint) if use_async else file_beside(checkpoint) as path:
+            super().save_unsharded_model(model, path, gather_dtensor, use_safetensors, use_async)
+
+    def save_sharded_model(
+        self,
+        model: BoostedModel,
+        checkpoint_path: str,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        max_shard_size: int = 1024,
+        use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> None:
+        """Save a model to a directory."""
+        if not self.coordinator.is_master():
+            return
+        index_name = get_model_base_filenames(prefix, use_safetensors)[1]
+        with nullcontext(checkpoint_path) if use_async else folder_beside(checkpoint_path, index_name) as folder:
+            super().save_sharded_model(
+                model, folder, gather_dtensor, prefix, max_shard_size, use_safetensors, use_async
+            )
+
+    def load_model(
+        self,
+        model: BoostedModel,
+        checkpoint: str,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> BoostedModel:
+        """Load a model from a file, a directory or its index, and refresh the master weights."""
+        with all_or_none("load its model"):
+            _check_boosted(model, BoostedModel, "model")
+            super().load_model(model, checkpoint, strict, _low_memory(low_cpu_mem_mode), num_threads)
+        return model
+
+    def load_unsharded_model(
+        self,
+        model: BoostedModel,
+        checkpoint: str,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load a model from a file."""
+        _check_is_file(checkpoint)
+        _check_same_model(model, _shapes(checkpoint), checkpoint, strict)
+        super().load_unsharded_model(model, checkpoint, strict, low_cpu_mem_mode, num_threads)
+
+    def load_sharded_model(
+        self,
+        model: BoostedModel,
+        checkpoint_index_file: Path,
+        strict: bool = False,
+        use_safetensors: bool = False,
+        load_sub_module: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load a model from a directory."""
+        files, _ = CheckpointIndexFile.from_file(checkpoint_index_file).get_checkpoint_filenames()
+        shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
+        _check_same_model(model, shapes, str(checkpoint_index_file), strict)
+        super().load_sharded_model(
+            model, checkpoint_index_file, strict, use_safetensors, load_sub_module, low_cpu_mem_mode, num_threads
+        )
+
+    def save_lora_as_pretrained(
+        self, model: BoostedModel, checkpoint: str, use_safetensors: bool = False, state_dict: Any = None
+    ) -> None:
+        """Save the adapters, in peft's layout, to a directory."""
+        with all_or_none("save its adapters"):
+            _check_boosted(model, BoostedModel, "model")
+            if self.coordinator.is_master() and Path(checkpoint).is_file():
+                raise NotADirectoryError(f"{checkpoint}: expected a directory for the adapters, got a file")
+        with all_or_none("save its adapters"):
+            super().save_lora_as_pretrained(model, checkpoint, use_safetensors, state_dict)
+
+    # ---- optimizers ----
+
+    def save_optimizer(
+        self,
+        optimizer: BoostedOptimizer,
+        checkpoint: str,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,
+    ) -> None:
+        """Save an optimizer as plain torch would: to a file, or with ``shard`` to a directory in pieces."""
+        with all_or_none("save its optimizer"):
+            _check_boosted(optimizer, BoostedOptimizer, "optimizer")
+            _check_async(use_async)
+            if self.coordinator.is_master() and shard:
+                check_folder_target(checkpoint, get_optimizer_base_filenames(prefix, use_async)[1])
+            elif self.coordinator.is_master():
+                check_file_target(checkpoint)
+        super().save_optimizer(optimizer, checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_async)
+
+    def save_unsharded_optimizer(
+        self, optimizer: BoostedOptimizer, checkpoint: str, gather_dtensor: bool = False, use_async: bool = False
+    ) -> None:
+        """Save an optimizer to a file: the state dict of a plain torch optimizer over the whole parameters."""
+        state_dict = optimizer.state_dict(self._pinned(optimizer, use_async), only_on_master=True)
+        with all_or_none("save its optimizer"):
+            if self.coordinator.is_master():
+                self._write(state_dict, checkpoint, use_async)
+
+    def save_sharded_optimizer(
+        self,
+        optimizer: BoostedOptimizer,
+        checkpoint: str,
+        gather_dtensor: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,
+    ) -> None:
+        """Save an optimizer to a directory: an index, a file of param groups, and pieces of the state."""
+        pieces = optimizer.state_dict_shard(size_per_shard, self._pinned(optimizer, use_async), only_on_master=True)
+        with all_or_none("save its optimizer"):
+            try:
+                if self.coordinator.is_master():
+                    names = get_optimizer_base_filenames(prefix, use_async)
+                    with nullcontext(checkpoint) if use_async else folder_beside(checkpoint, names[1]) as folder:
+                        self._write_pieces(optimizer, pieces, folder, names, use_async)
+            finally:
+                for _ in pieces:  # to the end even after an error: the other ranks gather too
+                    pass
+
+    def _write_pieces(
+        self,
+        optimizer: BoostedOptimizer,
+        pieces: Iterator[tuple[dict[int, Any], float]],
+        folder: str,
+        names: tuple[str, str, str],
+        use_async: bool,
+    ) -> None:
+        states_name, index_name, groups_name = names
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        index = CheckpointIndexFile(folder)
+        index.append_meta_data("param_groups", groups_name)
+        save_param_groups({"param_groups": optimizer.packed_groups()}, os.path.join(folder, groups_name))
+        total = 0.0
+        for at, (piece, size) in enumerate(pieces):
+            file = get_shard_filename(states_name, at)
+            for place in piece:
+                index.append_weight_map(str(place), file)
+            self._write(piece, os.path.join(folder, file), use_async)
+            total += size
+        index.append_meta_data("total_size", total)
+        index.write_index_file(index_name)
+
+    def _write(self, state_dict: dict[Any, Any], path: str, use_async: bool) -> None:
+        if use_async:
+            self.async_writers.append(save_nested(path, state_dict))
+            return
+        with file_beside(path) as beside:
+            save_state_dict(state_dict, beside, use_safetensors=False)
+
+    def _pinned(self, optimizer: BoostedOptimizer, use_async: bool) -> dict[int, Any] | None:
+        """Buffers that an asynchronous writer reads from, kept for the next time."""
+        if not (use_async and self.coordinator.is_master()):
+            return None
+        pinned: dict[int, Any] = self.pinned_state_dicts.setdefault(id(optimizer), {})
+        return pinned
+
+    def load_optimizer(
+        self,
+        optimizer: BoostedOptimizer,
+        checkpoint: str,
+        prefix: str | None = None,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load an optimizer from a file, a directory or its index, saved by this plugin or by another."""
+        with all_or_none("load its optimizer"):
+            _check_boosted(optimizer, BoostedOptimizer, "optimizer")
+            super().load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
+
+    def load_unsharded_optimizer(
+        self, optimizer: BoostedOptimizer, checkpoint: str, low_cpu_mem_mode: bool = True, num_threads: int = 1
+    ) -> None:
+        """Load an optimizer from a file."""
+        _check_is_file(checkpoint)
+        flat = checkpoint.endswith(".safetensors")
+        optimizer.load_state_dict(load_flat(checkpoint) if flat else _read(checkpoint))
+
+    def load_sharded_optimizer(
+        self,
+        optimizer: BoostedOptimizer,
+        index_file_path: Path,
+        prefix: str | None = None,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load an optimizer from a directory, piece by piece."""
+        index = CheckpointIndexFile.from_file(index_file_path)
+        groups_file = index.get_param_group_filename()
+        if groups_file is None:
+            raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
+        files, _ = index.get_checkpoint_filenames()
+        optimizer.load_state_dict_shards(_read(groups_file), load_state_dict_shards(files, True, False))
+
+    # ---- schedulers ----
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
+        """Save a scheduler to a file."""
+        with all_or_none("save its scheduler"):
+            if self.coordinator.is_master():
+                check_file_target(checkpoint)
+                with file_beside(checkpoint) as path:
+                    super().save_lr_scheduler(lr_scheduler, path)
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
+        """Load a scheduler from a file."""
+        with all_or_none("load its scheduler"):
+            _check_is_file(checkpoint)
+            super().load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _check_boosted(thing: object, kind: type, word: str) -> None:
+    if not isinstance(thing, kind):
+        raise TypeError(
+            f"{word}: expected what booster.boost returned with this plugin, got {type(thing).__name__}: "
+            f"boost the {word} before saving or loading it"
+        )
+
+
+def _check_async(use_async: bool) -> None:
+    if use_async and importlib.util.find_spec("tensornvme") is None:
+        raise RuntimeError("use_async=True needs the package tensornvme, which isn't installed: leave use_async out")
+
+
+def _check_suffix(checkpoint: str, use_safetensors: bool) -> None:
+    if use_safetensors and not checkpoint.endswith(".safetensors"):
+        raise ValueError(f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True")
+
+
+def _check_is_file(checkpoint: str) -> None:
+    path = Path(checkpoint)
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"{checkpoint}: expected a file, or a directory with one *.index.json, got a directory without"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"{checkpoint}: expected a checkpoint, found nothing")
+
+
+def _low_memory(asked: bool) -> bool:
+    """Pinned memory, which the other mode uses, needs an accelerator."""
+    return asked or get_current_device().type == "cpu"
+
+
+def _read(path: str) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _shapes(file: str) -> Shapes:
+    """The shapes of a model file's tensors by name (None: no tensor), read without their data."""
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{file}: expected a model's state dict, got a {type(values).__name__}")
+    return {str(name): tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
+
+
+def _check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: bool) -> None:
+    """Raise for the first place where a checkpoint isn't the model's; nothing has been loaded then."""
+    expected = {name: tuple(value.shape) for name, value in model.unwrap().state_dict().items()}
+    for name, shape in expected.items():
+        if name not in got:
+            if strict:
+                raise ValueError(f"{checkpoint}: expected the model's {name}, found none: it is another model's")
+        elif got[name] != shape:
+            raise ValueError(f"{name}: expected {shape}, {checkpoint} has {got[name]}: it is another model's")
+    surplus = [name for name in got if name not in expected]
+    if strict and surplus:
+        raise ValueError(f"{checkpoint}: expected only what the model has, found {surplus[0]}: it is another model's")
