@@ -1,0 +1,162 @@
+"""Runs through ColossalAI's Booster: with our plugin, its DDP plugin, and its own ZeRO on a stand-in device.
+
+Importing this imports ColossalAI, which takes seconds: once, in the parent, before ranks are forked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from colossalai.accelerator import set_accelerator
+from colossalai.booster import Booster
+from colossalai.booster.plugin import LowLevelZeroPlugin as TheirPlugin
+from colossalai.booster.plugin import TorchDDPPlugin
+from torch import Tensor, nn
+
+from lowlevel_zero.plugin import LowLevelZeroPlugin
+from lowlevel_zero.plugin.host_accelerator import HostAccelerator
+
+
+class StandIn(HostAccelerator):
+    """A CPU that says it is a CUDA device, on which ColossalAI's own ZeRO runs."""
+
+    @property
+    def name(self) -> str:
+        return "cuda"
+
+    def current_stream(self, device: Any = None) -> None:
+        return None
+
+    def stream(self, stream_: Any) -> nullcontext[None]:
+        return nullcontext()
+
+    def Stream(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        return None
+
+
+Plugin = Callable[..., Any]
+
+
+def ours(**options: Any) -> LowLevelZeroPlugin:
+    return LowLevelZeroPlugin(**options)
+
+
+def theirs(**options: Any) -> TheirPlugin:
+    set_accelerator(StandIn())
+    return TheirPlugin(overlap_communication=False, **options)
+
+
+def ddp(**_: Any) -> TorchDDPPlugin:
+    return TorchDDPPlugin()
+
+
+def model_of(seed: int = 0, width: int = 11) -> nn.Module:
+    """Sizes that no world size divides, one layer that forward leaves out, a tied and a frozen weight."""
+    torch.manual_seed(seed)
+    model = Net(width)
+    model.frozen.requires_grad_(False)
+    return model
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inward = nn.Linear(7, width)
+        self.dropped = nn.Linear(width, width)
+        self.frozen = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.again = nn.Linear(width, width)
+        self.again.weight = self.tied.weight
+        self.outward = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inward(x))
+        return self.outward(torch.tanh(self.again(self.tied(self.frozen(hidden)))))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, 7, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for n, p in named if "weight" in n]},
+        {"params": [p for n, p in named if "weight" not in n], "weight_decay": 0.0},
+    ]
+
+
+@dataclass
+class Pair:
+    """A boosted model and optimizer, and their booster."""
+
+    booster: Booster
+    model: Any
+    optimizer: Any
+    norms: list[float] = field(default_factory=list)
+
+    def train(self, rank: int, first: int, last: int, clip: float = 0.0) -> None:
+        """Steps ``first`` to ``last`` (excluded); ``clip`` clips by hand, for a plugin that doesn't."""
+        for step in range(first, last):
+            self.backward(rank, step)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def backward(self, rank: int, step: int) -> None:
+        x, y = batch(rank, step)
+        loss = (self.model(x).float() - y).square().mean()
+        self.booster.backward(loss, self.optimizer)
+
+    def values(self) -> dict[str, Tensor]:
+        """The model's parameters by name."""
+        return {name: p.detach().clone() for name, p in self.model.unwrap().named_parameters()}
+
+    def state(self) -> dict[str, Any]:
+        """The whole optimizer state, masters included; all ranks call it."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+
+def boost(make: Plugin, optimizer: Plugin = adamw, seed: int = 0, width: int = 11, **options: Any) -> Pair:
+    model = model_of(seed, width)
+    booster = Booster(plugin=make(**options))
+    boosted, wrapped, *_ = booster.boost(model, optimizer(groups_of(model)))
+    return Pair(booster, boosted, wrapped)
+
+
+def check_equal(expected: Any, got: Any, where: str = "state") -> None:
+    """Nested dicts and lists with bit-for-bit equal tensors."""
+    if isinstance(expected, Tensor):
+        assert torch.equal(expected, got), f"{where}: {(expected.double() - got.double()).abs().max()}"
+    elif isinstance(expected, dict):
+        assert list(expected) == list(got), where
+        for key, value in expected.items():
+            check_equal(value, got[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(expected) == len(got), where
+        for at, value in enumerate(expected):
+            check_equal(value, got[at], f"{where}[{at}]")
+    else:
+        assert expected == got, where
+
+
+def check_close(expected: dict[str, Tensor], got: dict[str, Tensor], tolerance: float) -> None:
+    assert list(expected) == list(got)
+    for name, value in expected.items():
+        difference = (value.float() - got[name].float()).abs().max().item()
+        assert difference <= tolerance, f"{name}: {difference}"

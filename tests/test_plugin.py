@@ -1,0 +1,382 @@
+"""The plugin in real ColossalAI training: DDP's numbers, ColossalAI's ZeRO's numbers, Booster's interface."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.booster import Booster
+from colossalai.interface import AMPModelMixin, ModelWrapper, OptimizerWrapper
+from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
+from torch import Tensor, nn
+
+from boosting import TheirPlugin, adamw, batch, boost, check_close, check_equal, ddp, groups_of, model_of, ours, theirs
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.plugin import LowLevelZeroPlugin
+from lowlevel_zero.plugin.host_accelerator import HostAccelerator
+from ranks import run_ranks, run_ranks_expecting
+
+# ---- numbers ----
+
+
+def trained(rank: int, world_size: int, make: Any, options: dict[str, Any], clip: float) -> dict[str, Tensor]:
+    pair = boost(make, **options)
+    pair.train(rank, 0, 5, clip)
+    return pair.values()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fp32_equals_ddp(world_size: int, clip: float) -> None:
+    def rank(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
+        results = {"ddp": trained(rank, world_size, make_ddp, {}, clip)}
+        for stage in (1, 2):
+            options = {"stage": stage, "precision": "fp32", "max_norm": clip}
+            results[f"stage {stage}"] = trained(rank, world_size, ours, options, 0.0)
+        return results
+
+    ranks = run_ranks(rank, world_size)
+    for each in ranks:
+        for stage in ("stage 1", "stage 2"):
+            check_equal(ranks[0][stage], each[stage])
+            check_close(each["ddp"], each[stage], 2e-6)
+    check_close(model_values(), ranks[0]["ddp"], 1.0)
+    assert (model_values()["inward.weight"] - ranks[0]["ddp"]["inward.weight"]).abs().max() > 1e-2
+    assert torch.equal(model_values()["dropped.weight"], ranks[0]["stage 2"]["dropped.weight"])
+
+
+def make_ddp(**_: Any) -> Any:
+    plugin = ddp()
+    plugin.ddp_kwargs["find_unused_parameters"] = True
+    return plugin
+
+
+def model_values() -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model_of().named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_it_equals_colossalais_own_zero(stage: int, precision: str) -> None:
+    options = {"stage": stage, "precision": precision, "initial_scale": 128, "max_norm": 0.5}
+    expected = run_ranks(trained, 2, theirs, options, 0.0)
+    got = run_ranks(trained, 2, ours, options, 0.0)
+    check_equal(got[0], got[1])
+    # Their bf16 and fp16 sums are rounded before they are averaged, ours after.
+    check_close(expected[0], got[0], {"fp32": 2e-6, "bf16": 2e-2, "fp16": 2e-3}[precision])
+
+
+def test_fp16_defaults_find_their_scale() -> None:
+    def rank(rank: int, world_size: int) -> tuple[float, dict[str, Tensor]]:
+        pair = boost(ours)
+        assert pair.optimizer.loss_scale == 2**32
+        pair.train(rank, 0, 40)
+        return pair.optimizer.loss_scale, pair.values()
+
+    for scale, values in run_ranks(rank, 2):
+        assert 1 <= scale <= 2**24
+        assert not torch.equal(values["inward.weight"], model_values()["inward.weight"].half())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_no_sync_accumulates_as_ddp_does(stage: int) -> None:
+    def accumulated(rank: int, make: Any, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        pair = boost(make, **options)
+        with pair.booster.no_sync(pair.model, pair.optimizer):
+            pair.backward(rank, 0)
+            pair.backward(rank, 1)
+            pair.optimizer.step() if make is ours else None  # does nothing
+            own = {name: p.grad for name, p in pair.model.unwrap().named_parameters()}
+            kept = {name: None if grad is None else grad.clone() for name, grad in own.items()}
+        pair.train(rank, 2, 3)
+        return pair.values(), kept
+
+    def rank(rank: int, world_size: int) -> None:
+        expected, their_grads = accumulated(rank, make_ddp)
+        got, our_grads = accumulated(rank, ours, stage=stage, precision="fp32")
+        check_equal(their_grads, our_grads)
+        assert our_grads["inward.weight"] is not None
+        assert our_grads["dropped.weight"] is None
+        check_close(expected, got, 2e-6)
+
+    run_ranks(rank, 2)
+
+
+def test_clip_grad_by_norm_clips_by_hand() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        by_plugin = boost(ours, precision="fp32", max_norm=0.1)
+        by_plugin.train(rank, 0, 1)
+        by_hand = boost(ours, precision="fp32")
+        by_hand.backward(rank, 0)
+        norm = by_hand.optimizer.clip_grad_by_norm(0.1, error_if_nonfinite=True)
+        by_hand.optimizer.step()
+        assert norm.item() == by_plugin.optimizer.get_grad_norm()
+        assert norm.item() > 0.1
+        check_close(by_plugin.values(), by_hand.values(), 1e-7)
+        with pytest.raises(NotImplementedError, match="clip_grad_by_norm"):
+            by_hand.optimizer.clip_grad_by_value(0.1)
+        with pytest.raises(ValueError, match="norm_type: expected 2, got inf"):
+            by_hand.optimizer.clip_grad_by_norm(0.1, float("inf"))
+
+    run_ranks(rank, 2)
+
+
+# ---- the interface ----
+
+
+def test_the_pair_is_what_booster_and_its_callers_expect() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        model = model_of()
+        plain = adamw(groups_of(model))
+        booster = Booster(plugin=ours(stage=2, precision="bf16"))
+        boosted, optimizer, criterion, loader, scheduler = booster.boost(model, plain, len, [1], None)
+        assert (criterion, loader, scheduler) == (len, [1], None)
+        assert isinstance(optimizer, LowLevelZeroOptimizer)
+        assert isinstance(optimizer, OptimizerWrapper)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert isinstance(boosted, ModelWrapper)
+        assert isinstance(boosted, AMPModelMixin)
+        assert boosted.unwrap() is model
+        assert optimizer.unwrap() is plain
+        assert optimizer.optim is plain
+        assert optimizer.param_groups is plain.param_groups
+        assert optimizer.parameters == [p for group in plain.param_groups for p in group["params"]]
+        assert model.inward.weight.dtype == torch.bfloat16
+        assert boosted(batch(0, 0)[0]).dtype == torch.bfloat16  # inputs are cast
+        assert optimizer.get_grad_norm() is None
+
+    run_ranks(rank, 2)
+
+
+def test_a_model_can_be_boosted_alone() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        boosted, optimizer, *_ = Booster(plugin=ours(precision="bf16", cast_inputs=False)).boost(model_of())
+        assert optimizer is None
+        boosted.update_master_params()
+        boosted._force_wait_all_gather()
+        with pytest.raises(RuntimeError, match="dtype"):
+            boosted(batch(0, 0)[0])
+
+    run_ranks(rank, 1)
+
+
+def test_keywords_and_defaults_are_colossalais() -> None:
+    def of(plugin: type) -> dict[str, Any]:
+        return {name: p.default for name, p in inspect.signature(plugin).parameters.items()}
+
+    assert of(LowLevelZeroPlugin) == of(TheirPlugin)
+    assert list(of(LowLevelZeroPlugin)) == list(of(TheirPlugin))
+
+
+def test_what_it_supports() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        for stage in (1, 2):
+            plugin = ours(stage=stage)
+            assert plugin.support_no_sync()
+            assert plugin.support_lora()
+            assert plugin.supported_devices() == ["cuda", "npu", "cpu"]
+            assert plugin.supported_precisions() == ["fp16", "bf16", "fp32"]
+        assert type(get_accelerator()) is HostAccelerator
+        get_accelerator().synchronize()
+        get_accelerator().empty_cache()
+        get_accelerator().manual_seed_all(1)
+        assert get_accelerator().device_count() == 1
+        set_by_the_user = get_accelerator()
+        ours()
+        assert get_accelerator() is set_by_the_user
+
+    run_ranks(rank, 1)
+
+
+def test_schedulers_work_on_either_optimizer() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        model = model_of()
+        plain = adamw(groups_of(model))
+        made_before = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+        booster = Booster(plugin=ours(precision="fp32"))
+        boosted, optimizer, _, _, made_before = booster.boost(model, plain, lr_scheduler=made_before)
+        for _ in range(2):
+            booster.backward(boosted(batch(rank, 0)[0]).square().mean(), optimizer)
+            optimizer.step()
+            made_before.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [2.5e-3, 2.5e-3]
+        made_after = CosineAnnealingWarmupLR(optimizer, total_steps=10, warmup_steps=5)
+        optimizer.step()
+        made_after.step()
+        assert plain.param_groups[0]["lr"] == pytest.approx(1e-2 * 2 / 5)  # of the rate it began with
+
+    run_ranks(rank, 2)
+
+
+def test_prepare_dataloader_shares_the_data() -> None:
+    def rank(rank: int, world_size: int) -> list[int]:
+        loader = ours().prepare_dataloader(torch.arange(12), batch_size=3, shuffle=True, drop_last=True)
+        return [int(x) for part in loader for x in part]
+
+    parts = run_ranks(rank, 2)
+    assert sorted(parts[0] + parts[1]) == list(range(12))
+
+
+def test_a_pair_goes_when_nobody_uses_it() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        gc.collect()
+        gc.disable()
+        pair = boost(ours, stage=2, precision="bf16")
+        pair.train(rank, 0, 2)
+        module = pair.model.unwrap()
+        gone = [ref(pair.model), ref(pair.optimizer), ref(pair.optimizer.optim)]
+        del pair
+        assert [each() for each in gone] == [None] * 3
+        again = Booster(plugin=ours(precision="fp32")).boost(module, adamw(module.parameters()))  # not boosted any more
+        assert again[1] is not None
+
+    run_ranks(rank, 2)
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stage": 3}, ValueError, "stage: expected 1 or 2, got 3"),
+        ({"precision": "fp8"}, ValueError, "precision: expected one of fp16, bf16, fp32, got 'fp8'"),
+        ({"norm_type": 1.0}, ValueError, "norm_type: expected 2"),
+        ({"max_norm": -1.0}, ValueError, "expected a number >= 0"),
+        ({"reduce_bucket_size_in_m": 0}, ValueError, "reduce_bucket_size: expected at least 1"),
+        ({"communication_dtype": torch.int8}, ValueError, "communication_dtype: expected"),
+        ({"growth_factor": 0.5}, ValueError, "growth_factor"),
+        ({"overlap_allgather": True}, NotImplementedError, "overlap_allgather=True is not available yet"),
+        ({"cpu_offload": True}, NotImplementedError, "cpu_offload=True is not available yet"),
+        ({"fp8_communication": True}, NotImplementedError, "fp8_communication=True is not available yet"),
+        ({"use_fp8": True}, NotImplementedError, "use_fp8=True is not available yet"),
+        ({"extra_dp_size": 2}, NotImplementedError, "extra_dp_size=2 is not available yet"),
+    ],
+)
+def test_options_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LowLevelZeroPlugin(**options)
+
+
+def test_it_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="colossalai.launch_from_torch"):
+        LowLevelZeroPlugin()
+
+
+def test_pipelines_are_refused() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours)
+        pair.booster.execute_pipeline(iter([]), pair.model, len, pair.optimizer)
+
+    for raised in run_ranks_expecting(rank, 2):
+        assert "does not support pipeline" in raised.message
+
+
+def boosted_twice(booster: Booster, rank: int) -> None:
+    model = model_of()
+    pair = booster.boost(model, adamw(model.parameters()))
+    booster.boost(*pair[:2])
+
+
+def module_boosted_twice(booster: Booster, rank: int) -> None:
+    model = model_of()
+    pair = booster.boost(model, adamw(model.parameters()))
+    booster.boost(model, adamw(model.parameters()))
+    del pair
+
+
+def optimizer_boosted_twice(booster: Booster, rank: int) -> None:
+    model = model_of()
+    plain = adamw(model.parameters())
+    booster.boost(model, plain)
+    booster.boost(model, plain)
+
+
+def strangers_parameters(booster: Booster, rank: int) -> None:
+    booster.boost(model_of(), adamw(model_of(1).parameters()))
+
+
+def no_module(booster: Booster, rank: int) -> None:
+    booster.boost(len, adamw(model_of().parameters()))
+
+
+def no_optimizer(booster: Booster, rank: int) -> None:
+    booster.boost(model_of(), len)
+
+
+def not_elementwise(booster: Booster, rank: int) -> None:
+    model = model_of()
+    booster.boost(model, torch.optim.Adafactor(model.parameters()))
+
+
+def other_models(booster: Booster, rank: int) -> None:
+    model = model_of(width=11 + rank)
+    booster.boost(model, adamw(model.parameters()))
+
+
+def no_sync_too_early(booster: Booster, rank: int) -> None:
+    booster.no_sync(model_of(), adamw(model_of().parameters()))
+
+
+BAD_BOOSTS = [
+    (boosted_twice, "ValueError", "aren't boosted yet, got BoostedModel and BoostedOptimizer"),
+    (module_boosted_twice, "ValueError", "boost each model once"),
+    (optimizer_boosted_twice, "ValueError", "expected parameters of the model, got others"),
+    (strangers_parameters, "ValueError", "expected parameters of the model, got others, first param_groups[0]"),
+    (no_module, "TypeError", "model: expected a torch.nn.Module, got builtin_function_or_method"),
+    (no_optimizer, "TypeError", "optimizer: expected a torch.optim.Optimizer, got builtin"),
+    (not_elementwise, "TypeError", "Adafactor"),
+    (other_models, "ValueError", "parameter inward.weight"),
+    (no_sync_too_early, "TypeError", "expected the one that booster.boost returned, got AdamW"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "error", "message"), BAD_BOOSTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_mistakes_are_refused_on_every_rank(mistake: Any, error: str, message: str) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        mistake(Booster(plugin=ours(precision="fp32")), rank)
+
+    for raised in run_ranks_expecting(rank, 2):
+        assert raised.type == error
+        assert message in raised.message
+
+
+def test_a_mistake_of_one_rank_is_told_to_all() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        model = model_of()
+        Booster(plugin=ours()).boost(model, adamw((model_of() if rank == 1 else model).parameters()))
+
+    first, second = run_ranks_expecting(rank, 2)
+    assert first.message.startswith("rank 1 could not boost its model and optimizer: ValueError: optimizer: expected")
+    assert second.message.startswith("optimizer: expected parameters of the model")
+
+
+def test_names_in_messages_are_the_models_own() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+        Booster(plugin=ours(precision="fp32")).boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+    for raised in run_ranks_expecting(rank, 2):
+        assert raised.message.startswith("0.weight: expected a dense gradient")
+
+
+def test_ranks_stay_together_after_a_mistake() -> None:
+    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
+        booster = Booster(plugin=ours(precision="fp32"))
+        model = model_of()
+        with pytest.raises((ValueError, RuntimeError)):
+            booster.boost(model, adamw((model_of() if rank == 1 else model).parameters()))
+        dist.barrier()
+        assert model.inward.weight.dtype == torch.float32
+        pair = boost(ours, precision="fp32")
+        pair.train(rank, 0, 1)
+        return pair.values()
+
+    one, other = run_ranks(rank, 2)
+    check_equal(one, other)
