@@ -128,7 +128,7 @@ class CallerNames:
 
     @torch.no_grad()
     def update_master_params(self, model: nn.Module) -> None:
-        """Bring what ``model``'s parameters hold now into the master slices that don't round to it already."""
+        """Overwrite the master slices of ``model``'s parameters with what the parameters hold now."""
         for p in model.parameters():
             record = self._parameters.find(p)
             if record is not None:

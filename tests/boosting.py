@@ -51,20 +51,21 @@ def theirs(**options: Any) -> TheirPlugin:
 
 
 def ddp(**_: Any) -> TorchDDPPlugin:
-    return TorchDDPPlugin()
+    return TorchDDPPlugin(find_unused_parameters=True)
 
 
-def model_of(seed: int = 0, width: int = 11) -> nn.Module:
-    """Sizes that no world size divides, one layer that forward leaves out, a tied and a frozen weight."""
+def model_of(seed: int = 0, width: int = 11, drop: bool = True) -> nn.Module:
+    """Sizes that no world size divides, a layer that forward leaves out with ``drop``, a tied and a frozen weight."""
     torch.manual_seed(seed)
-    model = Net(width)
+    model = Net(width, drop)
     model.frozen.requires_grad_(False)
     return model
 
 
 class Net(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, drop: bool) -> None:
         super().__init__()
+        self.drop = drop
         self.inward = nn.Linear(7, width)
         self.dropped = nn.Linear(width, width)
         self.frozen = nn.Linear(width, width)
@@ -75,6 +76,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.inward(x))
+        hidden = hidden if self.drop else hidden + self.dropped(hidden)
         return self.outward(torch.tanh(self.again(self.tied(self.frozen(hidden)))))
 
 
@@ -132,10 +134,17 @@ class Pair:
         return state
 
 
-def boost(make: Plugin, optimizer: Plugin = adamw, seed: int = 0, width: int = 11, **options: Any) -> Pair:
-    model = model_of(seed, width)
+def boost(
+    make: Plugin,
+    optimizer: Plugin = adamw,
+    seed: int = 0,
+    drop: bool = True,
+    groups: Callable[[nn.Module], Any] = groups_of,
+    **options: Any,
+) -> Pair:
+    model = model_of(seed, drop=drop)
     booster = Booster(plugin=make(**options))
-    boosted, wrapped, *_ = booster.boost(model, optimizer(groups_of(model)))
+    boosted, wrapped, *_ = booster.boost(model, optimizer(groups(model)))
     return Pair(booster, boosted, wrapped)
 
 
@@ -144,7 +153,7 @@ def check_equal(expected: Any, got: Any, where: str = "state") -> None:
     if isinstance(expected, Tensor):
         assert torch.equal(expected, got), f"{where}: {(expected.double() - got.double()).abs().max()}"
     elif isinstance(expected, dict):
-        assert list(expected) == list(got), where
+        assert expected.keys() == got.keys(), where
         for key, value in expected.items():
             check_equal(value, got[key], f"{where}.{key}")
     elif isinstance(expected, list):

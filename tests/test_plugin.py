@@ -35,7 +35,7 @@ def trained(rank: int, world_size: int, make: Any, options: dict[str, Any], clip
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_fp32_equals_ddp(world_size: int, clip: float) -> None:
     def rank(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-        results = {"ddp": trained(rank, world_size, make_ddp, {}, clip)}
+        results = {"ddp": trained(rank, world_size, ddp, {}, clip)}
         for stage in (1, 2):
             options = {"stage": stage, "precision": "fp32", "max_norm": clip}
             results[f"stage {stage}"] = trained(rank, world_size, ours, options, 0.0)
@@ -49,12 +49,6 @@ def test_fp32_equals_ddp(world_size: int, clip: float) -> None:
     check_close(model_values(), ranks[0]["ddp"], 1.0)
     assert (model_values()["inward.weight"] - ranks[0]["ddp"]["inward.weight"]).abs().max() > 1e-2
     assert torch.equal(model_values()["dropped.weight"], ranks[0]["stage 2"]["dropped.weight"])
-
-
-def make_ddp(**_: Any) -> Any:
-    plugin = ddp()
-    plugin.ddp_kwargs["find_unused_parameters"] = True
-    return plugin
 
 
 def model_values() -> dict[str, Tensor]:
@@ -98,7 +92,7 @@ def test_no_sync_accumulates_as_ddp_does(stage: int) -> None:
         return pair.values(), kept
 
     def rank(rank: int, world_size: int) -> None:
-        expected, their_grads = accumulated(rank, make_ddp)
+        expected, their_grads = accumulated(rank, ddp)
         got, our_grads = accumulated(rank, ours, stage=stage, precision="fp32")
         check_equal(their_grads, our_grads)
         assert our_grads["inward.weight"] is not None

@@ -119,9 +119,9 @@ class ShardedParameter:
         self.p32 = self.row.to(torch.promote_types(self.p.dtype, torch.float32))
 
     def refresh_master(self) -> None:
-        """Bring what ``p`` holds now into ``p32``."""
+        """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
         if not self.shares_storage:
-            self._settle()
+            self._settle(self._offered)
         self.note_version()
 
     def offer_master(self, master: Tensor) -> None:
@@ -132,16 +132,16 @@ class ShardedParameter:
         """
         if not self.shares_storage:
             self._offered = master.to(self.p32)
-            self._settle()
+            self._settle(self.p32, self._offered)
             self.stepped = True
 
-    def _settle(self) -> None:
-        """Let ``p32`` be what rounds to ``p``: the offered value, else its own, else ``p`` itself."""
+    def _settle(self, *known: Tensor | None) -> None:
+        """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
         row = self.row.to(self.p32.device)
         settled = row.to(self.p32.dtype)
-        for known in (self.p32, self._offered):
-            if known is not None:
-                settled = torch.where(known.to(row.dtype) == row, known, settled)
+        for value in known:
+            if value is not None:
+                settled = torch.where(value.to(row.dtype) == row, value, settled)
         self.p32.copy_(settled)
 
     def note_version(self) -> None:
@@ -161,7 +161,7 @@ class ShardedParameter:
                 "and change values in place (model.load_state_dict, p.copy_) instead of assigning p.data"
             )
         if not self.shares_storage and (self.p._version != self._version or self._offered is not None):
-            self._settle()
+            self._settle(self.p32, self._offered)
             self._offered = None
         self.note_version()
 

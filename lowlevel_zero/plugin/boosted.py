@@ -54,7 +54,7 @@ class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships
         _boosted[self.module] = self._optimizer
 
     def update_master_params(self) -> None:
-        """Bring what the parameters hold now into the optimizer's master slices."""
+        """Overwrite the optimizer's master slices with what the parameters hold now."""
         optimizer = self._attached()
         if optimizer is not None:
             optimizer.update_master_params(self.module)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from colossalai.checkpoint_io.utils import (
     save_param_groups,
     save_state_dict,
 )
+from colossalai.interface.model import PeftUnwrapMixin
 from colossalai.utils import get_current_device
 from colossalai.utils.safetensors import load_flat, save_nested
 from safetensors import safe_open
@@ -70,7 +71,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             elif self.coordinator.is_master():
                 check_file_target(checkpoint)
                 _check_suffix(checkpoint, use_safetensors or use_async)
-        with all_or_none("save its model"):
+        with all_or_none("save its model"), _untied(model, use_safetensors or use_async):
             super().save_model(
                 model, checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors, use_async
             )
@@ -303,6 +304,28 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         with all_or_none("load its scheduler"):
             _check_is_file(checkpoint)
             super().load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+@contextmanager
+def _untied(model: BoostedModel, wanted: bool) -> Iterator[None]:
+    """Give tied weights memory of their own in the model's state dict, which safetensors insists on."""
+    module = model.unwrap()
+    module = module.base_model if isinstance(module, PeftUnwrapMixin) else module
+    handle = module._register_state_dict_hook(_copy_shared) if wanted else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _copy_shared(module: object, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    seen = set()
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor) and value.numel() > 0:
+            address = value.untyped_storage().data_ptr()
+            state_dict[name] = value.clone() if address in seen else value
+            seen.add(address)
 
 
 def _check_boosted(thing: object, kind: type, word: str) -> None:

@@ -1,0 +1,493 @@
+"""Checkpoints through Booster: resume bit for bit, at other world sizes, to and from ColossalAI's own plugins."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.checkpoint_io import CheckpointIndexFile
+from colossalai.utils.safetensors import _flatten_optim_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+from boosting import Pair, adamw, batch, boost, check_close, check_equal, ddp, groups_of, model_of, ours, sgd, theirs
+from ranks import run_ranks, run_ranks_expecting
+
+SMALL = 0.001  # MiB: every parameter in a shard of its own
+
+
+def save(pair: Pair, folder: Path, shard: bool = False, safetensors: bool = False) -> None:
+    suffix = "" if shard else ".safetensors" if safetensors else ".pt"
+    pair.booster.save_model(
+        pair.model, str(folder / f"model{suffix}"), shard=shard, use_safetensors=safetensors, size_per_shard=SMALL
+    )
+    pair.booster.save_optimizer(
+        pair.optimizer, str(folder / f"optimizer{'' if shard else '.pt'}"), shard=shard, size_per_shard=SMALL
+    )
+    dist.barrier()
+
+
+def load(pair: Pair, folder: Path, optimizer_first: bool = False) -> None:
+    (model,) = folder.glob("model*")
+    (optimizer,) = folder.glob("optimizer*")
+    loads = [
+        lambda: pair.booster.load_model(pair.model, str(model)),
+        lambda: pair.booster.load_optimizer(pair.optimizer, str(optimizer)),
+    ]
+    for each in reversed(loads) if optimizer_first else loads:
+        each()
+
+
+def masters(pair: Pair) -> dict[str, Tensor]:
+    return {record.name: record.p32.clone() for record in pair.optimizer._parameters}
+
+
+# ---- resuming ----
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "shard", "safetensors", "optimizer_first"),
+    [
+        (1, "fp32", False, False, False),
+        (2, "fp32", True, False, True),
+        (1, "bf16", True, True, False),
+        (2, "bf16", False, True, True),
+        (1, "fp16", False, False, True),
+        (2, "fp16", True, True, False),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_resumed_run_is_the_run(
+    tmp_path: Path, world_size: int, stage: int, precision: str, shard: bool, safetensors: bool, optimizer_first: bool
+) -> None:
+    options = {"stage": stage, "precision": precision, "initial_scale": 128}
+
+    def rank(rank: int, world_size: int) -> None:
+        whole = boost(ours, **options)
+        whole.train(rank, 0, 3)
+        save(whole, tmp_path, shard, safetensors)
+        resumed = boost(ours, seed=1, **options)
+        load(resumed, tmp_path, optimizer_first)
+        check_equal(whole.values(), resumed.values())
+        check_equal(masters(whole), masters(resumed))
+        check_equal(whole.optimizer.optim.state_dict(), resumed.optimizer.optim.state_dict())
+        whole.train(rank, 3, 6)
+        resumed.train(rank, 3, 6)
+        if world_size == 2:
+            check_equal(whole.values(), resumed.values())
+            check_equal(whole.state(), resumed.state())
+        else:  # sums of four in another bucket order, which the first step of a run has, may round differently
+            check_close(whole.values(), resumed.values(), {"fp32": 2e-6, "bf16": 1e-2, "fp16": 1e-3}[precision])
+        assert not torch.equal(whole.values()["inward.bias"], model_of().to(torch.float16).inward.bias)
+
+    run_ranks(rank, world_size)
+    assert not list(tmp_path.glob(".*")), "what was written beside is gone"
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_masters_keep_their_low_bits(tmp_path: Path, optimizer: Any) -> None:
+    """Also those of an optimizer that has no state of its own."""
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, optimizer, precision="bf16")
+        pair.train(rank, 0, 3)
+        save(pair, tmp_path)
+        moved = masters(pair)["inward.weight"]
+        assert not torch.equal(moved, moved.bfloat16().float())
+        resumed = boost(ours, optimizer, seed=1, precision="bf16")
+        load(resumed, tmp_path)
+        check_equal(masters(pair), masters(resumed))
+
+    run_ranks(rank, 2)
+    state = torch.load(tmp_path / "optimizer.pt")["state"]
+    assert state[0]["master_param"].shape == (11, 7)
+
+
+def test_a_stale_master_is_left(tmp_path: Path) -> None:
+    """Plain torch carries unknown state along: a master that the model has left behind must not come back."""
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="bf16")
+        pair.train(rank, 0, 2)
+        stale = pair.state()
+        pair.train(rank, 2, 4)
+        expected = masters(pair)
+        pair.optimizer.load_state_dict(stale)
+        check_close(expected, masters(pair), 1e-2)
+        assert torch.equal(masters(pair)["inward.weight"].bfloat16(), expected["inward.weight"].bfloat16())
+
+    run_ranks(rank, 2)
+
+
+def test_loading_a_model_refreshes_the_masters(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        torch.save(model_of(1).state_dict(), tmp_path / "model.pt") if rank == 0 else None
+        dist.barrier()
+        pair = boost(ours, stage=2, precision="bf16")
+        pair.train(rank, 0, 1)
+        pair.booster.load_model(pair.model, str(tmp_path / "model.pt"))
+        for p in pair.model.unwrap().parameters():
+            if p.requires_grad:
+                master = pair.optimizer.working_to_master_param[id(p)]
+                padded = torch.nn.functional.pad(p.detach().view(-1), (0, pair.optimizer.get_param_padding_size(p)))
+                assert torch.equal(padded.chunk(world_size)[rank].float(), master)
+        check_equal(pair.values()["inward.weight"], model_of(1).inward.weight.detach().bfloat16())
+
+    run_ranks(rank, 3)
+
+
+def test_a_schedule_resumes(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        pair, again = boost(ours, precision="fp32"), boost(ours, precision="fp32")
+        one, other = (torch.optim.lr_scheduler.ExponentialLR(each.optimizer, 0.5) for each in (pair, again))
+        pair.train(rank, 0, 1)
+        one.step()
+        pair.booster.save_lr_scheduler(one, str(tmp_path / "scheduler.pt"))
+        dist.barrier()
+        again.booster.load_lr_scheduler(other, str(tmp_path / "scheduler.pt"))
+        assert other.state_dict() == one.state_dict()
+        assert one.get_last_lr() == [5e-3, 5e-3]
+
+    run_ranks(rank, 2)
+
+
+# ---- elsewhere ----
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_another_world_size_loads_it(tmp_path: Path, precision: str, shard: bool) -> None:
+    def saving(rank: int, world_size: int) -> dict[str, Any]:
+        pair = boost(ours, stage=2, precision=precision)
+        pair.train(rank, 0, 3)
+        save(pair, tmp_path, shard)
+        return {"values": pair.values(), "state": pair.state()}
+
+    def loading(rank: int, world_size: int) -> None:
+        pair = boost(ours, stage=1, precision=precision, seed=1)
+        load(pair, tmp_path)
+        check_equal(expected["values"], pair.values())
+        check_equal(expected["state"], pair.state())
+
+    expected = run_ranks(saving, 2)[0]
+    for world_size in (1, 3, 4):
+        run_ranks(loading, world_size)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(("source", "target"), [(ddp, ours), (ours, ddp), (theirs, ours), (ours, theirs)])
+def test_colossalais_plugins_load_it_and_save_for_it(tmp_path: Path, source: Any, target: Any, shard: bool) -> None:
+    options = {"stage": 2, "precision": "fp32", "drop": source is not theirs}  # their shards want all to have a state
+
+    def rank(rank: int, world_size: int) -> None:
+        one = boost(source, **options)
+        one.train(rank, 0, 3)
+        save(one, tmp_path, shard)
+        other = boost(target, seed=1, **options)
+        load(other, tmp_path)
+        check_equal(one.values(), other.values())
+        one.train(rank, 3, 6)
+        other.train(rank, 3, 6)
+        check_close(one.values(), other.values(), 2e-6)
+
+    run_ranks(rank, 2)
+
+
+def test_the_layout_is_colossalais(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int, make: Any, folder: Path) -> None:
+        pair = boost(make, precision="fp32", drop=False)
+        pair.train(rank, 0, 1)
+        save(pair, folder, shard=True)
+
+    listed = []
+    for make in (theirs, ours):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        run_ranks(rank, 2, make, folder)
+        files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.*"))}
+        indices = {name: json.loads(path.read_text()) for name, path in files.items() if name.endswith("json")}
+        states = {
+            name: torch.load(path) for name, path in files.items() if name.endswith("bin") and "model" not in name
+        }
+        listed.append((list(files), indices, states))
+    assert len(listed[0][2]) > 3
+    check_equal(listed[0][0], listed[1][0])
+    check_equal(listed[0][1], listed[1][1])
+    check_equal(listed[0][2], listed[1][2])
+
+
+def test_places_of_trainable_parameters_alone_are_understood(tmp_path: Path) -> None:
+    """ColossalAI's ZeRO doesn't count frozen parameters; torch does."""
+
+    def rank(rank: int, world_size: int, make: Any) -> dict[int, Any]:
+        pair = boost(make, groups=lambda model: model.parameters(), precision="fp32")
+        if make is theirs:
+            pair.train(rank, 0, 2)
+            save(pair, tmp_path)
+        else:
+            load(pair, tmp_path)
+        return pair.state()["state"]
+
+    expected, got = (run_ranks(rank, 2, make)[0] for make in (theirs, ours))
+    assert list(expected) == [0, 1, 4, 5, 6, 7]  # the layer that is left out has 2 and 3
+    assert list(got) == [0, 1, 6, 7, 8, 9]  # the frozen one has 4 and 5
+    check_equal(list(expected.values()), list(got.values()))
+
+
+def test_plain_torch_goes_on_without_this_package(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
+        pair = boost(ours, stage=2, precision="fp32")
+        pair.train(rank, 0, 2)
+        save(pair, tmp_path)
+        pair.train(0, 2, 4)  # the same batch on every rank
+        return pair.values()
+
+    expected = run_ranks(rank, 2)[0]
+    model = model_of(1)
+    optimizer = adamw(groups_of(model))
+    model.load_state_dict(torch.load(tmp_path / "model.pt"))
+    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    for step in (2, 3):
+        x, y = batch(0, step)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_close(expected, {name: p.detach() for name, p in model.named_parameters()}, 2e-6)
+
+
+def test_a_safetensors_optimizer_is_read(tmp_path: Path) -> None:
+    """What ColossalAI's asynchronous saving writes."""
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp32")
+        pair.train(rank, 0, 2)
+        state = pair.state()
+        if rank == 0:
+            flat, metadata = _flatten_optim_state_dict(state)
+            text = {key: json.dumps(value) for key, value in metadata.items()}
+            save_file({key: value.clone() for key, value in flat.items()}, tmp_path / "o.safetensors", text)
+        dist.barrier()
+        again = boost(ours, precision="fp32")
+        again.booster.load_optimizer(again.optimizer, str(tmp_path / "o.safetensors"))
+        check_equal(state, again.state())
+
+    run_ranks(rank, 2)
+
+
+# ---- directories that are written again ----
+
+
+def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp32")
+        pair.train(rank, 0, 1)
+        folder = str(tmp_path / "optimizer")
+        pair.booster.save_optimizer(pair.optimizer, folder, shard=True, size_per_shard=SMALL)
+        dist.barrier()
+        many = len(list(Path(folder).iterdir()))
+        (Path(folder) / "notes.txt").write_text("mine") if rank == 0 else None
+        dist.barrier()
+        pair.booster.save_optimizer(pair.optimizer, folder, shard=True)
+        dist.barrier()
+        names = sorted(path.name for path in Path(folder).iterdir())
+        assert many > 4
+        assert names == [
+            "notes.txt",
+            "pytorch_optim-00001.bin",
+            "pytorch_optim.bin.index.json",
+            "pytorch_optim_group.bin",
+        ]
+        again = boost(ours, seed=1, precision="fp32")
+        again.booster.load_optimizer(again.optimizer, folder)
+        check_equal(pair.state(), again.state())
+
+    run_ranks(rank, 2)
+
+
+# ---- what is refused ----
+
+
+def prepared(tmp_path: Path) -> Path:
+    """A file, a directory, a directory with an index, and checkpoints of this and another model."""
+    (tmp_path / "file.pt").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "precious").write_text("precious")
+    (tmp_path / "indexed").mkdir()
+    CheckpointIndexFile(tmp_path / "indexed").write_index_file("other.bin.index.json")
+    torch.save(model_of(width=12).state_dict(), tmp_path / "wider.pt")
+    less = model_of().state_dict()
+    torch.save({**less, "more": torch.zeros(1)}, tmp_path / "more.pt")
+    del less["again.bias"]
+    torch.save(less, tmp_path / "less.pt")
+    model = model_of(width=12)
+    torch.save(adamw(model.parameters()).state_dict(), tmp_path / "groups.pt")
+    return tmp_path
+
+
+def trained_state(pair: Pair, width: int) -> dict[str, Any]:
+    state = pair.state()
+    for each in state["state"].values():
+        each["exp_avg"] = torch.zeros(*(width + extent for extent in each["exp_avg"].shape))
+    return state
+
+
+OTHER = sgd(model_of().parameters())
+BAD_FILES: list[tuple[str, Any, str, str]] = [
+    ("save a plain model", lambda p, d: p.booster.save_model(model_of(), d("new.pt")), "TypeError", "boost the model"),
+    (
+        "save a plain optimizer",
+        lambda p, d: p.booster.save_optimizer(p.optimizer.optim, d("new.pt")),
+        "TypeError",
+        "optimizer: expected what booster.boost returned with this plugin, got AdamW",
+    ),
+    ("load a plain model", lambda p, d: p.booster.load_model(model_of(), d("wider.pt")), "TypeError", "got Net"),
+    (
+        "save a model to a folder",
+        lambda p, d: p.booster.save_model(p.model, d("folder")),
+        "IsADirectoryError",
+        "shard=True",
+    ),
+    (
+        "save an optimizer to a folder",
+        lambda p, d: p.booster.save_optimizer(p.optimizer, d("folder")),
+        "IsADirectoryError",
+        "folder: expected the path of a file to write, got a directory",
+    ),
+    (
+        "save shards to a file",
+        lambda p, d: p.booster.save_model(p.model, d("file.pt"), shard=True),
+        "NotADirectoryError",
+        "file.pt: expected a directory",
+    ),
+    (
+        "save optimizer shards to a file",
+        lambda p, d: p.booster.save_optimizer(p.optimizer, d("file.pt"), shard=True),
+        "NotADirectoryError",
+        "file.pt: expected a directory",
+    ),
+    (
+        "save over another checkpoint",
+        lambda p, d: p.booster.save_optimizer(p.optimizer, d("indexed"), shard=True),
+        "FileExistsError",
+        "found other.bin.index.json",
+    ),
+    ("save nowhere", lambda p, d: p.booster.save_model(p.model, d("no/new.pt")), "FileNotFoundError", "create"),
+    (
+        "save safetensors by another name",
+        lambda p, d: p.booster.save_model(p.model, d("new.pt"), use_safetensors=True),
+        "ValueError",
+        "ends in .safetensors",
+    ),
+    (
+        "save without tensornvme",
+        lambda p, d: p.booster.save_optimizer(p.optimizer, d("new.pt"), use_async=True),
+        "RuntimeError",
+        "needs the package tensornvme",
+    ),
+    (
+        "save a scheduler to a folder",
+        lambda p, d: p.booster.save_lr_scheduler(torch.optim.lr_scheduler.StepLR(OTHER, 1), d("folder")),
+        "IsADirectoryError",
+        "folder",
+    ),
+    ("load nothing", lambda p, d: p.booster.load_optimizer(p.optimizer, d("nothing.pt")), "RuntimeError", "nothing.pt"),
+    ("load a folder", lambda p, d: p.booster.load_model(p.model, d("folder")), "IsADirectoryError", "without"),
+    (
+        "load a wider model",
+        lambda p, d: p.booster.load_model(p.model, d("wider.pt")),
+        "ValueError",
+        "inward.weight: expected (11, 7), ",
+    ),
+    (
+        "load less",
+        lambda p, d: p.booster.load_model(p.model, d("less.pt")),
+        "ValueError",
+        "model's again.bias, found none",
+    ),
+    ("load more", lambda p, d: p.booster.load_model(p.model, d("more.pt")), "ValueError", "found more: it is another"),
+    (
+        "load other groups",
+        lambda p, d: p.booster.load_optimizer(p.optimizer, d("groups.pt")),
+        "ValueError",
+        "expected param groups of [4, 4] parameters (frozen ones included), got [10]",
+    ),
+    (
+        "load a model as optimizer",
+        lambda p, d: p.booster.load_optimizer(p.optimizer, d("wider.pt")),
+        "ValueError",
+        "with 'state' and 'param_groups', got one with ['again.bias'",
+    ),
+    (
+        "load other states",
+        lambda p, d: p.optimizer.load_state_dict(trained_state(p, 1)),
+        "ValueError",
+        "inward.weight: expected exp_avg of its shape (11, 7), got (12, 8)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"), [case[1:] for case in BAD_FILES], ids=[c[0] for c in BAD_FILES]
+)
+def test_mistakes_are_refused_on_every_rank(tmp_path: Path, mistake: Any, error: str, message: str) -> None:
+    prepared(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="bf16")
+        pair.train(rank, 0, 1)
+        values, state = pair.values(), pair.state()
+        try:
+            mistake(pair, lambda name: str(tmp_path / name))
+        finally:
+            check_equal(values, pair.values())
+            check_equal(state, pair.state())
+
+    raised = run_ranks_expecting(rank, 2)
+    for each in raised:
+        assert message in each.message or each.message.startswith("rank 0 could not save its")
+    assert raised[0].type == error
+    assert message in raised[0].message
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_what_rank_zero_cannot_write_is_told_to_all(tmp_path: Path) -> None:
+    """An error in the middle of a sharded save: no rank hangs in a gather, nothing is left."""
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp32")
+        pair.train(rank, 0, 1)
+        io = pair.booster.checkpoint_io
+        written = io._write
+
+        def full(state: Any, path: str, use_async: bool) -> None:
+            if "00003" in path:
+                raise OSError("disk full")
+            written(state, path, use_async)
+
+        io._write = full
+        pair.booster.save_optimizer(pair.optimizer, str(tmp_path / "o"), shard=True, size_per_shard=SMALL)
+
+    first, second = run_ranks_expecting(rank, 2)
+    assert first.message == "disk full"
+    assert second.message == "rank 0 could not save its optimizer: OSError: disk full"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp32")
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        torch.save(pair.model.unwrap().state_dict(), folder / "model.pt")
+        shutil.rmtree(folder) if rank == 1 else None
+        pair.booster.load_model(pair.model, str(folder / "model.pt"))
+
+    first, second = run_ranks_expecting(rank, 2)
+    assert first.message.startswith("rank 1 could not load its model: ")
+    assert "model.pt" in second.message
