@@ -1,0 +1,181 @@
+"""LoRA through Booster: adapters reach an optimizer that was made before, train, and come back from files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from colossalai.interface.model import PeftUnwrapMixin
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from boosting import adamw, check_close, check_equal, ddp, ours
+from ranks import run_ranks, run_ranks_expecting
+
+CONFIG = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=31, max_position_embeddings=16, use_cache=False, **CONFIG))
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **options)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The second group, slower, has the value projections."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if "v_proj" not in name]},
+        {"params": [p for name, p in named if "v_proj" in name], "lr": 5e-3},
+    ]
+
+
+def train(booster: Booster, model: Any, optimizer: Any, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        tokens = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(100 * rank + step))
+        booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adapters(model: Any) -> dict[str, Tensor]:
+    named = model.unwrap(unwrap_peft=False).named_parameters()
+    return {name: p.detach().clone() for name, p in named if p.requires_grad}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_it_trains_as_under_ddp(stage: int) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        results = []
+        for plugin in (ddp(), ours(stage=stage, precision="fp32")):
+            booster = Booster(plugin=plugin)
+            torch.manual_seed(1)
+            model = llama()
+            before = adamw(groups_of(model))
+            model = booster.enable_lora(model, lora_config=lora())
+            optimizer = before if plugin.__class__.__name__.startswith("LowLevel") else adamw(groups_of(model))
+            boosted, wrapped, *_ = booster.boost(model, optimizer)
+            started = adapters(boosted)
+            train(booster, boosted, wrapped, rank, 0, 5)
+            results.append(adapters(boosted))
+        check_close(*results, 5e-6)
+        assert all((started[name] - value).abs().max() > 0 for name, value in results[1].items())
+        assert len(results[1]) == 8
+        state = wrapped.optim.state
+        assert len(state) == 8, "frozen weights have no state"
+        assert isinstance(boosted.unwrap(), PeftUnwrapMixin)
+        names = {p: name for name, p in boosted.unwrap(unwrap_peft=False).named_parameters()}
+        found = {names[record.p]: record.group for record in wrapped._parameters}
+        assert found == {name: int("v_proj" in name) for name in found}
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize(("precision", "shard"), [("fp32", False), ("bf16", True)])
+def test_adapters_and_optimizer_come_back(tmp_path: Path, precision: str, shard: bool) -> None:
+    folder, state = str(tmp_path / "adapters"), str(tmp_path / "optimizer")
+
+    def rank(rank: int, world_size: int) -> None:
+        booster, again = (Booster(plugin=ours(stage=2, precision=precision)) for _ in range(2))
+        model = llama()
+        twin = copy.deepcopy(model)
+        optimizer, other = adamw(groups_of(model)), adamw(groups_of(twin))
+        torch.manual_seed(1)
+        boosted, optimizer, *_ = booster.boost(booster.enable_lora(model, lora_config=lora()), optimizer)
+        train(booster, boosted, optimizer, rank, 0, 3)
+        booster.save_lora_as_pretrained(boosted, folder)
+        booster.save_optimizer(optimizer, state, shard=shard)
+        dist.barrier()
+        loaded, other, *_ = again.boost(again.enable_lora(twin, pretrained_dir=folder, lora_config=lora()), other)
+        again.load_optimizer(other, state)
+        check_equal(dict(boosted.state_dict()), dict(loaded.state_dict()))
+        check_equal(optimizer.optim.state_dict(), other.optim.state_dict())
+        check_equal([r.p32 for r in optimizer._parameters], [r.p32 for r in other._parameters])
+        train(booster, boosted, optimizer, rank, 3, 5)
+        train(again, loaded, other, rank, 3, 5)
+        check_equal(adapters(boosted), adapters(loaded))
+
+    run_ranks(rank, 2)
+    assert isinstance(PeftModel.from_pretrained(llama(), folder), PeftModel)  # elsewhere, without this package
+
+
+def test_copies_of_whole_modules_come_along() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        booster = Booster(plugin=ours(precision="fp32"))
+        model = llama()
+        optimizer = adamw(groups_of(model))
+        model = booster.enable_lora(model, lora_config=lora(modules_to_save=["lm_head"]))
+        boosted, wrapped, *_ = booster.boost(model, optimizer)
+        assert "base_model.model.lm_head.modules_to_save.default.weight" in adapters(boosted)
+        assert len(wrapped.optim.param_groups[0]["params"]) == 4 + 1
+        train(booster, boosted, wrapped, rank, 0, 1)
+        assert len(wrapped.optim.state) == 9
+
+    run_ranks(rank, 2)
+
+
+def test_what_adapts_strangers_stays_out(caplog: pytest.LogCaptureFixture) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        booster = Booster(plugin=ours(precision="fp32"))
+        model = llama()
+        optimizer = adamw([p for name, p in model.named_parameters() if "v_proj" in name])
+        boosted, wrapped, *_ = booster.boost(booster.enable_lora(model, lora_config=lora()), optimizer)
+        train(booster, boosted, wrapped, rank, 0, 1)
+        assert len(wrapped.optim.state) == 4
+        assert "4 parameters adapt weights that the optimizer doesn't have" in caplog.text
+
+    run_ranks(rank, 1)
+
+
+def after_boosting(booster: Booster) -> None:
+    model = llama()
+    booster.enable_lora(booster.boost(model, adamw(model.parameters()))[0], lora_config=lora())
+
+
+def without_adapters(booster: Booster) -> None:
+    booster.enable_lora(llama(), lora_config=lora())
+    model = llama()
+    booster.boost(model, adamw(model.parameters()))
+
+
+def saved_without_adapters(booster: Booster) -> None:
+    booster.save_lora_as_pretrained(booster.boost(llama())[0], "unused")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (after_boosting, "call booster.enable_lora before booster.boost"),
+        (without_adapters, "expected what booster.enable_lora returned, got a LlamaForCausalLM"),
+        (saved_without_adapters, "enable lora before saving"),
+    ],
+)
+def test_mistakes_are_refused_on_every_rank(mistake: Any, message: str) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        mistake(Booster(plugin=ours(precision="fp32")))
+
+    for raised in run_ranks_expecting(rank, 2):
+        assert message in raised.message
+
+
+def test_adapters_are_not_written_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+
+    def rank(rank: int, world_size: int) -> None:
+        booster = Booster(plugin=ours(precision="fp32"))
+        model = booster.boost(booster.enable_lora(llama(), lora_config=lora()))[0]
+        booster.save_lora_as_pretrained(model, str(tmp_path / "file"))
+
+    first, second = run_ranks_expecting(rank, 2)
+    assert "expected a directory for the adapters, got a file" in first.message
+    assert second.message.startswith("rank 0 could not save its adapters")
+    assert (tmp_path / "file").read_text() == "precious"
