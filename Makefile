@@ -7,18 +7,22 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 
 INSTALLED := $(VENV)/.installed
+COLOSSALAI_INSTALLED := $(VENV)/.colossalai-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo booster test lint clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo ARGS="--help")
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m lowlevel_zero.demo $(ARGS)
 
-test: $(INSTALLED)  ## run the tests (options: make test ARGS="-k floors")
+booster: $(COLOSSALAI_INSTALLED)  ## train a small Llama through ColossalAI's Booster (options: as for demo)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m lowlevel_zero.plugin.demo $(ARGS)
+
+test: $(COLOSSALAI_INSTALLED)  ## run the tests (options: make test ARGS="-k floors")
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(LINTERS_INSTALLED)  ## check style, format and types
@@ -37,6 +41,12 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --requirement requirements.lock
 	@$(PIP) install --no-deps --editable .
+	@touch $@
+
+# --no-build-isolation: the one package that has to be built is built by the lock file's setuptools, not the newest.
+$(COLOSSALAI_INSTALLED): requirements-colossalai.lock $(INSTALLED)
+	@echo "Installing ColossalAI into $(VENV) (once) ..."
+	@$(PIP) install --no-deps --no-build-isolation --requirement requirements-colossalai.lock
 	@touch $@
 
 $(LINTERS_INSTALLED): requirements-dev.lock $(INSTALLED)

@@ -40,6 +40,7 @@ ROWS = {file: row for row, (_, files) in enumerate(HOUSE) for file in files}
 # Who may use which of torch.distributed's functions that talk to other ranks or make groups; None: all.
 TALKERS: dict[str, frozenset[str] | None] = {
     "collectives": None,
+    "plugin.*": frozenset({"destroy_process_group"}),  # its demo's end
     "demo.*": frozenset({"init_process_group", "destroy_process_group", "all_reduce"}),
 }
 TALK = re.compile(
