@@ -21,6 +21,14 @@ _ELEMENTWISE_NAMES = (
 )
 _ELEMENTWISE = {getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES if hasattr(torch.optim, name)}
 
+# Classes of others, by their full names: they hold compiled kernels, which a trial can't copy or make again.
+_ELEMENTWISE_ELSEWHERE = {
+    "colossalai.nn.optimizer.cpu_adam.CPUAdam",
+    "colossalai.nn.optimizer.fused_adam.FusedAdam",
+    "colossalai.nn.optimizer.fused_sgd.FusedSGD",
+    "colossalai.nn.optimizer.hybrid_adam.HybridAdam",
+}
+
 _FACTORED = "it factors the second moments of a matrix into rows and columns"
 _ORTHOGONAL = "it orthogonalises the update of a whole matrix"
 _TRUST_RATIO = "it scales an update by norms of the whole tensor"
@@ -51,9 +59,9 @@ _NOT_ELEMENTWISE = (
 def check_elementwise(optimizer: Optimizer, *, assume_elementwise: bool = False) -> None:
     """Return if ``optimizer`` may be stepped on flat slices of its parameters, raise if not.
 
-    The classes of ``torch.optim`` are decided by name, and so are known classes that are not elementwise. All
-    others, subclasses of torch's included, are tried on twins with the same options. ``optimizer``, its
-    parameters, state, options and hooks stay as they are, and only small tensors of it are copied. Random
+    The classes of ``torch.optim`` are decided by name, and so are ColossalAI's and known classes that are not
+    elementwise. All others, subclasses of torch's included, are tried on twins with the same options. ``optimizer``,
+    its parameters, state, options and hooks stay as they are, and only small tensors of it are copied. Random
     number generators stay as they are, too. The same optimizer gets the same answer on every rank.
 
     Args:
@@ -70,7 +78,7 @@ def check_elementwise(optimizer: Optimizer, *, assume_elementwise: bool = False)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     _refuse_what_never_works(optimizer)
-    if assume_elementwise or type(optimizer) in _ELEMENTWISE:
+    if assume_elementwise or type(optimizer) in _ELEMENTWISE or _full_name(optimizer) in _ELEMENTWISE_ELSEWHERE:
         return
     reason = _listed(optimizer, _NOT_ELEMENTWISE)
     if reason is not None:
@@ -104,12 +112,15 @@ def _listed(optimizer: Optimizer, table: tuple[tuple[str, str], ...]) -> str | N
 
 
 def _refusal(optimizer: Optimizer, reason: str, *, can_assume: bool = True) -> str:
-    cls = type(optimizer)
     remedy = "Use an elementwise optimizer, such as torch.optim.AdamW"
     if can_assume:
         remedy += (
             ", or pass assume_elementwise=True if you know that an element's update depends on that element "
             "and its own gradients alone, or accept that this optimizer trains differently on slices"
         )
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return f"{name} cannot be stepped on slices of its parameters: {reason}. {remedy}."
+    return f"{_full_name(optimizer)} cannot be stepped on slices of its parameters: {reason}. {remedy}."
+
+
+def _full_name(optimizer: Optimizer) -> str:
+    cls = type(optimizer)
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from colossalai.checkpoint_io import CheckpointIndexFile
+from colossalai.nn.optimizer import HybridAdam, cpu_adam
 from colossalai.utils.safetensors import _flatten_optim_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
@@ -275,6 +277,49 @@ def test_a_safetensors_optimizer_is_read(tmp_path: Path) -> None:
         again = boost(ours, precision="fp32")
         again.booster.load_optimizer(again.optimizer, str(tmp_path / "o.safetensors"))
         check_equal(state, again.state())
+
+    run_ranks(rank, 2)
+
+
+class Kernel:
+    """Stands in for the kernel of ColossalAI's HybridAdam, which only a machine with CUDA compiles."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot pickle it, nor copy it")
+
+    def step(self, *arguments: Any) -> None:
+        step, lr, beta1, beta2, eps, decay, _, p, grad, average, square, _ = arguments
+        average.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        p.mul_(1 - lr * decay)
+        p.addcdiv_(average / (1 - beta1**step), (square / (1 - beta2**step)).sqrt() + eps, value=-lr)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # which HybridAdam asks for its size
+def test_hybrid_adam_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = SimpleNamespace(load=lambda: SimpleNamespace(CPUAdamOptimizer=Kernel))
+    monkeypatch.setattr(cpu_adam, "CPUAdamLoader", lambda: loader)
+
+    def hybrid(params: Any) -> HybridAdam:
+        return HybridAdam(params, lr=1e-2, weight_decay=0.1)
+
+    def rank(rank: int, world_size: int) -> None:
+        options = {"precision": "bf16", "stage": 2, "drop": False}
+        plain, pair = boost(ours, **options), boost(ours, hybrid, **options)
+        for each in (plain, pair):
+            each.train(rank, 0, 3)
+        check_close(plain.values(), pair.values(), 1e-2)
+        for shard in (False, True):
+            folder = tmp_path / f"shard {shard}"
+            folder.mkdir(exist_ok=True)
+            save(pair, folder, shard)
+            again = boost(ours, hybrid, seed=1, **options)
+            load(again, folder)
+            check_equal(pair.optimizer.optim.state_dict(), again.optimizer.optim.state_dict())
+            check_equal(masters(pair), masters(again))
 
     run_ranks(rank, 2)
 

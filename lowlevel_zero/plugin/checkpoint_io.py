@@ -19,7 +19,6 @@ from colossalai.checkpoint_io.utils import (
     get_model_base_filenames,
     get_optimizer_base_filenames,
     get_shard_filename,
-    load_state_dict_shards,
     save_param_groups,
     save_state_dict,
 )
@@ -270,8 +269,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> None:
         """Load an optimizer from a file."""
         _check_is_file(checkpoint)
-        flat = checkpoint.endswith(".safetensors")
-        optimizer.load_state_dict(load_flat(checkpoint) if flat else _read(checkpoint))
+        optimizer.load_state_dict(_read(checkpoint))
 
     def load_sharded_optimizer(
         self,
@@ -287,7 +285,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         if groups_file is None:
             raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
         files, _ = index.get_checkpoint_filenames()
-        optimizer.load_state_dict_shards(_read(groups_file), load_state_dict_shards(files, True, False))
+        optimizer.load_state_dict_shards(_read(groups_file), (_read(file) for file in files))
 
     # ---- schedulers ----
 
@@ -362,6 +360,9 @@ def _low_memory(asked: bool) -> bool:
 
 
 def _read(path: str) -> Any:
+    """An optimizer's file; ColossalAI's asynchronous writers leave a flat one."""
+    if path.endswith(".safetensors"):
+        return load_flat(path)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
