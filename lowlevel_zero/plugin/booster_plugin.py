@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,8 +22,6 @@ from .checkpoint_io import BoostedCheckpointIO
 from .files import all_or_none
 from .host_accelerator import complete_cpu_accelerator
 from .lora import add_lora_parameters
-
-_log = logging.getLogger("lowlevel_zero")
 
 PRECISIONS = ["fp16", "bf16", "fp32"]
 
@@ -88,7 +86,7 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
             use_fp8=use_fp8,
             extra_dp_size=extra_dp_size if extra_dp_size != 1 else None,
         )
-        scaling: dict[str, Any] = {
+        self.zero_optim_kwargs: dict[str, Any] = {
             "initial_scale": initial_scale,
             "min_scale": min_scale,
             "growth_factor": growth_factor,
@@ -96,8 +94,6 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
             "growth_interval": growth_interval,
             "hysteresis": hysteresis,
             "max_scale": max_scale,
-        }
-        self.zero_optim_kwargs: dict[str, Any] = {
             "clip_grad_norm": max_norm,
             "reduce_bucket_size": int(reduce_bucket_size_in_m * 2**20),
             "communication_dtype": communication_dtype,
@@ -105,14 +101,8 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
             "partition_grad": stage == 2,
             "master_weights": master_weights,
             "verbose": verbose,
-            **scaling,
         }
-        LossScaler(**scaling)
-        ZeroOptions(
-            clip_grad_norm=max_norm,
-            bucket_size=self.zero_optim_kwargs["reduce_bucket_size"],
-            communication_dtype=communication_dtype,
-        )
+        _check_options(self.zero_optim_kwargs)
         _check_process_group()
         super().__init__()
         complete_cpu_accelerator()
@@ -232,6 +222,16 @@ def _check_choices(stage: object, precision: object, norm_type: object) -> None:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
     if norm_type != 2:
         raise ValueError(f"norm_type: expected 2, the norm that gradients are clipped by, got {norm_type!r}")
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise now for what the optimizer would refuse when it is boosted."""
+    ZeroOptions(
+        clip_grad_norm=options["clip_grad_norm"],
+        bucket_size=options["reduce_bucket_size"],
+        communication_dtype=options["communication_dtype"],
+    )
+    LossScaler(**{name: options[name] for name in inspect.signature(LossScaler).parameters if name in options})
 
 
 def _check_process_group() -> None:

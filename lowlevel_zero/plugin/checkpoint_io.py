@@ -5,9 +5,8 @@ The model half is ColossalAI's own, the optimizer half this package's. What one 
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,21 @@ from colossalai.checkpoint_io.utils import (
 )
 from colossalai.interface.model import PeftUnwrapMixin
 from colossalai.utils import get_current_device
-from colossalai.utils.safetensors import load_flat, save_nested
-from safetensors import safe_open
+from colossalai.utils.safetensors import save_nested
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from .boosted import BoostedModel, BoostedOptimizer
+from .checkpoint_checks import (
+    check_async,
+    check_boosted,
+    check_is_file,
+    check_same_model,
+    check_suffix,
+    read_optimizer_file,
+    shapes_in,
+)
 from .files import all_or_none, check_file_target, check_folder_target, file_beside, folder_beside
-
-Shapes = Mapping[str, tuple[int, ...] | None]
 
 
 class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
@@ -63,14 +68,14 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> None:
         """Save a model: to a file, or with ``shard`` to a directory in pieces of ``size_per_shard`` MiB."""
         with all_or_none("save its model"):
-            _check_boosted(model, BoostedModel, "model")
-            _check_async(use_async)
+            check_boosted(model, BoostedModel, "model")
+            check_async(use_async)
             if self.coordinator.is_master() and shard:
                 check_folder_target(checkpoint, get_model_base_filenames(prefix, use_safetensors or use_async)[1])
             elif self.coordinator.is_master():
                 check_file_target(checkpoint)
-                _check_suffix(checkpoint, use_safetensors or use_async)
-        with all_or_none("save its model"), _untied(model, use_safetensors or use_async):
+                check_suffix(checkpoint, use_safetensors or use_async)
+        with all_or_none("save its model"), _apart(model, use_safetensors or use_async):
             super().save_model(
                 model, checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors, use_async
             )
@@ -116,7 +121,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> BoostedModel:
         """Load a model from a file, a directory or its index, and refresh the master weights."""
         with all_or_none("load its model"):
-            _check_boosted(model, BoostedModel, "model")
+            check_boosted(model, BoostedModel, "model")
             super().load_model(model, checkpoint, strict, _low_memory(low_cpu_mem_mode), num_threads)
         return model
 
@@ -129,8 +134,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         num_threads: int = 1,
     ) -> None:
         """Load a model from a file."""
-        _check_is_file(checkpoint)
-        _check_same_model(model, _shapes(checkpoint), checkpoint, strict)
+        check_is_file(checkpoint)
+        check_same_model(model, shapes_in(checkpoint), checkpoint, strict)
         super().load_unsharded_model(model, checkpoint, strict, low_cpu_mem_mode, num_threads)
 
     def load_sharded_model(
@@ -145,8 +150,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> None:
         """Load a model from a directory."""
         files, _ = CheckpointIndexFile.from_file(checkpoint_index_file).get_checkpoint_filenames()
-        shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
-        _check_same_model(model, shapes, str(checkpoint_index_file), strict)
+        shapes = {name: shape for file in files for name, shape in shapes_in(file).items()}
+        check_same_model(model, shapes, str(checkpoint_index_file), strict)
         super().load_sharded_model(
             model, checkpoint_index_file, strict, use_safetensors, load_sub_module, low_cpu_mem_mode, num_threads
         )
@@ -156,7 +161,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> None:
         """Save the adapters, in peft's layout, to a directory."""
         with all_or_none("save its adapters"):
-            _check_boosted(model, BoostedModel, "model")
+            check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
                 raise NotADirectoryError(f"{checkpoint}: expected a directory for the adapters, got a file")
         with all_or_none("save its adapters"):
@@ -176,8 +181,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> None:
         """Save an optimizer as plain torch would: to a file, or with ``shard`` to a directory in pieces."""
         with all_or_none("save its optimizer"):
-            _check_boosted(optimizer, BoostedOptimizer, "optimizer")
-            _check_async(use_async)
+            check_boosted(optimizer, BoostedOptimizer, "optimizer")
+            check_async(use_async)
             if self.coordinator.is_master() and shard:
                 check_folder_target(checkpoint, get_optimizer_base_filenames(prefix, use_async)[1])
             elif self.coordinator.is_master():
@@ -261,15 +266,15 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> None:
         """Load an optimizer from a file, a directory or its index, saved by this plugin or by another."""
         with all_or_none("load its optimizer"):
-            _check_boosted(optimizer, BoostedOptimizer, "optimizer")
+            check_boosted(optimizer, BoostedOptimizer, "optimizer")
             super().load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
 
     def load_unsharded_optimizer(
         self, optimizer: BoostedOptimizer, checkpoint: str, low_cpu_mem_mode: bool = True, num_threads: int = 1
     ) -> None:
         """Load an optimizer from a file."""
-        _check_is_file(checkpoint)
-        optimizer.load_state_dict(_read(checkpoint))
+        check_is_file(checkpoint)
+        optimizer.load_state_dict(read_optimizer_file(checkpoint))
 
     def load_sharded_optimizer(
         self,
@@ -285,7 +290,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         if groups_file is None:
             raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
         files, _ = index.get_checkpoint_filenames()
-        optimizer.load_state_dict_shards(_read(groups_file), (_read(file) for file in files))
+        optimizer.load_state_dict_shards(
+            read_optimizer_file(groups_file), (read_optimizer_file(file) for file in files)
+        )
 
     # ---- schedulers ----
 
@@ -300,16 +307,16 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         """Load a scheduler from a file."""
         with all_or_none("load its scheduler"):
-            _check_is_file(checkpoint)
+            check_is_file(checkpoint)
             super().load_lr_scheduler(lr_scheduler, checkpoint)
 
 
 @contextmanager
-def _untied(model: BoostedModel, wanted: bool) -> Iterator[None]:
-    """Give tied weights memory of their own in the model's state dict, which safetensors insists on."""
+def _apart(model: BoostedModel, wanted: bool) -> Iterator[None]:
+    """In the model's state dict, give each tensor contiguous memory of its own, which safetensors insists on."""
     module = model.unwrap()
     module = module.base_model if isinstance(module, PeftUnwrapMixin) else module
-    handle = module._register_state_dict_hook(_copy_shared) if wanted else None
+    handle = module._register_state_dict_hook(_copy_what_shares) if wanted else None
     try:
         yield
     finally:
@@ -317,75 +324,16 @@ def _untied(model: BoostedModel, wanted: bool) -> Iterator[None]:
             handle.remove()
 
 
-def _copy_shared(module: object, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+def _copy_what_shares(module: object, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
     seen = set()
     for name, value in state_dict.items():
         if isinstance(value, Tensor) and value.numel() > 0:
             address = value.untyped_storage().data_ptr()
-            state_dict[name] = value.clone() if address in seen else value
+            if address in seen or not value.is_contiguous():
+                state_dict[name] = value.clone(memory_format=torch.contiguous_format)
             seen.add(address)
-
-
-def _check_boosted(thing: object, kind: type, word: str) -> None:
-    if not isinstance(thing, kind):
-        raise TypeError(
-            f"{word}: expected what booster.boost returned with this plugin, got {type(thing).__name__}: "
-            f"boost the {word} before saving or loading it"
-        )
-
-
-def _check_async(use_async: bool) -> None:
-    if use_async and importlib.util.find_spec("tensornvme") is None:
-        raise RuntimeError("use_async=True needs the package tensornvme, which isn't installed: leave use_async out")
-
-
-def _check_suffix(checkpoint: str, use_safetensors: bool) -> None:
-    if use_safetensors and not checkpoint.endswith(".safetensors"):
-        raise ValueError(f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True")
-
-
-def _check_is_file(checkpoint: str) -> None:
-    path = Path(checkpoint)
-    if path.is_dir():
-        raise IsADirectoryError(
-            f"{checkpoint}: expected a file, or a directory with one *.index.json, got a directory without"
-        )
-    if not path.is_file():
-        raise FileNotFoundError(f"{checkpoint}: expected a checkpoint, found nothing")
 
 
 def _low_memory(asked: bool) -> bool:
     """Pinned memory, which the other mode uses, needs an accelerator."""
     return asked or get_current_device().type == "cpu"
-
-
-def _read(path: str) -> Any:
-    """An optimizer's file; ColossalAI's asynchronous writers leave a flat one."""
-    if path.endswith(".safetensors"):
-        return load_flat(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _shapes(file: str) -> Shapes:
-    """The shapes of a model file's tensors by name (None: no tensor), read without their data."""
-    if file.endswith(".safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{file}: expected a model's state dict, got a {type(values).__name__}")
-    return {str(name): tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
-
-
-def _check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: bool) -> None:
-    """Raise for the first place where a checkpoint isn't the model's; nothing has been loaded then."""
-    expected = {name: tuple(value.shape) for name, value in model.unwrap().state_dict().items()}
-    for name, shape in expected.items():
-        if name not in got:
-            if strict:
-                raise ValueError(f"{checkpoint}: expected the model's {name}, found none: it is another model's")
-        elif got[name] != shape:
-            raise ValueError(f"{name}: expected {shape}, {checkpoint} has {got[name]}: it is another model's")
-    surplus = [name for name in got if name not in expected]
-    if strict and surplus:
-        raise ValueError(f"{checkpoint}: expected only what the model has, found {surplus[0]}: it is another model's")

@@ -1,0 +1,81 @@
+"""What must hold of a checkpoint before it is written or loaded; nothing here changes anything."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from colossalai.utils.safetensors import load_flat
+from safetensors import safe_open
+from torch import Tensor
+
+from .boosted import BoostedModel
+
+Shapes = Mapping[str, tuple[int, ...] | None]
+
+
+def check_boosted(thing: object, kind: type, word: str) -> None:
+    """Raise unless ``thing`` is one of ``kind``, which ``booster.boost`` returns."""
+    if not isinstance(thing, kind):
+        raise TypeError(
+            f"{word}: expected what booster.boost returned with this plugin, got {type(thing).__name__}: "
+            f"boost the {word} before saving or loading it"
+        )
+
+
+def check_async(use_async: bool) -> None:
+    """Raise where asynchronous saving is wanted and can't be."""
+    if use_async and importlib.util.find_spec("tensornvme") is None:
+        raise RuntimeError("use_async=True needs the package tensornvme, which isn't installed: leave use_async out")
+
+
+def check_suffix(checkpoint: str, use_safetensors: bool) -> None:
+    """Raise for a name that ColossalAI would not know as safetensors."""
+    if use_safetensors and not checkpoint.endswith(".safetensors"):
+        raise ValueError(f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True")
+
+
+def check_is_file(checkpoint: str) -> None:
+    """Raise unless there is a file to read."""
+    path = Path(checkpoint)
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"{checkpoint}: expected a file, or a directory with one *.index.json, got a directory without"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"{checkpoint}: expected a checkpoint, found nothing")
+
+
+def read_optimizer_file(path: str) -> Any:
+    """An optimizer's file; ColossalAI's asynchronous writers leave a flat one."""
+    if path.endswith(".safetensors"):
+        return load_flat(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def shapes_in(file: str) -> Shapes:
+    """The shapes of a model file's tensors by name (None: no tensor), read without their data."""
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{file}: expected a model's state dict, got a {type(values).__name__}")
+    return {str(name): tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
+
+
+def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: bool) -> None:
+    """Raise for the first place where a checkpoint isn't the model's; nothing has been loaded then."""
+    expected = {name: tuple(value.shape) for name, value in model.unwrap().state_dict().items()}
+    for name, shape in expected.items():
+        if name not in got:
+            if strict:
+                raise ValueError(f"{checkpoint}: expected the model's {name}, found none: it is another model's")
+        elif got[name] != shape:
+            raise ValueError(f"{name}: expected {shape}, {checkpoint} has {got[name]}: it is another model's")
+    surplus = [name for name in got if name not in expected]
+    if strict and surplus:
+        raise ValueError(f"{checkpoint}: expected only what the model has, found {surplus[0]}: it is another model's")
