@@ -56,6 +56,10 @@ class Pending:
 class ShardGroup:
     """The process group over which parameters are sharded.
 
+    On gloo each instance has a group of its own for its wires, which makes their order its own: a rank may be ahead
+    with one optimizer's wires when another's, or the caller's own collectives, are next. NCCL's communicators are
+    too large for that, so there the order of all collectives must be the same on every rank.
+
     Args:
         group: the process group; None: the default one.
 
@@ -85,6 +89,7 @@ class ShardGroup:
         self._global_ranks = dist.get_process_group_ranks(self.group)
         self._backends = _backends_by_device(self.group)
         self._control = _control_group(self.group)
+        self._wires = _gloo_like(self.group) if self._backends.get("cpu") == "gloo" and self.size > 1 else self.group
 
     # ---- what the group can do ----
 
@@ -116,7 +121,8 @@ class ShardGroup:
         """Start summing ``wire`` over the ranks, in place; the result is ``wire``."""
         if self.size == 1:
             return Pending((), (wire,), lambda: wire)
-        work = dist.all_reduce(wire, group=self.group, async_op=True)
+        group = self._wires if self._is_gloo(wire) else self.group
+        work = dist.all_reduce(wire, group=group, async_op=True)
         return Pending((cast(dist.Work, work),), (wire,), lambda: wire)
 
     def all_gather(self, wire: Tensor) -> Pending:
@@ -195,11 +201,11 @@ class ShardGroup:
         return [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in range(1, self.size)]
 
     def _exchange(self, rows: Sequence[tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
-        """Send and receive a row a turn; the tag keeps clear of messages that others send over the group."""
+        """Send and receive a row a turn; the tag tells reductions from gathers."""
         works: list[dist.Work | None] = []
         for (to, of), (mine, theirs) in zip(self._peers, rows, strict=True):
-            works.append(dist.irecv(theirs, src=self._global_ranks[of], group=self.group, tag=tag))
-            works.append(dist.isend(mine, dst=self._global_ranks[to], group=self.group, tag=tag))
+            works.append(dist.irecv(theirs, src=self._global_ranks[of], group=self._wires, tag=tag))
+            works.append(dist.isend(mine, dst=self._global_ranks[to], group=self._wires, tag=tag))
         return [work for work in works if work is not None]
 
     def _broadcast_batch(self, batch: list[Tensor]) -> None:
@@ -261,7 +267,11 @@ def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if dist.get_world_size(group) == 1 or "fake" in _backends_by_device(group).values():
         return group
     if group not in _control_groups:
-        ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _control_groups[group] = cast(dist.ProcessGroup, made)
+        _control_groups[group] = _gloo_like(group)
     return _control_groups[group]
+
+
+def _gloo_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new gloo group of the same ranks; made by all of them, and by nobody else."""
+    ranks = dist.get_process_group_ranks(group)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))

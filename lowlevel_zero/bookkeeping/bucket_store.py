@@ -140,8 +140,12 @@ class BucketStore:
         return gradient
 
     def _wire_in_place(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor | None:
-        """The gradient itself as ``[world_size, row]``, where the plan and the gradient's layout allow it."""
-        gradient = gradients[0] if bucket.in_place else None
+        """The gradient itself as ``[world_size, row]``, where the plan and its dtype allow it.
+
+        Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which an all-reduce would
+        write twice.
+        """
+        gradient = gradients[0] if bucket.in_place and self._keeps_row_only else None
         if gradient is None or gradient.dtype != self._records[bucket.members[0]].wire_dtype:
             return None
         return gradient.view(self._group.size, bucket.row)
