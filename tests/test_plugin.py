@@ -14,6 +14,7 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 from colossalai.interface import AMPModelMixin, ModelWrapper, OptimizerWrapper
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
+from colossalai.zero.low_level import LowLevelZeroOptimizer as Theirs
 from torch import Tensor, nn
 
 from boosting import TheirPlugin, adamw, batch, boost, check_close, check_equal, ddp, groups_of, model_of, ours, theirs
@@ -374,3 +375,11 @@ def test_ranks_stay_together_after_a_mistake() -> None:
 
     one, other = run_ranks(rank, 2)
     check_equal(one, other)
+
+
+def test_the_optimizer_s_keywords_and_defaults_are_colossalais() -> None:
+    def keywords(optimizer: Any) -> list[tuple[str, Any]]:
+        return [(name, p.default) for name, p in inspect.signature(optimizer).parameters.items()]
+
+    theirs = [(name, True if name == "overlap_communication" else default) for name, default in keywords(Theirs)]
+    assert keywords(LowLevelZeroOptimizer)[: len(theirs)] == theirs
