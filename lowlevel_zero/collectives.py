@@ -89,7 +89,22 @@ class ShardGroup:
         self._global_ranks = dist.get_process_group_ranks(self.group)
         self._backends = _backends_by_device(self.group)
         self._control = _control_group(self.group)
-        self._wires = _gloo_like(self.group) if self._backends.get("cpu") == "gloo" and self.size > 1 else self.group
+        self._wires = self._borrow() if self._backends.get("cpu") == "gloo" and self.size > 1 else self.group
+
+    def _borrow(self) -> dist.ProcessGroup:
+        """A group for this instance's wires: the first that no rank has lent out, else one more."""
+        lent = _lent.setdefault(self.group, {})
+        taken = self.largest(list(lent.values())) if lent else []
+        free = [group for group, busy in zip(lent, taken, strict=True) if not busy]
+        chosen = free[0] if free else _gloo_like(self.group)
+        lent[chosen] = True
+        return chosen
+
+    def release(self) -> None:
+        """Let another instance have this one's wires, all of which have been waited for."""
+        lent = _lent.get(self.group, {})
+        if self._wires in lent:
+            lent[self._wires] = False
 
     # ---- what the group can do ----
 
@@ -256,6 +271,9 @@ def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+# By group: the groups made for wires, in the order of making, which is the same on all ranks, and which are in use.
+_lent: WeakKeyDictionary[dist.ProcessGroup, dict[dist.ProcessGroup, bool]] = WeakKeyDictionary()
 
 
 def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

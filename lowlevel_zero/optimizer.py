@@ -147,7 +147,11 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
             lines = [*describe(optimizer, names, model), f"{self._options}", f"loss scale {scaling}"]
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
-        agree(self._group, lines, error)
+        try:
+            agree(self._group, lines, error)
+        except BaseException:
+            self._group.release()
+            raise
         self._build(optimizer, model, names, scaling)
 
     # ---- construction: check, agree, then change ----
@@ -186,6 +190,8 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
     def __del__(self) -> None:
         if "_reducer" in self.__dict__:
             self._reducer.remove_hooks()
+            if self._reducer.idle:
+                self._group.release()
 
     # ---- backward: gradients become each rank's slice of their sum ----
 

@@ -264,11 +264,16 @@ class Reducer:
 
     def _adopt_order(self) -> None:
         """Order buckets as rank 0's first backward did; what it lacked follows in order of registration."""
-        came = self._first_order or [record.index for record in reversed(self._records)]
-        order = came + [record.index for record in self._records if record.index not in set(came)]
+        came = dict.fromkeys(self._first_order or [record.index for record in reversed(self._records)])
+        order = [*came, *(record.index for record in self._records if record.index not in came)]
         self._replan(self._group.from_rank_zero(order))
         self._ordered = True
         self._watch_late = self._on_host or bool(self._group.largest([self._nested_seen])[0])
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight or about to be."""
+        return not (self._buckets.open or self._buckets.held())
 
     def held(self) -> list[Tensor]:
         """Tensors of reductions in flight."""

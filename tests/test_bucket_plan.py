@@ -59,7 +59,7 @@ TABLE = {
         [400, 600, 200], 1000, [Row((0, 1), (200, 300), (0, 1)), Row((2,), (100,), (2,), last=True)]
     ),
     "padding counts when a bucket fills": Case(
-        [501, 499], 1000, [Row((0,), (251,), (0,)), Row((1,), (250,), (1,), last=True)]
+        [301, 301, 398], 1000, [Row((0, 1), (151, 151), (0, 1)), Row((2,), (199,), (2,), last=True)]
     ),
     "larger than a bucket: alone and in place": Case(
         [2000, 300],

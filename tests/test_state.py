@@ -1,0 +1,338 @@
+"""State as tensors: cut and gathered, and a whole state dict that goes to plain torch and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import Run, batch, build, check_close, groups, loss_of
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.parameter_store import Place, ShardedParameter
+from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.partition import EvenSplit
+from lowlevel_zero.state import SCALARS, gather_slice, slice_state, whole_of_rows
+from ranks import run_ranks, run_ranks_expecting
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def record_of(p: Tensor, rank: int, world_size: int) -> ShardedParameter:
+    return ShardedParameter(Place(0, 0, "p"), nn.Parameter(p), EvenSplit(p.numel(), world_size), rank)
+
+
+SHAPES: dict[str, Callable[[], Tensor]] = {
+    "0-d": lambda: torch.tensor(3.0),
+    "one": lambda: torch.tensor([3.0]),
+    "empty": lambda: torch.zeros(0, 4),
+    "vector": lambda: torch.arange(7.0),
+    "matrix": lambda: torch.arange(15.0).view(3, 5),
+    "transposed": lambda: torch.arange(15.0).view(3, 5).t(),
+    "channels_last": lambda: torch.arange(48.0).view(2, 4, 2, 3).to(memory_format=torch.channels_last),
+}
+over_shapes = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES.keys())
+over_world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+# One tensor
+
+
+@over_shapes
+@over_world_sizes
+def test_slices_are_the_rows_in_memory_order(world_size: int, make: Callable[[], Tensor]) -> None:
+    for rank in range(world_size):
+        record = record_of(make(), rank, world_size)
+        assert torch.equal(record.slice_of(make()), record.row)
+
+
+@over_shapes
+@over_world_sizes
+def test_state_in_other_strides_is_cut_to_the_same_elements(world_size: int, make: Callable[[], Tensor]) -> None:
+    for rank in range(world_size):
+        record = record_of(make(), rank, world_size)
+        assert torch.equal(record.slice_of(make().contiguous()), record.row)
+
+
+@over_shapes
+@over_world_sizes
+def test_gathered_slices_are_the_whole(world_size: int, make: Callable[[], Tensor]) -> None:
+    def gather(rank: int, world_size: int) -> tuple[Tensor, tuple[int, ...]]:
+        record = record_of(make(), rank, world_size)
+        whole = gather_slice(record.slice_of(make() * 2), record, ShardGroup())
+        return whole, whole.stride()
+
+    for whole, stride in run_ranks(gather, world_size):
+        assert torch.equal(whole, make() * 2)
+        assert stride == make().stride()
+
+
+def test_rows_lose_their_padding() -> None:
+    record = record_of(torch.zeros(5), 0, 3)
+    assert whole_of_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]), record).tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("key", sorted(SCALARS))
+@pytest.mark.parametrize("p", [torch.tensor(1.0), torch.ones(1)], ids=["0-d", "one"])
+def test_one_number_a_parameter_is_never_cut(p: Tensor, key: str) -> None:
+    value = torch.full_like(p, 7.0)
+    for rank in range(2):  # rank 1's slice is but padding
+        assert slice_state({key: value}, record_of(p.clone(), rank, 2))[key] is value
+
+
+def test_what_is_not_of_the_parameter_s_size_is_not_cut() -> None:
+    state = {"exp_avg": torch.arange(6.0).view(2, 3), "rows": torch.arange(2.0), "lr": 0.5, "name": "p", "none": None}
+    cut = slice_state(state, record_of(torch.zeros(2, 3), 1, 2))
+    assert cut.pop("exp_avg").tolist() == [3, 4, 5]
+    assert all(cut[key] is state[key] for key in cut)
+    assert cut.keys() == state.keys() - {"exp_avg"}
+
+
+def test_sixteen_bit_state_becomes_the_master_s_dtype() -> None:
+    record = record_of(torch.zeros(4).bfloat16(), 0, 2)
+    record.make_master()
+    state = {"exp_avg": torch.ones(4).bfloat16(), "wide": torch.ones(4).double(), "flags": torch.ones(4).bool()}
+    cut = slice_state(state, record)
+    assert [cut[key].dtype for key in ("exp_avg", "wide", "flags")] == [torch.float32, torch.float64, torch.bool]
+
+
+# A whole state dict
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=1e-2, amsgrad=True),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
+}
+SHARES = 6  # of the batch; every world size here divides it, so that all see the same data
+RUN = Run(SHARES, drop=lambda step, rank: {2} if step < 4 else set())  # a layer that has no state at first
+
+
+def steps_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        for share in range(SHARES):
+            (loss_of(model, RUN, step, 0, share) / SHARES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_sharded(rank: int, world_size: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, steps: range) -> None:
+    own = range(rank, SHARES, world_size)
+    for step in steps:
+        optimizer.backward(torch.stack([loss_of(model, RUN, step, 0, share) for share in own]).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Saved(dict[str, Any]):
+    """A model's and its optimizer's state dict, copied."""
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
+        return cls(
+            model={name: value.clone() for name, value in model.state_dict().items()}, optim=optimizer.state_dict()
+        )
+
+
+def restored(make: Make, saved: Saved | None, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(Run(seed=0 if saved is None else seed))
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+    return model, make(groups(model))
+
+
+def go_alone(make: Make, saved: Saved | None, steps: range) -> Saved:
+    model, optimizer = restored(make, saved)
+    if saved is not None:
+        optimizer.load_state_dict(saved["optim"])
+    steps_alone(model, optimizer, steps)
+    return Saved.of(model, optimizer)
+
+
+def go_sharded(rank: int, world_size: int, make: Make, saved: Saved | None, steps: range) -> Saved:
+    model, inner = restored(make, saved)
+    optimizer = LowLevelZeroOptimizer(inner, model=model, partition_grad=world_size % 2 == 0, reduce_bucket_size=50)
+    if saved is not None:
+        optimizer.load_state_dict(saved["optim"])
+    steps_sharded(rank, world_size, model, optimizer, steps)
+    return Saved.of(model, optimizer)
+
+
+def trainable() -> set[int]:
+    """Places of the parameters that aren't frozen; the others have no state here, though Adagrad gives them some."""
+    members = [p for group in groups(build(RUN)) for p in group["params"]]
+    return {place for place, p in enumerate(members) if p.requires_grad}
+
+
+def check_same_state(expected: dict[str, Any], got: dict[str, Any], tolerance: float) -> None:
+    assert got["param_groups"] == expected["param_groups"]
+    assert got["state"].keys() == expected["state"].keys() & trainable()
+    for place in got["state"]:
+        state = expected["state"][place]
+        assert got["state"][place].keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(got["state"][place][key], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_state_dict_is_that_of_plain_torch(world_size: int, make: Make) -> None:
+    expected = go_alone(make, None, range(3))
+    for saved in run_ranks(go_sharded, world_size, make, None, range(3)):
+        check_same_state(expected["optim"], saved["optim"], 2e-6)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_round_trip_over_world_sizes_and_plain_torch(make: Make) -> None:
+    """Three ranks, one process, two ranks, six ranks' worth of data all along."""
+    saved = run_ranks(go_sharded, 3, make, None, range(2))[2]
+    saved = go_alone(make, saved, range(2, 4))
+    ranks = run_ranks(go_sharded, 2, make, saved, range(4, 6))
+    expected = go_alone(make, None, range(6))
+    check_close(expected["model"], [each["model"] for each in ranks], 4e-6)
+    check_same_state(expected["optim"], ranks[0]["optim"], 4e-6)
+
+
+def test_a_forgotten_state_would_show() -> None:
+    make = OPTIMIZERS["momentum"]
+    saved = go_alone(make, None, range(2))
+    expected = go_alone(make, saved, range(2, 4))
+    fresh = go_alone(make, Saved(saved, optim=make(groups(build(Run()))).state_dict()), range(2, 4))
+    with pytest.raises(AssertionError, match="differs from the oracle"):
+        check_close(expected["model"], [fresh["model"]], 4e-6)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]], ids=["adamw", "sgd"])
+def test_masters_of_a_sixteen_bit_model_survive(make: Make) -> None:
+    """A parameter's low bits are in its master alone: a resumed run must not start from the rounded ones."""
+
+    def train_and_resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+        run = Run(dtype=torch.bfloat16)
+        model = build(run)
+        optimizer = LowLevelZeroOptimizer(make(groups(model)), model=model)
+        optimizer.backward(loss_of(model, run, 0, 0, rank))
+        optimizer.step()
+        saved = Saved.of(model, optimizer)
+        resumed = build(Run(dtype=torch.bfloat16, seed=3))
+        resumed.load_state_dict(saved["model"])
+        again = LowLevelZeroOptimizer(make(groups(resumed)), model=resumed)
+        again.load_state_dict(saved["optim"])
+        return (
+            [p32.clone() for p32 in optimizer.get_working_to_master_map().values()],
+            [p32.clone() for p32 in again.get_working_to_master_map().values()],
+            saved["optim"],
+        )
+
+    for before, after, saved in run_ranks(train_and_resume, 2):
+        assert any(not torch.equal(p32, p32.bfloat16().float()) for p32 in before)  # there are low bits
+        assert all(map(torch.equal, before, after))
+        plain = make(groups(build(Run(dtype=torch.bfloat16))))
+        plain.load_state_dict(saved)  # plain torch takes it, masters and all
+
+
+def test_masters_of_a_sixteen_bit_run_load_into_an_fp32_model_on_all_ranks_alike() -> None:
+    make = OPTIMIZERS["adamw"]
+
+    def narrow(rank: int, world_size: int) -> Saved:
+        run = Run(dtype=torch.bfloat16)
+        model = build(run)
+        optimizer = LowLevelZeroOptimizer(make(groups(model)), model=model)
+        optimizer.backward(loss_of(model, run, 0, 0, rank))
+        optimizer.step()
+        return Saved.of(model, optimizer)
+
+    saved = run_ranks(narrow, 2)[0]
+
+    def wide(rank: int, world_size: int) -> dict[str, Tensor]:
+        model, inner = restored(make, saved)
+        optimizer = LowLevelZeroOptimizer(inner, model=model)
+        optimizer.load_state_dict(saved["optim"])
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    ranks = run_ranks(wide, 2)
+    check_close(ranks[0], ranks, 0.0)
+
+
+def test_settings_of_groups_are_loaded() -> None:
+    def load(rank: int, world_size: int) -> list[float]:
+        model = build(Run())
+        optimizer = LowLevelZeroOptimizer(OPTIMIZERS["adamw"](groups(model)), model=model)
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group["lr"] *= 0.5
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups is optimizer.optim.param_groups
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert run_ranks(load, 2) == [[5e-3] * 3] * 2
+
+
+# What doesn't fit
+
+
+def wrapped() -> LowLevelZeroOptimizer:
+    model = build(Run())
+    optimizer = LowLevelZeroOptimizer(OPTIMIZERS["adamw"](groups(model)), model=model)
+    x, y = batch(Run(), 0, 0, 0)
+    optimizer.backward((model(x, set()) - y).square().mean())
+    optimizer.step()
+    return optimizer
+
+
+def one_group_less(saved: dict[str, Any]) -> None:
+    del saved["param_groups"][1]
+
+
+def one_parameter_less(saved: dict[str, Any]) -> None:
+    saved["param_groups"][0]["params"].pop()
+
+
+def another_shape(saved: dict[str, Any]) -> None:
+    place = sorted(saved["state"])[-1]
+    saved["state"][place]["exp_avg"] = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (one_group_less, "param groups"),
+        (one_parameter_less, "param groups"),
+        (another_shape, r"expected exp_avg of its shape .* got \(2, 2\)"),
+    ],
+)
+def test_another_model_s_state_is_refused(spoil: Callable[[dict[str, Any]], None], message: str) -> None:
+    def load(rank: int, world_size: int) -> None:
+        optimizer = wrapped()
+        saved = optimizer.state_dict()
+        spoil(saved)
+        optimizer.load_state_dict(saved)
+
+    for error in run_ranks_expecting(load, 2):
+        assert error.type == "ValueError"
+        assert re.search(message, error.message)
+
+
+def test_refused_state_changes_nothing() -> None:
+    def load(rank: int, world_size: int) -> bool:
+        optimizer = wrapped()
+        before = optimizer.state_dict()
+        spoiled = optimizer.state_dict()
+        spoiled["state"] = {
+            place: {key: value * 2 for key, value in state.items()} for place, state in spoiled["state"].items()
+        }
+        another_shape(spoiled)
+        with pytest.raises(ValueError, match="exp_avg"):
+            optimizer.load_state_dict(spoiled)
+        after = optimizer.state_dict()
+        return all(
+            torch.equal(value, after["state"][place][key])
+            for place, state in before["state"].items()
+            for key, value in state.items()
+        )
+
+    assert run_ranks(load, 2) == [True, True]
