@@ -10,6 +10,7 @@ after it): there an oracle runs in ``run_ranks(oracle, 1, init=False)``.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import io
 import multiprocessing
@@ -236,6 +237,8 @@ def _raise_if_hung(stacks: dict[int, str], timeout: float) -> None:
 
 
 def _live(rank: int, job: _Job, pipe: Connection, folder: Path) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent takes its ranks along
     with (folder / f"new-stacks-{rank}").open("w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         Path(file.name).rename(folder / f"stacks-{rank}")

@@ -1,0 +1,147 @@
+"""gloo's native collectives beside ours: ``python -m benchmarks.collectives --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowlevel_zero.collectives import ShardGroup
+from ranks import run_ranks
+
+from .machine import header, load
+from .peers.peer import DTYPES
+from .report import Spread, heading
+from .rounds import settle
+
+_SCRATCH = Path(__file__).parent / "results" / "scratch-collectives.json"
+_RENAMED = hasattr(dist, "reduce_scatter_single")
+_reduce_scatter = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
+_all_gather = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor")
+
+
+class Case(NamedTuple):
+    """One collective on one wire."""
+
+    collective: str
+    elements: int
+    dtype: str
+
+
+COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure every case at every world size; print a table and write JSON."""
+    options = _parse(arguments)
+    facts = header()
+    settle()
+    cases = [Case(*key) for key in _product(COLLECTIVES, options.elements, options.dtypes)]
+    rows: list[dict[str, Any]] = []
+    for world_size in options.world_sizes:
+        seen = run_ranks(_measure, world_size, cases, options.rounds, timeout=options.timeout)
+        rows += [_row(world_size, case, [rank[at] for rank in seen]) for at, case in enumerate(cases)]
+    facts["load average after"] = load()
+    print(heading(facts, {"rounds": options.rounds}) + "\n\n" + _table(rows))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"header": facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {options.out}")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 3, 4], help="ranks")
+    sizes = [2**14, 2**17, 2**20, 2**22, 24 * 2**20]
+    parser.add_argument("--elements", type=int, nargs="+", default=sizes, help="of a whole wire, all rows")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the wire")
+    parser.add_argument("--rounds", type=int, default=11, help="native and ours in turn, so often")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one world size")
+    parser.add_argument("--out", type=Path, default=_SCRATCH, help="JSON")
+    return parser.parse_args(arguments)
+
+
+def _product(*choices: Any) -> list[tuple[Any, ...]]:
+    combined: list[tuple[Any, ...]] = [()]
+    for choice in choices:
+        combined = [(*one, value) for one in combined for value in choice]
+    return combined
+
+
+def _measure(rank: int, world_size: int, cases: list[Case], rounds: int) -> list[tuple[list[float], list[float]]]:
+    """Seconds by round, native and ours, of each case on this rank."""
+    warnings.simplefilter("ignore")
+    group = ShardGroup()
+    return [_measure_one(group, case, rounds) for case in cases]
+
+
+def _measure_one(group: ShardGroup, case: Case, rounds: int) -> tuple[list[float], list[float]]:
+    wire = torch.ones(group.size, -(-case.elements // group.size), dtype=DTYPES[case.dtype])
+    ways = (_native(group, case, wire), _ours(group, case, wire))
+    repeats = min(50, max(1, 2**18 // case.elements))
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds + 1):
+        for way, kept in zip(ways, seconds, strict=True):
+            wire.fill_(1)
+            took = _timed(way, repeats)
+            if number > 0:  # the first one warms up
+                kept.append(took)
+    return seconds
+
+
+def _native(group: ShardGroup, case: Case, wire: Tensor) -> Callable[[], object]:
+    """gloo's own collective, straight from ``torch.distributed``."""
+    if case.collective == "reduce_scatter":
+        return lambda: _reduce_scatter(torch.empty_like(wire[0]), wire.view(-1))
+    if case.collective == "all_gather":
+        return lambda: _all_gather(wire.view(-1), wire[group.rank])
+    return lambda: dist.all_reduce(wire)
+
+
+def _ours(group: ShardGroup, case: Case, wire: Tensor) -> Callable[[], object]:
+    start = getattr(group, case.collective)
+    return lambda: start(wire).wait()
+
+
+def _timed(way: Callable[[], object], repeats: int) -> float:
+    """Seconds of one call, among all ranks in step."""
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(repeats):
+        way()
+    return (perf_counter() - start) / repeats
+
+
+def _row(world_size: int, case: Case, seen: list[tuple[list[float], list[float]]]) -> dict[str, Any]:
+    """The mean over ranks in each round, then the spread over rounds."""
+    native, ours = ([fmean(one) for one in zip(*(rank[way] for rank in seen), strict=True)] for way in (0, 1))
+    ratios = [mine / theirs for mine, theirs in zip(ours, native, strict=True)]
+    return {
+        "ranks": world_size,
+        **case._asdict(),
+        "native seconds": median(native),
+        "our seconds": median(ours),
+        "ratio": Spread.of(ratios)._asdict(),
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':16}{'ranks':>6}{'dtype':>7}{'elements':>12}{'native ms':>12}{'ours ms':>12}{'ratio':>8}  min-max"]
+    for row in rows:
+        name, size, spread = row["collective"], row["elements"], row["ratio"]
+        times = f"{1e3 * row['native seconds']:12.2f}{1e3 * row['our seconds']:12.2f}{spread['median']:8.2f}"
+        span = f"{spread['least']:.2f}-{spread['most']:.2f}"
+        lines.append(f"{name:16}{row['ranks']:6}{row['dtype']:>7}{size:12,}{times}  {span}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

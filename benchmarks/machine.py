@@ -1,0 +1,58 @@
+"""The header: on what and with what a number was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+_ROOT = Path(__file__).parents[1]
+_PEERS = ("deepspeed", "colossalai", "fairscale")
+
+
+def header() -> dict[str, str]:
+    """Facts by name, as they are now."""
+    versions = {"torch": torch.__version__} | {name: _version(name) for name in _PEERS if _version(name)}
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "code": _commit(),
+        "python": platform.python_version(),
+        **versions,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "threads per rank": "1",
+        "load average before": load(),
+    }
+
+
+def load() -> str:
+    """Of the last 1, 5 and 15 minutes: other work on the machine shows here."""
+    return " ".join(f"{value:.2f}" for value in os.getloadavg())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The commit that was measured, and whether files differed from it."""
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip() or "not under version control"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")

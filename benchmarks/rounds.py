@@ -1,0 +1,187 @@
+"""Alternating rounds: every contestant trains a few steps in turn, so that a noisy minute hits all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import sys
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter, process_time, sleep
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import counters
+from .gpt import SIZES, make_batches
+from .peers import CONTESTANTS, Peer, Setting
+
+# A turn in which others kept more cores busy than this counts as disturbed, and is repeated so many seconds later.
+QUIET = 0.2
+PAUSE = 3.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one run measures.
+
+    Attributes:
+        setting: what all contestants have in common.
+        names: who takes part.
+        rounds: how often each has its turn.
+        steps: measured steps of a turn.
+        warm_up: steps that aren't measured, after construction: states and buckets are made in them.
+        keep: keep all contestants from round to round; else each is made anew for its turn.
+        patience: how often a turn is repeated, some seconds later, that others disturbed.
+    """
+
+    setting: Setting
+    names: list[str]
+    rounds: int
+    steps: int
+    warm_up: int
+    keep: bool
+    patience: int = 0
+
+
+class Turn(NamedTuple):
+    """One contestant's steps in one round, on one rank.
+
+    Attributes:
+        forward_backward, step, whole: seconds, the median over the steps.
+        cpu: seconds of computing, all threads of the process, the mean: hardly feels what else runs on the machine.
+        others: cores that somebody else kept busy meanwhile; above 0.1 or so, distrust the times.
+        sent: bytes that all ranks sent, the mean; NaN where the kernel doesn't tell, as is ``others``.
+    """
+
+    forward_backward: float
+    step: float
+    whole: float
+    cpu: float
+    others: float
+    sent: float
+
+
+@dataclass
+class Record:
+    """What one rank has seen of one contestant.
+
+    Attributes:
+        losses: this rank's, of the first warm-up steps.
+        after_backward: bytes held, by owner.
+        after_step: the same when gradients are gone.
+        turns: one a round.
+        peak_rss: bytes of this process at most, and before it made its first contestant.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    after_backward: dict[str, int] = field(default_factory=dict)
+    after_step: dict[str, int] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    peak_rss: tuple[int, int] = (0, 0)
+
+
+def run_course(rank: int, world_size: int, course: Course) -> dict[str, Record]:
+    """All rounds on this rank."""
+    records = {name: Record() for name in course.names}
+    batches = make_batches(SIZES[course.setting.size], course.setting.micro_batches, rank)
+    gc.freeze()  # what torch left behind at its import is no garbage, and takes long to look at
+    base = _rss()
+    alive: dict[str, Peer] = {}
+    for number in range(course.rounds):
+        if rank == 0:
+            print(f"\rround {number + 1} of {course.rounds} ", end="", file=sys.stderr, flush=True)
+        for name in _rotated(course.names, number):
+            peer = alive.pop(name, None) or _warm(name, course, batches, records[name])
+            records[name].turns.append(_turn_in_peace(peer, batches, course))
+            records[name].peak_rss = (_peak_rss(), base)
+            if course.keep:
+                alive[name] = peer
+            del peer
+            gc.collect()
+    if rank == 0:
+        print(file=sys.stderr)
+    return records
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    """Nobody always follows the same other."""
+    by %= len(names)
+    return names[by:] + names[:by]
+
+
+def _warm(name: str, course: Course, batches: list[Tensor], record: Record) -> Peer:
+    """Make a contestant, and bring it to where every further step is like the last."""
+    peer = CONTESTANTS[name].make(course.setting)
+    losses = []
+    for _ in range(course.warm_up):
+        losses.append(peer.forward_backward(batches).item())
+        record.after_backward = peer.held()
+        peer.step()
+        record.after_step = peer.held()
+    record.losses = record.losses or losses
+    return peer
+
+
+def _turn_in_peace(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
+    turn = _turn(peer, batches, course.steps)
+    for _ in range(course.patience):
+        others = torch.tensor(turn.others)
+        dist.broadcast(others, src=0)  # ranks read the counters at slightly different moments
+        if not others.item() > QUIET:
+            break
+        sleep(PAUSE)
+        turn = _turn(peer, batches, course.steps)
+    return turn
+
+
+def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
+    dist.barrier()
+    before, cpu, marks = counters.read(), process_time(), [perf_counter()]
+    for _ in range(steps):
+        peer.forward_backward(batches)
+        marks.append(perf_counter())
+        peer.step()
+        marks.append(perf_counter())
+    cpu = process_time() - cpu
+    everyones = torch.tensor(cpu, dtype=torch.float64)
+    dist.all_reduce(everyones)  # a barrier, too
+    counted = counters.read().since(before)
+    starts, middles, ends = marks[:-1:2], marks[1::2], marks[2::2]
+    return Turn(
+        median(middle - start for start, middle in zip(starts, middles, strict=True)),
+        median(end - middle for middle, end in zip(middles, ends, strict=True)),
+        median(end - start for start, end in zip(starts, ends, strict=True)),
+        cpu / steps,
+        (counted.busy - everyones.item()) / (perf_counter() - marks[0]),
+        counted.sent / steps,
+    )
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _rss() -> int:
+    """Of this process now; where the system doesn't tell, at most so far."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return _peak_rss()
+
+
+def fits(setting: Setting, contestants: int, world_size: int) -> bool:
+    """Whether all contestants can stay in memory at once, at about 20 bytes a parameter each, and be half of it."""
+    elements = sum(p.numel() for p in setting.fp32_model().parameters())
+    free = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else os.sysconf("SC_PHYS_PAGES") // 2
+    return 20 * elements * contestants * world_size < free * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def settle() -> None:
+    """In the parent, before ranks are forked: what every rank would do for itself, and slowly."""
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports torch's compiler

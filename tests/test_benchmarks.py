@@ -1,0 +1,69 @@
+"""The benchmarks run, and everybody in them trains the same model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import collectives, step
+
+# Ranks inherit the tests' filters; what a peer is warned of is not ours to mend.
+pytestmark = pytest.mark.filterwarnings("default")
+ROOT = Path(__file__).parents[1]
+SMALL = "--size=tiny --rounds=1 --steps=1 --warm-up=3".split()  # noqa: SIM905
+
+
+def _measure(folder: Path, *arguments: str) -> dict[str, Any]:
+    out = folder / "step.json"
+    step.main([*SMALL, f"--out={out}", *arguments])
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tolerance"),
+    [(["--dtype=fp32"], 1e-5), (["--dtype=bf16", "--micro-batches=2"], 2e-3)],
+)
+def test_all_contestants_train_alike(tmp_path: Path, arguments: list[str], tolerance: float) -> None:
+    found = _measure(tmp_path, *arguments)
+    baseline = found["contestants"][found["baseline"]]
+    assert len(found["contestants"]) > 5
+    for name, row in found["contestants"].items():
+        communicates = len(row["losses"]) if name != "floor" else 1
+        assert row["losses"][:communicates] == pytest.approx(baseline["losses"][:communicates], rel=tolerance), name
+        assert row["losses"][-1] < row["losses"][0], name
+        assert row["seconds"]["whole"]["median"] > 0
+        assert sum(row["held after backward"].values()) >= sum(row["held after step"].values()) > 0, name
+    assert baseline["ratios"]["whole"]["median"] == 1
+    assert (tmp_path / "step.png").exists()
+
+
+def test_the_command_runs_one_alone(tmp_path: Path) -> None:
+    out = tmp_path / "alone.json"
+    command = [sys.executable, "-m", "benchmarks.step", *SMALL, "--alone=ours-2", "--keep=no", f"--out={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "peak RSS" in done.stdout
+    (row,) = json.loads(out.read_text())["contestants"].values()
+    assert row["ratios"] is None
+    assert all(peak >= base > 0 for peak, base in row["peak rss"])
+
+
+def test_unknown_contestants_are_named() -> None:
+    with pytest.raises(ValueError, match=r"expected contestants among ddp, .*, got 'horovod'"):
+        step.main([*SMALL, "--contestants", "horovod"])
+
+
+def test_collectives_are_compared(tmp_path: Path) -> None:
+    out = tmp_path / "collectives.json"
+    collectives.main(["--world-sizes=2", "--elements=10", "--rounds=1", f"--out={out}"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["collective"], row["dtype"]) for row in rows] == [
+        (name, dtype) for name in collectives.COLLECTIVES for dtype in ("fp32", "bf16")
+    ]
+    assert all(row["ratio"]["median"] > 0 for row in rows)
