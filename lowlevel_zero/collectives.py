@@ -56,10 +56,6 @@ class Pending:
 class ShardGroup:
     """The process group over which parameters are sharded.
 
-    On gloo each instance has a group of its own for its wires, which makes their order its own: a rank may be ahead
-    with one optimizer's wires when another's, or the caller's own collectives, are next. NCCL's communicators are
-    too large for that, so there the order of all collectives must be the same on every rank.
-
     Args:
         group: the process group; None: the default one.
 
@@ -89,16 +85,23 @@ class ShardGroup:
         self._global_ranks = dist.get_process_group_ranks(self.group)
         self._backends = _backends_by_device(self.group)
         self._control = _control_group(self.group)
-        self._wires = self._borrow() if self._backends.get("cpu") == "gloo" and self.size > 1 else self.group
+        self._wires = self.group
 
-    def _borrow(self) -> dist.ProcessGroup:
-        """A group for this instance's wires: the first that no rank has lent out, else one more."""
+    def own_wires(self) -> None:
+        """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
+
+        A rank may then be ahead with one optimizer's wires when another's, or the caller's own collectives, are
+        next. NCCL's communicators are too large for that: there the order of all collectives must be the same on
+        every rank.
+        """
+        if self._backends.get("cpu") != "gloo" or self.size == 1:
+            return
         lent = _lent.setdefault(self.group, {})
         taken = self.largest(list(lent.values())) if lent else []
         free = [group for group, busy in zip(lent, taken, strict=True) if not busy]
         chosen = free[0] if free else _gloo_like(self.group)
         lent[chosen] = True
-        return chosen
+        self._wires = chosen
 
     def release(self) -> None:
         """Let another instance have this one's wires, all of which have been waited for."""

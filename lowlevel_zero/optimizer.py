@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -147,11 +147,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
             lines = [*describe(optimizer, names, model), f"{self._options}", f"loss scale {scaling}"]
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
-        try:
-            agree(self._group, lines, error)
-        except BaseException:
-            self._group.release()
-            raise
+        agree(self._group, lines, error)
         self._build(optimizer, model, names, scaling)
 
     # ---- construction: check, agree, then change ----
@@ -168,6 +164,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
     def _build(
         self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str], scaling: dict[str, Any]
     ) -> None:
+        self._group.own_wires()
         if self._options.forced_dtype is not None:
             convert(optimizer, self._options.forced_dtype)
         self._model = model
@@ -364,25 +361,31 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         known = len(self.optim.param_groups)
-        error: Exception | None = None
+        with ExitStack() as undo:
+            undo.callback(lambda: self.optim.param_groups.__delitem__(slice(known, None)))
+            names = self._try_group(param_group)
+            undo.pop_all()
+        shard_groups(self.optim, self._parameters, self._group, self._options, names)
+        self._reducer.extend()
+
+    def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
+        """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""
         names: dict[Tensor, str] = {}
+        lines: list[str] = []
+        error: Exception | None = None
         try:
             self._refuse_known(param_group)
             self.optim.add_param_group(param_group)
             names = parameter_names(self.optim, self._model)
-            new = list(self.optim.param_groups[known]["params"])
-            check_parameters([p for p in new if p.requires_grad], names, self._group)
+            new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
+            check_parameters(new, names, self._group)
             check_elementwise(self.optim, assume_elementwise=self._options.assume_elementwise)
             self._refuse_first_half(new)
+            lines = list(describe(self.optim, names, None))
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
-        try:
-            agree(self._group, list(describe(self.optim, names, None)) if error is None else [], error)
-        except BaseException:
-            del self.optim.param_groups[known:]
-            raise
-        shard_groups(self.optim, self._parameters, self._group, self._options, names)
-        self._reducer.extend()
+        agree(self._group, lines, error, doing="add a param group")
+        return names
 
     def _refuse_known(self, param_group: dict[str, Any]) -> None:
         for p in param_group["params"]:
