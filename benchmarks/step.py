@@ -55,6 +55,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--alone", metavar="NAME", default="", choices=CONTESTANTS, help="no other; tells its peak RSS")
     parser.add_argument(
+        "--patience", type=int, default=0, help="repeat a turn so often while others use more than 0.2 cores"
+    )
+    parser.add_argument(
         "--keep", choices=("auto", "yes", "no"), default="auto", help="all contestants in memory at once"
     )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for all of it")
@@ -64,7 +67,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _course(options: argparse.Namespace, setting: Setting, names: list[str]) -> Course:
     keep = options.keep == "yes" or (options.keep == "auto" and fits(setting, len(names), options.world_size))
-    return Course(setting, names, options.rounds, options.steps, options.warm_up, keep)
+    return Course(setting, names, options.rounds, options.steps, options.warm_up, keep, options.patience)
 
 
 def _peaks(seen: list[dict[str, Record]], name: str) -> str:
