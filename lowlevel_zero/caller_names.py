@@ -141,11 +141,11 @@ class CallerNames:
         """Bytes held on this rank now, by owner, every storage counted once."""
         records = self._parameters.records
         members = [p for group in self._parameters.groups for p in group]
-        kept = [t for record in records for t in (record.p.grad, record.g, record.whole) if t is not None]
+        kept = [record.p.grad for record in records if record.p.grad is not None]
         return held_bytes(
             {
                 "parameters": members,
-                "gradients": [*kept, *self._reducer.held()],
+                "gradients": [*kept, *self._gradients.held(), *self._reducer.held()],
                 "masters": [record.p32 for record in records],
                 "states": [v for state in self.optim.state.values() for v in state.values() if isinstance(v, Tensor)],
             }

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .caller_names import CallerNames
 from .collectives import ShardGroup
@@ -33,6 +35,7 @@ from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undeli
 from .reducer import Reducer
 from .sharding import broadcast_rest, convert, shard_groups
 from .state import Pinned, State, load_whole_state_dict, whole_state_dict
+from .stepping import release_gradients, step_part, steps_in_parts
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
@@ -179,7 +182,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         raw_unit = partial(_raw_unit, self._group.size, self._scaler)
         self._gradients = GradientStore(records, self._group.rank, raw_unit)
         self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients)
-        self._gathers = GatherStore(records, self._group)
+        self._gathers = GatherStore(self._group)
         self._norm: Tensor | None = None
         self._warned = False
         self._log_start()
@@ -278,33 +281,46 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
             return loss
         self._refuse_unfrozen()
         self._reducer.finish()
-        working = self._parameters.working()
-        for record in working:
+        sums = self._gradients.sums()
+        working = [self._gradients.working(total) for total in sums]
+        for record in chain.from_iterable(working):
             record.follow_edits()
-        if self._give_gradients(working):
-            self.optim.step()
-            for record in working:
-                record.p32.grad = None
-            self._gathers.gather(self._reducer.plan, working)
+        factor = self._factor(sums)
+        if sums and factor is not None:
+            self._step_and_gather(sums, working, factor)
         self._reducer.end_step()
         return loss
 
-    def _give_gradients(self, working: list[ShardedParameter]) -> bool:
-        """Hand ``g``, averaged, unscaled and clipped, to ``p32.grad``; whether there is anything to step."""
-        self._gradients.make_raw(working)
+    def _factor(self, sums: list[GradientSum]) -> float | Tensor | None:
+        """What averages, unscales and clips the sums; None after an overflow, which clears them."""
         unit = self._gradients.raw_unit()
-        self._norm = self._global_norm(working, unit)
-        if working and self._overflowed():
+        self._norm = self._global_norm(sums, unit)
+        if sums and self._overflowed():
             self._gradients.clear()
-            return False
-        if self._options.clip_grad_norm > 0:
-            unit = unit * clip_factor(self._norm, self._options.clip_grad_norm)
-        self._gradients.hand_over(working, unit)
-        return bool(working)
+            return None
+        return (
+            unit if self._options.clip_grad_norm == 0 else unit * clip_factor(self._norm, self._options.clip_grad_norm)
+        )
 
-    def _global_norm(self, working: list[ShardedParameter], unit: float | Tensor) -> Tensor:
-        slices = [record.g for record in working if record.g is not None]
-        return global_norm(slices, unit, self._group, self._device)
+    def _step_and_gather(
+        self, sums: list[GradientSum], working: list[list[ShardedParameter]], factor: float | Tensor
+    ) -> None:
+        """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be."""
+        in_parts = steps_in_parts(self.optim)
+        for total, records in zip(sums, working, strict=True):
+            self._gradients.hand_over(total, records, factor)
+            if in_parts:
+                step_part(self.optim, records)
+                self._gathers.start(records)
+        if not in_parts:
+            self.optim.step()
+            for records in working:
+                release_gradients(records)
+                self._gathers.start(records)
+        self._gathers.finish()
+
+    def _global_norm(self, sums: list[GradientSum], unit: float | Tensor) -> Tensor:
+        return global_norm([total.row for total in sums], unit, self._group, self._device)
 
     def _overflowed(self) -> bool:
         """Whether this step's norm isn't finite, which all ranks see alike; fp16 alone, and its one host wait."""
@@ -344,10 +360,9 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         """
         check_max_norm("max_norm", max_norm)
         self._reducer.finish()
-        working = self._parameters.working()
-        self._gradients.make_raw(working)
-        norm = self._global_norm(working, self._gradients.raw_unit())
-        self._gradients.scale(working, clip_factor(norm, max_norm))
+        sums = self._gradients.sums()
+        norm = self._global_norm(sums, self._gradients.raw_unit())
+        self._gradients.scale(sums, clip_factor(norm, max_norm))
         return norm
 
     # ---- parameters and state ----

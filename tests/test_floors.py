@@ -18,6 +18,7 @@ HOUSE = (
     ("floor 0, under the others", ("trial",)),
     ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping")),
     ("floor 1", ("collectives",)),
+    ("floor 2, below the records", ("bookkeeping.gradient_sum",)),
     (
         "floor 2, under the stores",
         ("bookkeeping.parameter_store", "bookkeeping.bucket_plan", "bookkeeping.wire"),
@@ -27,7 +28,7 @@ HOUSE = (
         ("bookkeeping.bucket_store", "bookkeeping.gradient_store", "bookkeeping.gather_store"),
     ),
     ("floor 2, its public names", ("bookkeeping.__init__",)),
-    ("floor 3", ("grad_norm", "state", "reducer", "construction")),
+    ("floor 3", ("grad_norm", "state", "reducer", "stepping", "construction")),
     ("floor 3, thin over the others", ("sharding", "caller_names")),
     ("floor 4", ("optimizer",)),
     ("floor 5", ("checkpoint", "accessors")),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..collectives import Pending, ShardGroup
-from .bucket_plan import BucketPlan
 from .parameter_store import ShardedParameter
 from .wire import unpack
 
@@ -30,23 +28,20 @@ class GatherStore:
     """Brings updated slices back into the working parameters, bucket by bucket.
 
     Args:
-        records: the parameters, by index.
-        group: the ranks that share them.
+        group: the ranks that share the parameters.
     """
 
-    def __init__(self, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
-        self._records = records
+    def __init__(self, group: ShardGroup) -> None:
         self._group = group
         self._in_flight: deque[Gather] = deque()
 
-    def gather(self, plan: BucketPlan, updated: Sequence[ShardedParameter]) -> None:
-        """Gather ``updated`` (alike on every rank) in the plan's buckets; the others aren't touched."""
-        wanted = {record.index for record in updated}
-        for bucket in plan.buckets:
-            members = [self._records[index] for index in bucket.members if index in wanted]
-            if members:
-                self._start(members)
-                self._finish(leave=IN_FLIGHT)
+    def start(self, records: list[ShardedParameter]) -> None:
+        """Start gathering ``records``, stepped together and of one kind; alike on every rank."""
+        self._start(records)
+        self._finish(leave=IN_FLIGHT)
+
+    def finish(self) -> None:
+        """Return when all that was started has arrived."""
         self._finish(leave=0)
 
     def _start(self, records: list[ShardedParameter]) -> None:

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from .bucket_plan import Bucket
+from .gradient_sum import GradientSum
 from .parameter_store import ShardedParameter
 
 
 class GradientStore:
-    """Keeps each record's ``g``, as reductions leave it: summed over the ranks and times the loss scale.
+    """Keeps what reductions leave, by bucket: summed over the ranks and times the loss scale.
 
-    The first micro-batch's is kept in the wire's dtype, as a view of what the reduction left; further ones
-    are added in fp32.
+    The first micro-batch's is kept as the reduction left it, in the wire's dtype; further ones are added in
+    fp32. Each record's ``g`` is its part of its bucket's sum, so that averaging, unscaling, clipping and adding
+    take one operation a bucket, however many parameters it has.
 
     Args:
         records: the parameters, by index.
@@ -27,6 +29,7 @@ class GradientStore:
         self._records = records
         self._rank = rank
         self.raw_unit = raw_unit
+        self._sums: list[GradientSum] = []
         self._flags: list[tuple[tuple[int, ...], Tensor]] = []
         self._late: Tensor | None = None
 
@@ -35,70 +38,105 @@ class GradientStore:
     def add(self, bucket: Bucket, total: Tensor) -> None:
         """Take a reduced bucket, ``[world_size, row]`` or this rank's ``[1, row]``, as one more micro-batch."""
         own = self._rank if total.shape[0] > 1 else 0
-        records = [self._records[index] for index in bucket.members]
-        parts = total[:, : bucket.body].split_with_sizes(bucket.sizes, dim=1) if records else ()
-        self._accumulate(records, parts, own)
+        if bucket.members:
+            body = total if bucket.row == bucket.body else total[:, : bucket.body]
+            self._accumulate(bucket, body[own], body if len(total) > 1 else None)
         flags = total[own, bucket.body :]
         if bucket.flags:
             self._flags.append((bucket.flags, flags[: len(bucket.flags)]))
         if bucket.last:
             self._late = flags[-1]
 
-    def _accumulate(self, records: Sequence[ShardedParameter], parts: Sequence[Tensor], own: int) -> None:
-        pairs = []
-        for record, part in zip(records, parts, strict=True):
-            if record.g is None:
-                record.keep_gradient(part[own], part if len(part) > 1 else None)
-            else:
-                pairs.append(self._sum_and_addend(record, part, own))
-        if pairs:
-            torch._foreach_add_([total for total, _ in pairs], [addend for _, addend in pairs])
+    def _accumulate(self, bucket: Bucket, row: Tensor, whole: Tensor | None) -> None:
+        before = {record.sum: None for index in bucket.members if (record := self._records[index]).sum is not None}
+        new = GradientSum(bucket.members, bucket.sizes, row, whole)
+        if not before:
+            self._keep(new)
+            return
+        (kept, *others) = before
+        if not others and kept is not None and kept.members == bucket.members:
+            self._promote(kept)
+            _add(kept, new)
+            self._show(kept)
+        else:
+            self._merge(new)
 
-    def _sum_and_addend(self, record: ShardedParameter, part: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        """The fp32 sum so far, to be added to in place, and what is to be added: all rows, or this rank's."""
-        self.make_raw([record])
-        if record.whole is None:
+    def _keep(self, new: GradientSum) -> None:
+        self._sums.append(new)
+        self._show(new)
+
+    def _show(self, total: GradientSum) -> None:
+        """Let the members see their parts."""
+        for index, part in zip(total.members, total.parts(), strict=True):
+            record = self._records[index]
+            record.g = part
+            record.sum = total
+
+    def _merge(self, new: GradientSum) -> None:
+        """Add, member by member, a bucket of other members than those that the sums so far are of."""
+        for index, size, part in zip(new.members, new.sizes, new.parts(), strict=True):
+            record = self._records[index]
+            addend = GradientSum((index,), (size,), part, new.rows_of(index))
+            if record.sum is None:
+                self._keep(addend)
+                continue
+            self._promote(record.sum)
+            rows = record.sum.rows_of(index)
             assert record.g is not None
-            g = _at_least_fp32(record.g)
-            record.keep_gradient(g)
-            return g, part[own]
-        whole = _at_least_fp32(record.whole)
-        record.keep_gradient(whole[self._rank], whole)
-        return whole, part
+            if rows is None or addend.whole is None:
+                record.g += part
+            else:
+                rows += addend.whole
 
-    def make_raw(self, records: Iterable[ShardedParameter]) -> None:
-        """Bring gradients that a step has left averaged back to how reductions leave them.
+    def _promote(self, total: GradientSum) -> None:
+        """Make a sum fit to be added to: in fp32 at least, and as reductions leave it.
 
-        Only a caller who steps again without ``zero_grad`` in between needs it: as in torch, the old gradients
-        are then still there.
+        A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
-        for record in records:
-            if record.unit is not None and record.g is not None:
-                factor = record.unit / self.raw_unit()
-                whole = None if record.whole is None else _at_least_fp32(record.whole) * factor
-                g = _at_least_fp32(record.g) * factor if whole is None else whole[self._rank]
-                record.keep_gradient(g, whole)
+        factor = None if total.unit is None else total.unit / self.raw_unit()
+        held = total.row if total.whole is None else total.whole
+        wide = _at_least_fp32(held) if factor is None else _at_least_fp32(held) * factor
+        if wide is held:
+            return
+        total.unit = None
+        total.take(self._rank, wide, None if total.whole is None else wide)
+        for index, part in zip(total.members, total.parts(), strict=True):
+            if self._records[index].sum is total:
+                self._records[index].g = part
 
-    def scale(self, records: Iterable[ShardedParameter], factor: Tensor) -> None:
+    # ---- what the step takes ----
+
+    def sums(self) -> list[GradientSum]:
+        """What has been summed for parameters that worked, as reductions leave it."""
+        for total in self._sums:
+            if total.unit is not None:
+                self._promote(total)
+        return list(self._sums)
+
+    def working(self, total: GradientSum) -> list[ShardedParameter]:
+        """The mapping p <-> p32 <-> g of one sum: the members that a rank used, and no dropped layer's."""
+        return [record for index in total.members if (record := self._records[index]).sum is total]
+
+    def scale(self, sums: Iterable[GradientSum], factor: Tensor) -> None:
         """Multiply gradients with ``factor``, when they are next used."""
-        for record in records:
-            record.unit = self._unit(record) * factor
+        for total in sums:
+            total.unit = self._unit(total) * factor
 
-    def hand_over(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
+    def hand_over(self, total: GradientSum, working: Sequence[ShardedParameter], factor: float | Tensor) -> None:
         """Give each ``p32`` its raw ``g`` times ``factor`` as gradient: in place where dtypes allow it."""
-        in_place: list[tuple[ShardedParameter, Tensor]] = []
-        copied: list[tuple[ShardedParameter, Tensor]] = []
-        for record in records:
-            if record.g is not None:
-                (in_place if record.g.dtype == record.p32.dtype else copied).append((record, record.g))
-        if in_place:
-            torch._foreach_mul_([g for _, g in in_place], factor)  # a number or a tensor
-        for record, g in in_place:
-            record.p32.grad = g
-            record.keep_gradient(g, unit=1.0)
-        for record, grad in zip((record for record, _ in copied), _converted(copied, factor), strict=True):
-            record.p32.grad = grad
-            record.unit = factor
+        dtype = working[0].p32.dtype
+        if total.row.dtype == dtype:
+            total.row.mul_(factor)
+            total.whole = None
+            total.unit = 1.0
+            for record in working:
+                record.p32.grad = record.g
+            return
+        total.unit = factor
+        row = _at_least_fp32(total.row).mul_(factor).to(dtype)
+        part_of = dict(zip(total.members, row.split_with_sizes(total.sizes), strict=True))
+        for record in working:
+            record.p32.grad = part_of[record.index]
 
     # ---- who had one ----
 
@@ -121,27 +159,35 @@ class GradientStore:
         for record in unknown:
             if not record.worked:
                 record.drop_gradient()
+        if unknown:
+            self._sums = [total for total in self._sums if self.working(total)]
         self._flags.clear()
 
     # ---- what callers see ----
 
     def averaged(self, record: ShardedParameter) -> Tensor | None:
         """The slice of the averaged, unscaled gradient, ``[s]``, fp32 at least, or None; a new tensor."""
-        if record.g is None:
+        if record.g is None or record.sum is None:
             return None
-        return _at_least_fp32(record.g) * self._unit(record)
+        return _at_least_fp32(record.g) * self._unit(record.sum)
 
     def averaged_rows(self, record: ShardedParameter) -> Tensor | None:
         """The same of every rank, ``[world_size, s]``, where it is kept (stage 1, before the step), or None."""
-        if record.whole is None:
+        rows = None if record.sum is None else record.sum.rows_of(record.index)
+        if rows is None or record.sum is None:
             return None
-        return _at_least_fp32(record.whole) * self._unit(record)
+        return _at_least_fp32(rows) * self._unit(record.sum)
 
-    def _unit(self, record: ShardedParameter) -> float | Tensor:
-        return self.raw_unit() if record.unit is None else record.unit
+    def _unit(self, total: GradientSum) -> float | Tensor:
+        return self.raw_unit() if total.unit is None else total.unit
+
+    def held(self) -> list[Tensor]:
+        """The tensors of all sums."""
+        return [total.row if total.whole is None else total.whole for total in self._sums]
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._sums.clear()
         self._flags.clear()
         self._late = None
         for record in self._records:
@@ -149,23 +195,20 @@ class GradientStore:
 
     def zero(self) -> None:
         """Make all gradients zeros; a parameter that has one goes on having one."""
-        for record in self._records:
-            if record.g is not None:
-                record.keep_gradient(torch.zeros_like(record.g))
+        for total in self._sums:
+            total.take(self._rank, torch.zeros_like(total.row), None)
+            total.unit = None
+            for index, part in zip(total.members, total.parts(), strict=True):
+                if self._records[index].sum is total:
+                    self._records[index].g = part
+
+
+def _add(total: GradientSum, addend: GradientSum) -> None:
+    if total.whole is None or addend.whole is None:
+        total.row += addend.row
+    else:
+        total.whole += addend.whole
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _converted(pairs: Sequence[tuple[ShardedParameter, Tensor]], factor: float | Tensor) -> list[Tensor]:
-    """Each ``g`` times ``factor`` in its ``p32``'s dtype, computed in fp32 at least, in one buffer."""
-    if not pairs:
-        return []
-    lead = pairs[0][0].p32
-    sizes = [g.numel() for _, g in pairs]
-    buffer = torch.empty(sum(sizes), dtype=torch.promote_types(lead.dtype, torch.float32), device=lead.device)
-    parts = buffer.split_with_sizes(sizes)
-    torch._foreach_copy_(parts, [g for _, g in pairs])
-    buffer.mul_(factor)
-    return [part.to(record.p32.dtype) for part, (record, _) in zip(parts, pairs, strict=True)]

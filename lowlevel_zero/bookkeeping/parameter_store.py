@@ -9,7 +9,6 @@ p         working parameter: what the model computes with            the model's
 padded    the storage behind p; row r belongs to rank r              [world_size * s]    p's
 p32       master slice: the optimizer's copy of this rank's row      [s]                 fp32 (or p's)
 g         this rank's slice of the gradient, summed over the ranks   [s]                 the wire's, or fp32
-whole     the same of every rank, where a reduction leaves all of it [world_size, s]     as g
 ========  =========================================================  ==================  =====================
 """
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..partition import EvenSplit
+from .gradient_sum import GradientSum
 
 
 class Place(NamedTuple):
@@ -43,8 +43,7 @@ class ShardedParameter:
         split: how its elements are shared.
         rank: the rank whose row is ours.
         wire_dtype: the dtype in which its gradient travels.
-        unit: what ``g`` is to be multiplied with to be the averaged, unscaled gradient; None: as reductions
-            leave it, which the gradient store knows.
+        sum: what ``g`` is a part of, or None where there is no ``g``.
         worked: a rank is known to have had a gradient for it since gradients were last cleared.
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
         repeats: its gradient has come more than once in one backward, so only the end of backward is final.
@@ -64,8 +63,7 @@ class ShardedParameter:
         "repeats",
         "split",
         "stepped",
-        "unit",
-        "whole",
+        "sum",
         "wire_dtype",
         "worked",
     )
@@ -88,8 +86,7 @@ class ShardedParameter:
         self.note_version()
         self._offered: Tensor | None = None
         self.g: Tensor | None = None
-        self.whole: Tensor | None = None
-        self.unit: float | Tensor | None = None
+        self.sum: GradientSum | None = None
         self.worked = False
         self.stepped = False
         self.repeats = False
@@ -194,13 +191,9 @@ class ShardedParameter:
         return self.flatten(gradient)
 
     def drop_gradient(self) -> None:
-        """Forget ``g`` and what came with it."""
-        self.g = self.whole = self.unit = None
+        """Forget ``g`` and what it was a part of."""
+        self.g = self.sum = None
         self.worked = False
-
-    def keep_gradient(self, g: Tensor, whole: Tensor | None = None, unit: float | Tensor | None = None) -> None:
-        """Set ``g`` and what goes with it."""
-        self.g, self.whole, self.unit = g, whole, unit
 
 
 class ParameterStore:
