@@ -20,8 +20,8 @@ def global_norm(slices: Sequence[Tensor], unit: float | Tensor, group: ShardGrou
     dtype = torch.float64 if any(piece.dtype == torch.float64 for piece in slices) else torch.float32
     squares = torch.zeros((), dtype=dtype, device=device)
     if slices:
-        norms = torch._foreach_norm(list(slices), 2, dtype=dtype)
-        squares += torch.stack([norm.to(device) for norm in norms]).square().sum()
+        norms = [torch.linalg.vector_norm(piece, dtype=dtype).to(device) for piece in slices]
+        squares += torch.stack(norms).square().sum()
     return group.sum_scalar(squares).sqrt() * unit
 
 

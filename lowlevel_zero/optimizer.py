@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -283,7 +282,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         self._reducer.finish()
         sums = self._gradients.sums()
         working = [self._gradients.working(total) for total in sums]
-        for record in chain.from_iterable(working):
+        for record in self._parameters.working():
             record.follow_edits()
         factor = self._factor(sums)
         if sums and factor is not None:

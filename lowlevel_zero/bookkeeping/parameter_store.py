@@ -45,6 +45,9 @@ class ShardedParameter:
         wire_dtype: the dtype in which its gradient travels.
         sum: what ``g`` is a part of, or None where there is no ``g``.
         worked: a rank is known to have had a gradient for it since gradients were last cleared.
+        rows: ``padded`` as ``[world_size, s]``.
+        row: this rank's row of it.
+        shares_storage: ``p32`` is the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
         repeats: its gradient has come more than once in one backward, so only the end of backward is final.
     """
@@ -61,6 +64,9 @@ class ShardedParameter:
         "padded",
         "rank",
         "repeats",
+        "row",
+        "rows",
+        "shares_storage",
         "split",
         "stepped",
         "sum",
@@ -82,7 +88,10 @@ class ShardedParameter:
         self.rank = rank
         self.wire_dtype = wire_dtype or p.dtype
         self.padded = _rehome(p, split)
+        self.rows = self.padded.view(split.world_size, split.slice_size)
+        self.row = self.rows[rank]
         self.p32: Tensor = self.row
+        self.shares_storage = True
         self.note_version()
         self._offered: Tensor | None = None
         self.g: Tensor | None = None
@@ -92,28 +101,14 @@ class ShardedParameter:
         self.repeats = False
 
     @property
-    def rows(self) -> Tensor:
-        """``padded`` as ``[world_size, s]``."""
-        return self.padded.view(self.split.world_size, self.split.slice_size)
-
-    @property
-    def row(self) -> Tensor:
-        """This rank's row of ``padded``."""
-        return self.rows[self.rank]
-
-    @property
     def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype]:
         """What parameters must have in common to share a wire."""
         return self.padded.device, self.padded.dtype, self.wire_dtype
 
-    @property
-    def shares_storage(self) -> bool:
-        """Whether ``p32`` is the row itself, not a copy of it."""
-        return self.p32.dtype == self.padded.dtype and self.p32.device == self.padded.device
-
     def make_master(self) -> None:
         """Give ``p32`` at least fp32's precision: a copy of the row, or the row itself if it has that already."""
         self.p32 = self.row.to(torch.promote_types(self.p.dtype, torch.float32))
+        self.shares_storage = self.p32 is self.row
 
     def refresh_master(self) -> None:
         """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
@@ -188,6 +183,10 @@ class ShardedParameter:
                 "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
             )
         self.p.grad = None
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if gradient.dim() == 1 and gradient.is_contiguous():
+            return gradient
         return self.flatten(gradient)
 
     def drop_gradient(self) -> None:
@@ -256,13 +255,13 @@ class ParameterStore:
 
 def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     """``tensor``'s elements in the order in which the dense ``like``, of the same shape, holds its own."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if like.is_contiguous():
-        return tensor.detach().reshape(-1)
+        return tensor.reshape(-1)
     if tensor.stride() != like.stride():
-        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor.detach()
-        )
-    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
 def _rehome(p: nn.Parameter, split: EvenSplit) -> Tensor:
