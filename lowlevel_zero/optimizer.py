@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .bookkeeping.parameter_store import ParameterStore
 from .caller_names import CallerNames
 from .collectives import ShardGroup
 from .construction import (
@@ -34,7 +34,7 @@ from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undeli
 from .reducer import Reducer
 from .sharding import broadcast_rest, convert, shard_groups
 from .state import Pinned, State, load_whole_state_dict, whole_state_dict
-from .stepping import release_gradients, step_part, steps_in_parts
+from .stepping import Stepper, scales_gradients
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
@@ -182,6 +182,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         self._gradients = GradientStore(records, self._group.rank, raw_unit)
         self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients)
         self._gathers = GatherStore(self._group)
+        self._stepper = Stepper(self.optim, self._gradients, self._gathers)
         self._norm: Tensor | None = None
         self._warned = False
         self._log_start()
@@ -281,54 +282,32 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         self._refuse_unfrozen()
         self._reducer.finish()
         sums = self._gradients.sums()
-        working = [self._gradients.working(total) for total in sums]
         for record in self._parameters.working():
             record.follow_edits()
-        factor = self._factor(sums)
-        if sums and factor is not None:
-            self._step_and_gather(sums, working, factor)
-        self._reducer.end_step()
-        return loss
-
-    def _factor(self, sums: list[GradientSum]) -> float | Tensor | None:
-        """What averages, unscales and clips the sums; None after an overflow, which clears them."""
         unit = self._gradients.raw_unit()
         self._norm = self._global_norm(sums, unit)
-        if sums and self._overflowed():
-            self._gradients.clear()
-            return None
-        return (
-            unit if self._options.clip_grad_norm == 0 else unit * clip_factor(self._norm, self._options.clip_grad_norm)
-        )
-
-    def _step_and_gather(
-        self, sums: list[GradientSum], working: list[list[ShardedParameter]], factor: float | Tensor
-    ) -> None:
-        """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be."""
-        in_parts = steps_in_parts(self.optim)
-        for total, records in zip(sums, working, strict=True):
-            self._gradients.hand_over(total, records, factor)
-            if in_parts:
-                step_part(self.optim, records)
-                self._gathers.start(records)
-        if not in_parts:
-            self.optim.step()
-            for records in working:
-                release_gradients(records)
-                self._gathers.start(records)
-        self._gathers.finish()
+        if self._options.clip_grad_norm > 0:
+            unit = unit * clip_factor(self._norm, self._options.clip_grad_norm)
+        overflow = None if self._scaler is None else ~self._norm.isfinite()
+        if sums and not self._skips(overflow):
+            self._stepper.step(sums, unit, overflow)
+            self._gathers.finish()
+        self._reducer.end_step()
+        return loss
 
     def _global_norm(self, sums: list[GradientSum], unit: float | Tensor) -> Tensor:
         return global_norm([total.row for total in sums], unit, self._group, self._device)
 
-    def _overflowed(self) -> bool:
-        """Whether this step's norm isn't finite, which all ranks see alike; fp16 alone, and its one host wait."""
-        if self._scaler is None or self._norm is None:
+    def _skips(self, overflow: Tensor | None) -> bool:
+        """Whether the step is skipped, as far as the host has to know, which waits for the device; fp16 alone."""
+        if overflow is None or self._scaler is None:
             return False
-        overflow = ~self._norm.isfinite()
         self._scaler.update(overflow)
+        if scales_gradients(self.optim) and not self._options.verbose:
+            return False
         if not overflow.item():
             return False
+        self._gradients.clear()
         if self._options.verbose and self._group.rank == 0:
             _log.info("overflow: step skipped, loss scale now %g", self.loss_scale)
         return True

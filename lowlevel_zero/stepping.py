@@ -1,14 +1,19 @@
-"""Steps the wrapped optimizer, bucket by bucket where that is the same as stepping it once."""
+"""Steps the wrapped optimizer: bucket by bucket, and letting it scale its gradients, where that is the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
+from .bookkeeping.gather_store import GatherStore
+from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
 
 # torch's own, whose state is per parameter, step counters included.
@@ -16,6 +21,9 @@ _BY_PARAMETER = {
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 }
+# Their fused kernels take a gradient's scale and a flag to leave everything as it is. (SGD's leaves a first momentum
+# unset when the flag is up.)
+_FUSED = {torch.optim.Adam, torch.optim.AdamW}
 
 
 def steps_in_parts(optim: Optimizer) -> bool:
@@ -29,24 +37,81 @@ def steps_in_parts(optim: Optimizer) -> bool:
     return type(optim) in _BY_PARAMETER and not any(watched)
 
 
-def step_part(optim: Optimizer, part: Sequence[ShardedParameter]) -> None:
-    """Step ``part`` alone: for the time of the call each param group holds only its members of it."""
-    groups: list[dict[str, Any]] = optim.param_groups
-    members: list[list[torch.Tensor]] = [[] for _ in groups]
-    for record in part:
-        members[record.group].append(record.p32)
-    whole = [group["params"] for group in groups]
+def scales_gradients(optim: Optimizer) -> bool:
+    """Whether ``optim`` multiplies its gradients itself, as ``torch.amp.GradScaler`` would have it do."""
+    fused = type(optim) in _FUSED and all(group.get("fused") for group in optim.param_groups)
+    return fused and steps_in_parts(optim)
+
+
+class Stepper:
+    """Gives slices their gradients, steps them and starts their gathers.
+
+    Args:
+        optim: the wrapped optimizer.
+        gradients: where the sums are.
+        gathers: what brings stepped slices back.
+    """
+
+    def __init__(self, optim: Optimizer, gradients: GradientStore, gathers: GatherStore) -> None:
+        self._optim = optim
+        self._gradients = gradients
+        self._gathers = gathers
+
+    def step(self, sums: Sequence[GradientSum], unit: float | Tensor, overflow: Tensor | None) -> None:
+        """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be.
+
+        Args:
+            sums: what has been summed.
+            unit: what averages, unscales and clips it.
+            overflow: 0-d; where it is true, an optimizer that scales gradients leaves everything as it is.
+        """
+        scale = Scale(unit, scales_gradients(self._optim), overflow is not None)
+        working = [self._gradients.working(total) for total in sums]
+        with _scaling(self._optim, scale, overflow, sums[0].row.device):
+            if steps_in_parts(self._optim):
+                for total, part in zip(sums, working, strict=True):
+                    self._gradients.hand_over(total, part, scale)
+                    self._step_part(part)
+                    self._gathers.start(part)
+            else:
+                for total, part in zip(sums, working, strict=True):
+                    self._gradients.hand_over(total, part, scale)
+                self._optim.step()
+                for part in working:
+                    _release_gradients(part)
+                    self._gathers.start(part)
+
+    def _step_part(self, part: Sequence[ShardedParameter]) -> None:
+        """Step ``part`` alone: for the time of the call each param group holds only its members of it."""
+        groups: list[dict[str, Any]] = self._optim.param_groups
+        members: list[list[Tensor]] = [[] for _ in groups]
+        for record in part:
+            members[record.group].append(record.p32)
+        whole = [group["params"] for group in groups]
+        try:
+            for group, some in zip(groups, members, strict=True):
+                group["params"] = some
+            self._optim.step()
+        finally:
+            for group, all_of_it in zip(groups, whole, strict=True):
+                group["params"] = all_of_it
+        _release_gradients(part)
+
+
+@contextmanager
+def _scaling(optim: Any, scale: Scale, overflow: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Tell ``optim`` what to multiply its gradients with, and when to do nothing, if it is to see to that itself."""
+    if not scale.by_optimizer:
+        yield
+        return
+    optim.grad_scale = torch.as_tensor(1.0 / scale.unit, dtype=torch.float32, device=device)
+    optim.found_inf = None if overflow is None else overflow.float()
     try:
-        for group, some in zip(groups, members, strict=True):
-            group["params"] = some
-        optim.step()
+        yield
     finally:
-        for group, all_of_it in zip(groups, whole, strict=True):
-            group["params"] = all_of_it
-    release_gradients(part)
+        del optim.grad_scale, optim.found_inf
 
 
-def release_gradients(stepped: Iterable[ShardedParameter]) -> None:
-    """Let go of the gradients that the wrapped optimizer was given."""
+def _release_gradients(stepped: Iterable[ShardedParameter]) -> None:
     for record in stepped:
         record.p32.grad = None

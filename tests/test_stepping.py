@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -97,3 +98,69 @@ def test_only_what_torch_counts_by_parameter_is_stepped_in_parts() -> None:
     assert steps_in_parts(AdamW(parameters))
     assert not steps_in_parts(OwnAdamW(parameters))
     assert not steps_in_parts(watched(parameters))
+
+
+# ---- optimizers that scale gradients themselves ----
+
+
+def fused(groups: Any) -> Optimizer:
+    return AdamW(groups, fused=True)
+
+
+def by_hand(groups: Any) -> Optimizer:
+    return OwnAdamW(groups, fused=True)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_fused_optimizer_scales_as_we_would(world_size: int, dtype: torch.dtype, clip: float) -> None:
+    def steps(make: Callable[[Any], Optimizer], rank: int) -> tuple[list[Tensor], list[Tensor | None], float | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).to(dtype)
+        optimizer = LowLevelZeroOptimizer(
+            make(model.parameters()), reduce_bucket_size=50, partition_grad=True, clip_grad_norm=clip, initial_scale=64
+        )
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            optimizer.zero_grad()
+            for _ in range(2):
+                optimizer.backward(model(torch.randn(2, 6, dtype=dtype)).float().square().mean())
+            optimizer.step()
+        gradients = [optimizer.get_param_grad(p) for p in model.parameters()]
+        return [p.detach().clone() for p in model.parameters()], gradients, optimizer.get_grad_norm()
+
+    def work(rank: int, _size: int) -> None:
+        ours, our_gradients, our_norm = steps(fused, rank)
+        expected, expected_gradients, expected_norm = steps(by_hand, rank)
+        rtol = 1e-6 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(ours, expected, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(our_gradients, expected_gradients, rtol=rtol, atol=rtol)
+        assert our_norm == pytest.approx(expected_norm, rel=rtol)
+
+    run_ranks(work, world_size)
+
+
+def test_an_overflow_leaves_everything_as_it_is_without_telling_the_host() -> None:
+    def work(rank: int, _size: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).half()
+        optimizer = LowLevelZeroOptimizer(fused(model.parameters()), initial_scale=64, hysteresis=1)
+        for overflows in (False, True, False):
+            factor = math.inf if overflows and rank == 0 else 1.0
+            before = [p.detach().clone() for p in model.parameters()]
+            states = {key: value.clone() for state in optimizer.state.values() for key, value in state.items()}
+            optimizer.backward(model(torch.ones(2, 4, dtype=torch.float16)).float().sum() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+            if overflows:
+                kept = {key: value for state in optimizer.state.values() for key, value in state.items()}
+                assert not any(moved)
+                assert all(torch.equal(kept[key], value) for key, value in states.items())
+        assert all(moved)
+        assert all(state["step"].item() == 2 for state in optimizer.state.values())
+        assert optimizer.loss_scale == 32
+
+    run_ranks(work, 1)
+    run_ranks(work, 2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .bucket_plan import Bucket
-from .gradient_sum import GradientSum
+from .gradient_sum import GradientSum, Scale
 from .parameter_store import ShardedParameter
 
 
@@ -122,21 +122,25 @@ class GradientStore:
         for total in sums:
             total.unit = self._unit(total) * factor
 
-    def hand_over(self, total: GradientSum, working: Sequence[ShardedParameter], factor: float | Tensor) -> None:
-        """Give each ``p32`` its raw ``g`` times ``factor`` as gradient: in place where dtypes allow it."""
+    def hand_over(self, total: GradientSum, working: Sequence[ShardedParameter], scale: Scale) -> None:
+        """Give each ``p32`` its raw ``g``, scaled, as gradient: in place where dtypes allow it."""
         dtype = working[0].p32.dtype
-        if total.row.dtype == dtype:
-            total.row.mul_(factor)
+        if total.row.dtype == dtype and not (scale.by_optimizer and scale.may_skip):
+            if not scale.by_optimizer:
+                total.row.mul_(scale.unit)
             total.whole = None
             total.unit = 1.0
             for record in working:
                 record.p32.grad = record.g
             return
-        total.unit = factor
-        row = _at_least_fp32(total.row).mul_(factor).to(dtype)
-        part_of = dict(zip(total.members, row.split_with_sizes(total.sizes), strict=True))
-        for record in working:
-            record.p32.grad = part_of[record.index]
+        total.unit = scale.unit
+        row = total.row.to(torch.promote_types(total.row.dtype, torch.float32), copy=True)
+        if not scale.by_optimizer:
+            row.mul_(scale.unit)
+        for index, part in zip(total.members, row.to(dtype).split_with_sizes(total.sizes), strict=True):
+            record = self._records[index]
+            if record.sum is total:
+                record.p32.grad = part
 
     # ---- who had one ----
 

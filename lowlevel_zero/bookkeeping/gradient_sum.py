@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
+
+
+class Scale(NamedTuple):
+    """How sums become gradients.
+
+    Attributes:
+        unit: what they are to be multiplied with to be averaged, unscaled and clipped.
+        by_optimizer: the optimizer multiplies, in its own kernel, and writes the gradients back so.
+        may_skip: unless it finds an overflow, and leaves everything as it is.
+    """
+
+    unit: float | Tensor
+    by_optimizer: bool = False
+    may_skip: bool = False
 
 
 class GradientSum:
