@@ -148,8 +148,17 @@ class CallerNames:
                 "gradients": [*kept, *self._gradients.held(), *self._reducer.held()],
                 "masters": [record.p32 for record in records],
                 "states": [v for state in self.optim.state.values() for v in state.values() if isinstance(v, Tensor)],
+                "wires": self._group.held(),
             }
         )
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes of wires that this rank has handed to other ranks so far, by purpose: "reduce" and "gather".
+
+        Counted alike on every backend, without what a backend adds; an all-reduce counts as a reduce-scatter and a
+        gather.
+        """
+        return self._group.traffic()
 
     def _settled(self) -> list[ShardedParameter]:
         """Records with a gradient, as far as this rank's own rounds tell; doesn't communicate."""

@@ -1,15 +1,16 @@
-"""ShardGroup: the ranks that share every parameter, and the only file that calls torch's collectives.
+"""ShardGroup: the ranks that share every parameter, and how they talk.
 
-Two questions are answered here and nowhere else: which of torch's names a collective goes by, and which way
-of doing it is fast on the backend at hand. NCCL and its like run their native collectives. gloo's native
-reduce-scatter and all-gather are several times slower than sending each row straight to the rank that wants it
-and summing there, which also sums 16-bit gradients in fp32.
+Which transport is fast is decided here and nowhere else. NCCL and its like run their native collectives; on gloo,
+rows go straight to the rank that wants them, through shared memory where all ranks are processes of one host.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -17,40 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renames the two and warns on the old names.
-_RENAMED = hasattr(dist, "reduce_scatter_single")
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
-_all_gather_single = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor")
-
-# Tags of messages between two ranks.
-_REDUCE, _GATHER = 7001, 7002
+from .arena import Arena
+from .exchange import Exchange
+from .shared_memory import SharedMemory
+from .transport import Alone, Native, Pending, Transport
 
 _BROADCAST_BYTES = 64 * 2**20
-
-
-class Pending:
-    """A collective that is under way: its work handles, its tensors, and how they become the result.
-
-    Attributes:
-        tensors: what the collective reads and writes; kept alive here until the result is taken.
-    """
-
-    __slots__ = ("_finish", "_works", "tensors")
-
-    def __init__(self, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], finish: Callable[[], Tensor]) -> None:
-        self._works = works
-        self._finish = finish
-        self.tensors = tensors
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> Tensor:
-        """The result. On CUDA the current stream waits, not the host."""
-        for work in self._works:
-            work.wait()
-        return self._finish()
+_SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 
 
 class ShardGroup:
@@ -85,29 +59,36 @@ class ShardGroup:
         self._global_ranks = dist.get_process_group_ranks(self.group)
         self._backends = _backends_by_device(self.group)
         self._control = _control_group(self.group)
-        self._wires = self.group
+        self._native: Transport = Alone(self.rank, 1) if self.size == 1 else Native(self.group)
+        on_gloo = self._on_gloo(torch.device("cpu"))
+        self._wires = _Wires(self.group, Exchange(self.group) if on_gloo else self._native)
+        self._sent = {"reduce": 0, "gather": 0}
 
     def own_wires(self) -> None:
         """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
 
         A rank may then be ahead with one optimizer's wires when another's, or the caller's own collectives, are
         next. NCCL's communicators are too large for that: there the order of all collectives must be the same on
-        every rank.
+        every rank. Where all ranks are processes of one host, these wires travel through shared memory, unless
+        ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them.
         """
-        if self._backends.get("cpu") != "gloo" or self.size == 1:
+        if not self._on_gloo(torch.device("cpu")):
             return
-        lent = _lent.setdefault(self.group, {})
-        taken = self.largest(list(lent.values())) if lent else []
-        free = [group for group, busy in zip(lent, taken, strict=True) if not busy]
-        chosen = free[0] if free else _gloo_like(self.group)
-        lent[chosen] = True
-        self._wires = chosen
+        lent = _lent.setdefault(self.group, [])
+        plain, *taken = self.largest([os.environ.get(_SWITCH) == "0", *(wires.busy for wires in lent)])
+        free = [wires for wires, busy in zip(lent, taken, strict=True) if not busy]
+        if not free:
+            group = _gloo_like(self.group)
+            free = [_Wires(group, Exchange(group))]
+            lent += free
+        self._wires = free[0]
+        self._wires.busy = True
+        self._wires.share(self, not plain)
 
     def release(self) -> None:
         """Let another instance have this one's wires, all of which have been waited for."""
-        lent = _lent.get(self.group, {})
-        if self._wires in lent:
-            lent[self._wires] = False
+        self._wires.transport.rest()
+        self._wires.busy = False
 
     # ---- what the group can do ----
 
@@ -122,39 +103,58 @@ class ShardGroup:
 
     # ---- the data path: one wire, [size, row], at a time ----
 
-    def reduce_scatter(self, wire: Tensor) -> Pending:
+    def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A wire for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
+        return self._transport(device).new_wire(row, dtype, device)
+
+    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result is this rank's row of the sum, ``[row]``.
 
-        ``wire`` (``[size, row]``, contiguous) must stay as it is until the result is there.
+        ``wire`` (``[size, row]``, contiguous) must stay as it is until the result is there, and may be gone then.
         """
-        if self.size == 1:
-            return Pending((), (wire,), lambda: wire[0])
-        if self._is_gloo(wire):
-            return self._reduce_scatter_by_exchange(wire)
-        row = wire.new_empty(wire.shape[1])
-        work = _reduce_scatter_single(row, wire.view(-1), group=self.group, async_op=True)
-        return Pending((work,), (wire, row), lambda: row)
+        self._sent["reduce"] += self._bytes_to_others(wire[0])
+        return self._transport(wire.device).reduce_scatter(wire)
 
-    def all_reduce(self, wire: Tensor) -> Pending:
-        """Start summing ``wire`` over the ranks, in place; the result is ``wire``."""
-        if self.size == 1:
-            return Pending((), (wire,), lambda: wire)
-        group = self._wires if self._is_gloo(wire) else self.group
-        work = dist.all_reduce(wire, group=group, async_op=True)
-        return Pending((cast(dist.Work, work),), (wire,), lambda: wire)
+    def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
+        """Start summing ``wire`` over the ranks; the result, of its shape, may be ``wire`` itself."""
+        self._sent["reduce"] += 2 * self._bytes_to_others(wire[0])
+        return self._transport(wire.device).all_reduce(wire)
 
-    def all_gather(self, wire: Tensor) -> Pending:
+    def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
-        if self.size == 1:
-            return Pending((), (wire,), lambda: wire)
-        if self._is_gloo(wire):
-            return self._gather_by_exchange(wire)
-        work = _all_gather_single(wire.view(-1), wire[self.rank], group=self.group, async_op=True)
-        return Pending((work,), (wire,), lambda: wire)
+        self._sent["gather"] += self._bytes_to_others(wire[0])
+        return self._transport(wire.device).all_gather(wire)
+
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
+        """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
+
+        ``rows`` are on one device and of one dtype. One of ``own`` may be its very row; else it is free again when
+        this returns.
+        """
+        self._sent["gather"] += sum(self._bytes_to_others(each[0]) for each in rows)
+        return self._transport(rows[0].device).gather(own, rows)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes of wires that this rank has handed to others so far, by purpose.
+
+        An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does.
+        """
+        return dict(self._sent)
+
+    def held(self) -> list[Tensor]:
+        """Memory that wires take on the host, or that is kept for them."""
+        return self._wires.transport.held()
+
+    def rest(self) -> None:
+        """Nothing is under way on this rank, for a while: give memory back that wires took."""
+        self._wires.transport.rest()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         """``value`` (0-d) summed over the ranks, in place; on CUDA without a host synchronisation."""
-        return self.all_reduce(value).wait()
+        if self._on_gloo(value.device):
+            dist.all_reduce(value, group=self._wires.group)
+            return value
+        return self._native.all_reduce(value).wait()
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""
@@ -196,35 +196,16 @@ class ShardGroup:
         dist.all_gather_object(everyone, mine, group=self._control)
         return everyone
 
-    # ---- how gloo does it ----
+    # ---- how ----
 
-    def _is_gloo(self, wire: Tensor) -> bool:
-        return self._backends.get(wire.device.type) == "gloo"
+    def _transport(self, device: torch.device) -> Transport:
+        return self._wires.transport if self._on_gloo(device) else self._native
 
-    def _reduce_scatter_by_exchange(self, wire: Tensor) -> Pending:
-        """Each rank gets everybody's version of its own row, and sums them."""
-        others = torch.empty_like(wire[1:])
-        sent = [(wire[to], others[at]) for at, (to, _) in enumerate(self._peers)]
-        works = self._exchange(sent, tag=_REDUCE)
-        return Pending(works, (wire, others), lambda: _sum_rows(wire[self.rank], others))
+    def _on_gloo(self, device: torch.device) -> bool:
+        return self.size > 1 and self._backends.get(device.type) == "gloo"
 
-    def _gather_by_exchange(self, wire: Tensor) -> Pending:
-        """Each rank sends its own row to all others."""
-        sent = [(wire[self.rank], wire[of]) for _, of in self._peers]
-        return Pending(self._exchange(sent, tag=_GATHER), (wire,), lambda: wire)
-
-    @property
-    def _peers(self) -> list[tuple[int, int]]:
-        """Whom to send to and whom to receive from, turn by turn. gloo runs on few ranks: a loop is right."""
-        return [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in range(1, self.size)]
-
-    def _exchange(self, rows: Sequence[tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
-        """Send and receive a row a turn; the tag tells reductions from gathers."""
-        works: list[dist.Work | None] = []
-        for (to, of), (mine, theirs) in zip(self._peers, rows, strict=True):
-            works.append(dist.irecv(theirs, src=self._global_ranks[of], group=self._wires, tag=tag))
-            works.append(dist.isend(mine, dst=self._global_ranks[to], group=self._wires, tag=tag))
-        return [work for work in works if work is not None]
+    def _bytes_to_others(self, row: Tensor) -> int:
+        return (self.size - 1) * row.numel() * row.element_size()
 
     def _broadcast_batch(self, batch: list[Tensor]) -> None:
         """Send the tensors of one device as one message of bytes."""
@@ -236,19 +217,6 @@ class ShardGroup:
         for tensor, part in zip(batch, parts, strict=True):
             # A part may start at an odd byte, which a wider dtype can't view: hence the clone.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _sum_rows(own: Tensor, others: Tensor) -> Tensor:
-    """``own`` plus all rows of ``others``, 16-bit ones in fp32; ``others`` may be overwritten.
-
-    Two 16-bit numbers are added right as they are: their sum is rounded once either way.
-    """
-    if len(others) == 1:
-        return others[0].add_(own)
-    total = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
-    for row in others:
-        total += row
-    return total.to(own.dtype)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -275,8 +243,47 @@ def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
 
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
-# By group: the groups made for wires, in the order of making, which is the same on all ranks, and which are in use.
-_lent: WeakKeyDictionary[dist.ProcessGroup, dict[dist.ProcessGroup, bool]] = WeakKeyDictionary()
+
+@dataclass
+class _Wires:
+    """A gloo group for wires, and how they travel in it.
+
+    Attributes:
+        transport: in use.
+        shared: the one through shared memory; None: not tried yet; False: the ranks don't see each other's.
+        busy: an instance of this rank has it.
+    """
+
+    group: dist.ProcessGroup
+    transport: Transport
+    shared: SharedMemory | bool | None = None
+    busy: bool = False
+
+    def share(self, ranks: ShardGroup, wanted: bool) -> None:
+        """Use shared memory or not, alike on all ranks."""
+        if wanted and self.shared is None:
+            self.shared = _shared_memory(ranks, self.group) or False
+        if wanted and isinstance(self.shared, SharedMemory):
+            self.transport = self.shared
+        elif isinstance(self.transport, SharedMemory):
+            self.transport = Exchange(self.group)
+
+
+def _shared_memory(ranks: ShardGroup, group: dist.ProcessGroup) -> SharedMemory | None:
+    """Wires in shared memory if every rank can see every other's, else None on all."""
+    own, transport = None, None
+    with suppress(OSError, AttributeError):  # no memfd: not Linux, or an old one
+        own = Arena()
+    addresses = ranks.exchange(own and own.address)
+    if own is not None and all(addresses):
+        with suppress(OSError, ValueError):  # other hosts, containers or users
+            transport = SharedMemory(group, own, addresses)
+    (failed,) = ranks.largest([transport is None])
+    return None if failed else transport
+
+
+# By group: the groups made for wires, in the order of making, which is the same on all ranks.
+_lent: WeakKeyDictionary[dist.ProcessGroup, list[_Wires]] = WeakKeyDictionary()
 
 
 def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -293,6 +293,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
             self._stepper.step(sums, unit, overflow)
             self._gathers.finish()
         self._reducer.end_step()
+        self._group.rest()
         return loss
 
     def _global_norm(self, sums: list[GradientSum], unit: float | Tensor) -> Tensor:

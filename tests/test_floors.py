@@ -17,6 +17,9 @@ PACKAGE = "lowlevel_zero"
 HOUSE = (
     ("floor 0, under the others", ("trial",)),
     ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping")),
+    ("floor 1, under the others", ("transport", "arena")),
+    ("floor 1, without the backend's collectives", ("exchange",)),
+    ("floor 1, without messages", ("shared_memory",)),
     ("floor 1", ("collectives",)),
     ("floor 2, below the records", ("bookkeeping.gradient_sum",)),
     (
@@ -41,6 +44,8 @@ ROWS = {file: row for row, (_, files) in enumerate(HOUSE) for file in files}
 # Who may use which of torch.distributed's functions that talk to other ranks or make groups; None: all.
 TALKERS: dict[str, frozenset[str] | None] = {
     "collectives": None,
+    "transport": frozenset({"all_reduce", "reduce_scatter_single", "all_gather_single"}),
+    "exchange": frozenset({"isend", "irecv"}),
     "plugin.*": frozenset({"destroy_process_group"}),  # its demo's end
     "demo.*": frozenset({"init_process_group", "destroy_process_group", "all_reduce"}),
 }

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lowlevel_zero.bookkeeping import wire as wire_module
-from lowlevel_zero.bookkeeping.wire import pack, pack_plainly, unpack
+from lowlevel_zero.bookkeeping.wire import pack, pack_plainly
+from lowlevel_zero.transport import unpack
 
 NUMELS = {
     "one": [1],

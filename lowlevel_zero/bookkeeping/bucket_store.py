@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives import Pending, ShardGroup
+from ..collectives import ShardGroup
+from ..transport import Pending
 from .bucket_plan import Bucket, BucketPlan
 from .parameter_store import ShardedParameter
 from .wire import pack
@@ -22,7 +23,7 @@ class Reduction(NamedTuple):
     """A bucket whose reduction is under way."""
 
     bucket: Bucket
-    pending: Pending
+    pending: Pending[Tensor]
 
 
 class Reduced(NamedTuple):
@@ -154,7 +155,7 @@ class BucketStore:
         """A fresh wire with the gradients, zeros for those that aren't there, and the flags that ride in it."""
         lead = self._records[(bucket.members or bucket.flags or (0,))[0]]
         dtype = lead.wire_dtype if bucket.members else torch.float32
-        wire = torch.empty(self._group.size, bucket.row, dtype=dtype, device=lead.padded.device)
+        wire = self._group.new_wire(bucket.row, dtype, lead.padded.device)
         zero = torch.zeros((), dtype=lead.p.dtype, device=wire.device)
         flats = [
             gradient if gradient is not None else zero.expand(self._records[index].split.numel)

@@ -6,22 +6,20 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..collectives import Pending, ShardGroup
+from ..collectives import ShardGroup
+from ..transport import Pending
 from .parameter_store import ShardedParameter
-from .wire import unpack
 
 # Two wires: one is filled while the other travels.
 IN_FLIGHT = 2
 
 
 class Gather(NamedTuple):
-    """Parameters whose rows are under way; ``rows`` is empty where they travel straight into their storage."""
+    """Parameters whose rows are under way."""
 
     records: list[ShardedParameter]
-    pending: Pending
-    rows: list[Tensor]
+    pending: Pending[None]
 
 
 class GatherStore:
@@ -37,33 +35,18 @@ class GatherStore:
 
     def start(self, records: list[ShardedParameter]) -> None:
         """Start gathering ``records``, stepped together and of one kind; alike on every rank."""
-        self._start(records)
+        pending = self._group.gather([record.p32 for record in records], [record.rows for record in records])
+        self._in_flight.append(Gather(records, pending))
         self._finish(leave=IN_FLIGHT)
 
     def finish(self) -> None:
         """Return when all that was started has arrived."""
         self._finish(leave=0)
 
-    def _start(self, records: list[ShardedParameter]) -> None:
-        if len(records) == 1:
-            record = records[0]
-            if not record.shares_storage:
-                record.row.copy_(record.p32)
-            self._in_flight.append(Gather(records, self._group.all_gather(record.rows), []))
-            return
-        sizes = [record.split.slice_size for record in records]
-        lead = records[0].padded
-        wire = torch.empty(self._group.size, sum(sizes), dtype=lead.dtype, device=lead.device)
-        slots = wire[self._group.rank].split_with_sizes(sizes)
-        torch._foreach_copy_(slots, [record.p32 for record in records])
-        self._in_flight.append(Gather(records, self._group.all_gather(wire), [record.rows for record in records]))
-
     def _finish(self, leave: int) -> None:
         while len(self._in_flight) > leave:
-            records, pending, rows = self._in_flight.popleft()
-            wire = pending.wait()
-            if rows:
-                unpack(wire, rows)
+            records, pending = self._in_flight.popleft()
+            pending.wait()
             for record in records:
                 # The write went past p: without this, a backward through the old values would go unnoticed.
                 torch.autograd.graph.increment_version(record.p)

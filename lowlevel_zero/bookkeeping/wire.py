@@ -1,4 +1,4 @@
-"""Packing tensors into a wire, and a wire into tensors: one multi-tensor call each way, whatever their number."""
+"""Packing tensors into a wire: one multi-tensor call, whatever their number."""
 
 from __future__ import annotations
 
@@ -25,11 +25,6 @@ def pack(wire: Tensor, flats: Sequence[Tensor]) -> None:
 def pack_plainly(wire: Tensor, flats: Sequence[Tensor]) -> None:
     """What ``pack`` does, in public operations: for a torch without ``_chunk_cat``, and for its test."""
     torch.cat([_rows(flat, wire.shape[0]) for flat in flats], dim=1, out=wire)
-
-
-def unpack(wire: Tensor, rows: Sequence[Tensor]) -> None:
-    """Copy the columns of ``wire`` (``[world_size, row]``) out into ``rows``, each ``[world_size, s]``."""
-    torch.split_with_sizes_copy(wire, [each.shape[1] for each in rows], dim=1, out=list(rows))
 
 
 def _rows(flat: Tensor, world_size: int) -> Tensor:

@@ -1,0 +1,66 @@
+"""Exchange: on gloo, each row goes straight to the rank that wants it, which sums.
+
+gloo's native reduce-scatter and all-gather are several times slower, and sum 16-bit gradients in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .transport import Native, Pending
+
+# Tags of messages between two ranks: reductions and gathers have an order of their own each.
+REDUCE, GATHER = 7001, 7002
+
+
+class Exchange(Native):
+    """Messages from rank to rank; an all-reduce is gloo's own.
+
+    Attributes:
+        peers: whom to send to and whom to receive from, turn by turn. gloo runs on few ranks: a loop is right.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
+        turns = range(1, self.size)
+        self.peers = [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in turns]
+
+    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
+        """Each rank gets everybody's version of its own row, and sums them."""
+        others = torch.empty_like(wire[1:])
+        works = self.swap([(wire[to], others[at]) for at, (to, _) in enumerate(self.peers)], REDUCE)
+        into = others[0] if self.size == 2 else None
+        return Pending(works, (wire, others), lambda: sum_rows([wire[self.rank], *others], into))
+
+    def all_gather(self, wire: Tensor) -> Pending[Tensor]:
+        """Each rank sends its own row to all others."""
+        works = self.swap([(wire[self.rank], wire[of]) for _, of in self.peers], GATHER)
+        return Pending(works, (wire,), lambda: wire)
+
+    def swap(self, pairs: Sequence[tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
+        """Start sending the first and receiving into the second of a pair, a pair a turn."""
+        works: list[dist.Work | None] = []
+        for (to, of), (mine, theirs) in zip(self.peers, pairs, strict=True):
+            works.append(dist.irecv(theirs, src=self._global_ranks[of], group=self._group, tag=tag))
+            works.append(dist.isend(mine, dst=self._global_ranks[to], group=self._group, tag=tag))
+        return [work for work in works if work is not None]
+
+
+def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+    """The sum of two rows or more, from the first on, 16-bit ones in fp32; fresh, or, of two, ``into``.
+
+    Two 16-bit numbers are added right as they are: their sum is rounded once either way.
+    """
+    first, second, *others = rows
+    if not others:
+        return torch.add(first, second, out=into)
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = torch.add(first, second) if wide == first.dtype else first.to(wide).add_(second)
+    for row in others:
+        total += row
+    return total.to(first.dtype)

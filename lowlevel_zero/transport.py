@@ -1,0 +1,153 @@
+"""Transports: interchangeable ways of bringing wires to other ranks; here the interface, and the backend's own way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renames the two and warns on the old names.
+_RENAMED = hasattr(dist, "reduce_scatter_single")
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
+_all_gather_single = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor")
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """A collective that is under way: its work handles, its tensors, and how they become the result.
+
+    Attributes:
+        tensors: what the collective reads and writes; kept alive here until the result is taken.
+    """
+
+    __slots__ = ("_finish", "_works", "tensors")
+
+    def __init__(self, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], finish: Callable[[], T]) -> None:
+        self._works = works
+        self._finish = finish
+        self.tensors = tensors
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> T:
+        """The result, once. On CUDA the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        return self._finish()
+
+
+class Transport(ABC):
+    """Carries wires, ``[size, row]`` and contiguous, between the ranks of one group.
+
+    Every rank starts the same reductions in the same order, and the same gathers.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: ranks in the group.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A wire to be filled and handed to one reduction; what it holds is undefined."""
+        return torch.empty(self.size, row, dtype=dtype, device=device)
+
+    @abstractmethod
+    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
+        """Start summing; the result is this rank's row, ``[row]``. ``wire`` must stay as it is until then."""
+
+    @abstractmethod
+    def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
+        """Start summing; the result has ``wire``'s shape, and may be ``wire``."""
+
+    @abstractmethod
+    def all_gather(self, wire: Tensor) -> Pending[Tensor]:
+        """Start filling ``wire``, of which every rank gives its own row; in place."""
+
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
+        """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``."""
+        if len(own) == 1:
+            keep_own(own, rows, self.rank)
+            return _then(self.all_gather(rows[0]), lambda wire: None)
+        sizes = [each.numel() for each in own]
+        wire = rows[0].new_empty(self.size, sum(sizes))
+        torch._foreach_copy_(wire[self.rank].split_with_sizes(sizes), list(own))
+        return _then(self.all_gather(wire), lambda wire: unpack(wire, rows))
+
+    def held(self) -> list[Tensor]:
+        """Memory that is kept from wire to wire."""
+        return []
+
+    def rest(self) -> None:  # noqa: B027
+        """Nothing is under way on this rank: keep no more memory than is worth it."""
+
+
+class Alone(Transport):
+    """One rank: what it has is everybody's."""
+
+    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
+        """The one row."""
+        return Pending((), (wire,), lambda: wire[0])
+
+    def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
+        """``wire``."""
+        return Pending((), (wire,), lambda: wire)
+
+    def all_gather(self, wire: Tensor) -> Pending[Tensor]:
+        """``wire``."""
+        return Pending((), (wire,), lambda: wire)
+
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
+        """A copy, where ``own`` is one."""
+        keep_own(own, rows, self.rank)
+        return Pending((), (), lambda: None)
+
+
+class Native(Transport):
+    """The backend's own collectives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = group
+
+    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
+        """One collective into a fresh row."""
+        row = wire.new_empty(wire.shape[1])
+        work = _reduce_scatter_single(row, wire.view(-1), group=self._group, async_op=True)
+        return Pending((work,), (wire, row), lambda: row)
+
+    def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
+        """In place."""
+        work = dist.all_reduce(wire, group=self._group, async_op=True)
+        return Pending((cast(dist.Work, work),), (wire,), lambda: wire)
+
+    def all_gather(self, wire: Tensor) -> Pending[Tensor]:
+        """In place."""
+        work = _all_gather_single(wire.view(-1), wire[self.rank], group=self._group, async_op=True)
+        return Pending((work,), (wire,), lambda: wire)
+
+
+def unpack(wire: Tensor, rows: Sequence[Tensor]) -> None:
+    """Copy the columns of ``wire`` (``[size, row]``) out into ``rows``, each ``[size, s]``: one multi-tensor call."""
+    torch.split_with_sizes_copy(wire, [each.shape[1] for each in rows], dim=1, out=list(rows))
+
+
+def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
+    """Copy each of ``own`` into its row of ``rows``, unless it is that row."""
+    pairs = [(mine, each[rank]) for mine, each in zip(own, rows, strict=True)]
+    pairs = [(mine, row) for mine, row in pairs if mine.data_ptr() != row.data_ptr()]
+    if pairs:
+        torch._foreach_copy_([row for _, row in pairs], [mine for mine, _ in pairs])
+
+
+def _then(pending: Pending[Tensor], act: Callable[[Tensor], None]) -> Pending[None]:
+    return Pending((), pending.tensors, lambda: act(pending.wait()))
