@@ -67,7 +67,7 @@ class Arena:
         size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
         self._memory = os.memfd_create("lowlevel_zero")
         self._records, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        finalize(self, _close, [self._memory, self._records])
+        _close_with(self, self._memory, self._records)
         os.close(writing)  # those who write open it for themselves
         os.ftruncate(self._memory, size)
         self._map = _mapped(self._memory, size)
@@ -110,9 +110,8 @@ class Arena:
                 if keep < 0:
                     self._map.madvise(mmap.MADV_REMOVE, slot.offset, slot.nbytes)
                     slot.resident = False
-        if not any(slot.resident for slot in self._slots):
-            self._slots.clear()
-            self._top = _PAGE
+        while self._slots and not self._slots[-1].resident:
+            self._top = self._slots.pop().offset
 
     def held(self) -> list[Tensor]:
         """The slots that take memory, as bytes."""
@@ -166,7 +165,7 @@ class OthersArena:
             raise ValueError("its memory isn't what is seen here")
         # For reading, too: so writing never fails for want of a reader, when the other process has left.
         self._records = os.open(f"{folder}/{address.acknowledgements}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        finalize(self, _close, [self._records])
+        _close_with(self, self._records)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """``numel`` elements from byte ``offset`` on, 1-D; only to be read, until ``finish``."""
@@ -201,6 +200,11 @@ def _exhausted(nbytes: int, reason: str) -> str:
     )
 
 
-def _close(descriptors: list[int]) -> None:
+def _close_with(owner: object, *descriptors: int) -> None:
+    """Close them when ``owner`` is gone; at the process's end that is done anyway, after all who may use them."""
+    finalize(owner, _close, descriptors).atexit = False
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)

@@ -87,7 +87,7 @@ class ShardGroup:
 
     def release(self) -> None:
         """Let another instance have this one's wires, all of which have been waited for."""
-        self._wires.transport.rest()
+        self._wires.transport.rest(for_good=True)
         self._wires.busy = False
 
     # ---- what the group can do ----

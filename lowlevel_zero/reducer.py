@@ -186,8 +186,7 @@ class Reducer:
             leave = self._in_flight if leave is None else leave
             if leave is not None:
                 self._take(self._buckets.finish(leave))
-        else:
-            self._take(self._buckets.finish(wait=False))
+        self._take(self._buckets.finish(wait=False))
 
     def _take(self, reduced: list[Reduced]) -> None:
         for bucket, total in reduced:

@@ -25,16 +25,23 @@ class Pending(Generic[T]):
         tensors: what the collective reads and writes; kept alive here until the result is taken.
     """
 
-    __slots__ = ("_finish", "_works", "tensors")
+    __slots__ = ("_done", "_finish", "_works", "tensors")
 
-    def __init__(self, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], finish: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        tensors: tuple[Tensor, ...],
+        finish: Callable[[], T],
+        done: Callable[[], bool] | None = None,
+    ) -> None:
         self._works = works
         self._finish = finish
+        self._done = done
         self.tensors = tensors
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return all(work.is_completed() for work in self._works)
+        """Whether ``wait`` would return at once, as far as can be told."""
+        return all(work.is_completed() for work in self._works) if self._done is None else self._done()
 
     def wait(self) -> T:
         """The result, once. On CUDA the current stream waits, not the host."""
@@ -87,8 +94,8 @@ class Transport(ABC):
         """Memory that is kept from wire to wire."""
         return []
 
-    def rest(self) -> None:  # noqa: B027
-        """Nothing is under way on this rank: keep no more memory than is worth it."""
+    def rest(self, for_good: bool = False) -> None:  # noqa: B027
+        """Nothing is under way on this rank: keep no more memory than is worth it, or none."""
 
 
 class Alone(Transport):

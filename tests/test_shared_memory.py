@@ -1,0 +1,395 @@
+"""Wires in shared memory: beside messages and plain sums, with a rank that lags, and when they can't be had."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer, collectives, shared_memory
+from lowlevel_zero.arena import Arena, OthersArena
+from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.shared_memory import SharedMemory
+from ranks import run_ranks, run_ranks_expecting
+
+SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+ROWS = [1, 3, 64, 1001, 70_001]
+STAGES: dict[str, dict[str, Any]] = {
+    "stage1": {},
+    "stage1-scatter": {"reduce_scatter": True},
+    "stage2": {"partition_grad": True},
+}
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
+over_stages = pytest.mark.parametrize("stage", STAGES)
+
+
+def is_shared(group: ShardGroup) -> bool:
+    return isinstance(group._wires.transport, SharedMemory)
+
+
+def group_with_wires(shared: bool = True) -> ShardGroup:
+    os.environ[SWITCH] = str(int(shared))
+    group = ShardGroup()
+    group.own_wires()
+    assert is_shared(group) == shared
+    return group
+
+
+def random_wire(rank: int, world_size: int, row: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(world_size, row, generator=torch.Generator().manual_seed(1000 * row + rank)).to(dtype)
+
+
+def packed(group: ShardGroup, values: Tensor) -> Tensor:
+    return group.new_wire(values.shape[1], values.dtype, CPU).copy_(values)
+
+
+# Against messages and plain sums
+
+
+@over_dtypes
+@over_world_sizes
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "elsewhere"])
+def test_a_row_of_the_sum_is_that_of_messages_bit_for_bit(pack: bool, world_size: int, dtype: torch.dtype) -> None:
+    def reduce(rank: int, world_size: int) -> list[list[Tensor]]:
+        totals = []
+        for shared in (True, False):
+            group = group_with_wires(shared)
+            wires = [random_wire(rank, world_size, row, dtype) for row in ROWS]
+            pending = [group.reduce_scatter(packed(group, wire) if pack else wire) for wire in wires]
+            totals.append([each.wait().clone() for each in pending])
+        return totals
+
+    for shared, messages in run_ranks(reduce, world_size):
+        for ours, expected in zip(shared, messages, strict=True):
+            assert ours.dtype == dtype
+            assert torch.equal(ours, expected)
+
+
+@over_dtypes
+@over_world_sizes
+def test_a_whole_sum_is_alike_on_all_ranks_and_in_fp32(world_size: int, dtype: torch.dtype) -> None:
+    def reduce(rank: int, world_size: int) -> list[Tensor]:
+        group = group_with_wires()
+        wires = [packed(group, random_wire(rank, world_size, row, dtype)) for row in ROWS]
+        return [each.wait() for each in [group.all_reduce(wire) for wire in wires]]
+
+    first, *others = run_ranks(reduce, world_size)
+    for at, row in enumerate(ROWS):
+        wires = [random_wire(rank, world_size, row, dtype) for rank in range(world_size)]
+        wide = torch.promote_types(dtype, torch.float32)
+        assert torch.equal(first[at], sum(wire.to(wide) for wire in wires).to(dtype))
+        assert all(torch.equal(first[at], other[at]) for other in others)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "messages"])
+@pytest.mark.parametrize("cast", [True, False], ids=["cast", "as it is"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_rows_are_gathered_to_where_they_belong(world_size: int, cast: bool, shared: bool) -> None:
+    sizes = [5, 1, 300, 17]
+
+    def gather(rank: int, world_size: int) -> list[list[Tensor]]:
+        group = group_with_wires(shared) if world_size > 1 else ShardGroup()
+        results = []
+        for some in (sizes, sizes[:1]):
+            rows = [torch.full((world_size, size), -1.0, dtype=torch.bfloat16 if cast else None) for size in some]
+            for each in rows:
+                each[rank] = rank + 1
+            own = [torch.full((size,), rank + 1.0) for size in some] if cast else [each[rank] for each in rows]
+            for each in rows if cast else ():
+                each[rank] = -1
+            group.gather(own, rows).wait()
+            results.append(rows)
+        return results
+
+    expected = torch.arange(1.0, world_size + 1)
+    for results in run_ranks(gather, world_size):
+        for rows in results:
+            assert all(torch.equal(each, expected.to(each.dtype)[:, None].expand_as(each)) for each in rows)
+
+
+def train(rank: int, world_size: int, shared: bool, dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], Any]:
+    """A few steps over odd sizes, buckets of one and of several; the parameters and the account of traffic."""
+    os.environ[SWITCH] = str(int(shared))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 12), nn.Linear(12, 12, bias=False)).to(dtype)
+    wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = LowLevelZeroOptimizer(wrapped, model=model, reduce_bucket_size=40, **options)
+    assert is_shared(optimizer._group) == (shared and world_size > 1)
+    for step in range(4):
+        x = torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+        optimizer.backward(model(x).square().mean())
+        if step > 1:
+            optimizer.backward(model[0](x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], optimizer.traffic()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@over_stages
+def test_training_ends_as_with_messages(stage: str, world_size: int, dtype: torch.dtype) -> None:
+    def both(rank: int, world_size: int) -> list[Any]:
+        return [train(rank, world_size, shared, dtype, **STAGES[stage]) for shared in (True, False)]
+
+    # gloo's own all-reduce adds in an order of its own, and 16-bit numbers in 16 bits.
+    exact = stage != "stage1" or (world_size <= 2 and dtype == torch.float32)
+    for (ours, sent), (expected, sent_in_messages) in run_ranks(both, world_size):
+        for p, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(
+                p, other, **({"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 2e-2, "atol": 1e-2})
+            )
+        assert sent == sent_in_messages
+        assert (sent["reduce"] > 0) == (sent["gather"] > 0) == (world_size > 1)
+
+
+def test_traffic_is_what_the_wires_hold() -> None:
+    def count(rank: int, world_size: int) -> dict[str, int]:
+        group = group_with_wires()
+        for start in (group.reduce_scatter, group.all_reduce):
+            start(group.new_wire(10, torch.bfloat16, CPU)).wait()
+        rows = [torch.zeros(world_size, 7), torch.zeros(world_size, 2)]
+        group.gather([each[rank] for each in rows], rows).wait()
+        group.all_gather(torch.zeros(world_size, 4)).wait()
+        return group.traffic()
+
+    assert run_ranks(count, 3) == [{"reduce": 2 * 3 * 10 * 2, "gather": 2 * 4 * (7 + 2 + 4)}] * 3
+
+
+# A rank that lags
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 6], ids=lambda ahead: f"{ahead} ahead")
+def test_no_slot_is_used_again_before_the_slowest_has_read_it(ahead: int) -> None:
+    """Each rank has its own pauses, before it packs and before it reads; every value tells its round and rank."""
+
+    def rounds(rank: int, world_size: int) -> int:
+        group = group_with_wires()
+        pause = random.Random(rank)
+        wrong = 0
+        under_way: list[tuple[int, Any, Tensor]] = []
+        for number in range(150 + ahead):
+            if number < 150:
+                row = [5000, 300, 20_000][number % 3]
+                wire = group.new_wire(row, torch.float32, CPU).fill_(number + 1000 * rank)
+                rows = torch.full((world_size, row), float(number + 1000 * rank))
+                under_way.append((number, group.reduce_scatter(wire), rows))
+            if pause.random() < 0.2:
+                time.sleep(pause.random() * 0.01)
+            if len(under_way) > ahead or number >= 150:
+                at, pending, rows = under_way.pop(0)
+                wrong += not (pending.wait() == 3 * at + 3000).all()
+                gathered = group.gather([rows[rank]], [rows])
+                if pause.random() < 0.1:
+                    time.sleep(pause.random() * 0.01)
+                gathered.wait()
+                wrong += not (rows == torch.tensor([[at], [at + 1000], [at + 2000]])).all()
+        return wrong
+
+    assert run_ranks(rounds, 3) == [0, 0, 0]
+
+
+def test_a_rank_may_be_far_ahead_and_its_peers_may_read_what_it_left_when_it_has_gone() -> None:
+    def run(rank: int, world_size: int) -> None:
+        group = group_with_wires()
+        pending = [group.reduce_scatter(group.new_wire(1000, torch.float32, CPU).fill_(number)) for number in range(50)]
+        if rank == 0:
+            totals = [each.wait() for each in pending]
+            group.largest([0])
+            os._exit(0)
+        group.largest([0])
+        time.sleep(0.2)
+        totals = [each.wait() for each in pending]
+        raise ValueError(f"{[total[-1].item() for total in totals] == [2.0 * number for number in range(50)]}")
+
+    left, stayed = run_ranks_expecting(run, 2)
+    assert left.type == "ProcessDied"
+    assert (stayed.type, stayed.message) == ("ValueError", "True")
+
+
+def test_a_killed_rank_is_an_error_to_the_others() -> None:
+    def run(rank: int, world_size: int) -> None:
+        group = group_with_wires()
+        for number in range(20):
+            if rank == 2 and number == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+            group.all_reduce(group.new_wire(100, torch.float32, CPU).fill_(1)).wait()
+
+    *others, killed = run_ranks_expecting(run, 3, timeout=30)
+    assert killed.message == "SIGKILL"
+    assert [error.type for error in others] == ["RuntimeError"] * 2
+
+
+# When it can't be had
+
+
+def refuse(*_: object) -> Any:
+    raise PermissionError("not here")
+
+
+REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "no memfd": lambda patch: patch.delattr(os, "memfd_create"),
+    "a peer's can't be opened": lambda patch: patch.setattr(shared_memory, "OthersArena", refuse),
+    "switched off": lambda patch: patch.setenv(SWITCH, "0"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_one_rank_that_can_t_makes_all_send_messages(refusal: str) -> None:
+    def reduce(rank: int, world_size: int) -> list[Any]:
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                REFUSALS[refusal](patch)
+            group = ShardGroup()
+            group.own_wires()
+            total = group.reduce_scatter(group.new_wire(5, torch.float32, CPU).fill_(rank)).wait()
+            gc.collect()
+            seen += [is_shared(group), total.tolist(), mappings()]
+        return seen
+
+    assert run_ranks(reduce, 3) == [[False, [3.0] * 5, 0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"host": "another"}, "another host"),
+        ({"file": (0, 0)}, "another number"),
+        ({"token": b"something else"}, "seen here"),
+        ({"process": 2**22 + 1}, "No such file"),
+    ],
+    ids=["host", "file", "token", "process"],
+)
+def test_only_the_very_process_s_memory_is_taken(changed: dict[str, Any], reason: str) -> None:
+    own = Arena()
+    OthersArena(own.address)
+    before = descriptors()
+    with pytest.raises((OSError, ValueError), match=reason):
+        OthersArena(own.address._replace(**changed))
+    assert descriptors() == before
+
+
+def test_it_may_be_switched_from_optimizer_to_optimizer() -> None:
+    def switch(rank: int, world_size: int) -> list[bool]:
+        seen = []
+        for wanted in (True, False, True):
+            group = group_with_wires(wanted)
+            seen.append(is_shared(group))
+            group.release()
+        return seen
+
+    assert run_ranks(switch, 2) == [[True, False, True]] * 2
+
+
+def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Arena()
+    with pytest.raises(MemoryError, match=f"{SWITCH}=0"):
+        own.take(own.address.size, 1)
+
+    def full(*_: int) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryError, match="no space"):
+        own.take(100, 1)
+
+
+# Nothing piles up
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:lowlevel_zero")
+
+
+def step_once(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+    optimizer.backward(model(torch.ones(2, 50)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def make() -> tuple[nn.Module, LowLevelZeroOptimizer]:
+    model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(4)))
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return model, LowLevelZeroOptimizer(sgd, model=model, reduce_bucket_size=3000, partition_grad=True)
+
+
+def test_two_hundred_steps_take_no_more_than_twenty() -> None:
+    def run(rank: int, world_size: int) -> tuple[tuple[int, int], tuple[int, int], int]:
+        model, optimizer = make()
+        pause = random.Random(rank)
+        seen = []
+        for steps in (20, 180):
+            for _ in range(steps):
+                time.sleep(pause.random() * 0.002)
+                step_once(model, optimizer)
+            seen.append((descriptors(), mappings()))
+        return seen[0], seen[1], optimizer.memory_held()["wires"]
+
+    for early, late, wires in run_ranks(run, 3):
+        assert early == late
+        assert late[1] == 3
+        assert 0 < wires < 2**20
+
+
+def test_fifty_optimizers_one_after_another_take_no_more_than_one() -> None:
+    def run(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+        seen = []
+        for _ in range(50):
+            model, optimizer = make()
+            step_once(model, optimizer)
+            step_once(model, optimizer)
+            group = optimizer._group
+            group.largest([0])  # all have read all
+            del model, optimizer
+            gc.collect()
+            seen.append((descriptors(), mappings(), sum(each.nbytes for each in group.held())))
+        return seen
+
+    for seen in run_ranks(run, 2):
+        assert seen[0] == seen[-1]
+        assert seen[0][1:] == (2, 0)
+
+
+def test_between_steps_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "KEPT", 2 * 2**20)
+
+    def run(rank: int, world_size: int) -> tuple[int, int]:
+        group = group_with_wires()
+        pending = [group.reduce_scatter(group.new_wire(2**17, torch.float32, CPU).fill_(1)) for _ in range(8)]
+        before = sum(each.nbytes for each in group.held())
+        for each in pending:
+            each.wait()
+        group.largest([0])
+        group.rest()
+        return before, sum(each.nbytes for each in group.held())
+
+    assert run_ranks(run, 2) == [(8 * 2**20, 2 * 2**20)] * 2
+
+
+def test_the_transport_is_not_set_up_where_it_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> Any:
+        raise AssertionError("set up")
+
+    monkeypatch.setattr(collectives, "Arena", never)
+
+    def alone(rank: int, world_size: int) -> list[Tensor]:
+        return train(rank, world_size, True, torch.float32)[0]
+
+    assert len(run_ranks(alone, 1)[0]) == 5
