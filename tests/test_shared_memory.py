@@ -350,6 +350,7 @@ def test_two_hundred_steps_take_no_more_than_twenty() -> None:
 
 def test_fifty_optimizers_one_after_another_take_no_more_than_one() -> None:
     def run(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+        gc.freeze()  # what torch left behind at its import takes long to look at
         seen = []
         for _ in range(50):
             model, optimizer = make()
