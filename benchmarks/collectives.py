@@ -1,4 +1,4 @@
-"""gloo's native collectives beside ours: ``python -m benchmarks.collectives --help``."""
+"""gloo's native collectives beside ours, by message and shared memory: ``python -m benchmarks.collectives --help``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Case(NamedTuple):
     dtype: str
 
 
+WAYS = ("native", "messages", "shared")
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 
 
@@ -63,7 +64,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     sizes = [2**14, 2**17, 2**20, 2**22, 24 * 2**20]
     parser.add_argument("--elements", type=int, nargs="+", default=sizes, help="of a whole wire, all rows")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the wire")
-    parser.add_argument("--rounds", type=int, default=11, help="native and ours in turn, so often")
+    parser.add_argument("--rounds", type=int, default=11, help="all ways in turn, so often")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one world size")
     parser.add_argument("--out", type=Path, default=_SCRATCH, help="JSON")
     return parser.parse_args(arguments)
@@ -76,18 +77,19 @@ def _product(*choices: Any) -> list[tuple[Any, ...]]:
     return combined
 
 
-def _measure(rank: int, world_size: int, cases: list[Case], rounds: int) -> list[tuple[list[float], list[float]]]:
-    """Seconds by round, native and ours, of each case on this rank."""
+def _measure(rank: int, world_size: int, cases: list[Case], rounds: int) -> list[list[list[float]]]:
+    """Seconds by round, of each way, of each case on this rank."""
     warnings.simplefilter("ignore")
-    group = ShardGroup()
-    return [_measure_one(group, case, rounds) for case in cases]
+    messages, shared = ShardGroup(), ShardGroup()
+    shared.own_wires()
+    return [_measure_one(messages, shared, case, rounds) for case in cases]
 
 
-def _measure_one(group: ShardGroup, case: Case, rounds: int) -> tuple[list[float], list[float]]:
-    wire = torch.ones(group.size, -(-case.elements // group.size), dtype=DTYPES[case.dtype])
-    ways = (_native(group, case, wire), _ours(group, case, wire))
+def _measure_one(messages: ShardGroup, shared: ShardGroup, case: Case, rounds: int) -> list[list[float]]:
+    wire = torch.ones(messages.size, -(-case.elements // messages.size), dtype=DTYPES[case.dtype])
+    ways = (_native(messages, case, wire), _ours(messages, case, wire), _shared(shared, case, wire))
     repeats = min(50, max(1, 2**18 // case.elements))
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds: list[list[float]] = [[] for _ in WAYS]
     for number in range(rounds + 1):
         for way, kept in zip(ways, seconds, strict=True):
             wire.fill_(1)
@@ -111,6 +113,14 @@ def _ours(group: ShardGroup, case: Case, wire: Tensor) -> Callable[[], object]:
     return lambda: start(wire).wait()
 
 
+def _shared(group: ShardGroup, case: Case, wire: Tensor) -> Callable[[], object]:
+    """As a step does it: wires for reductions are packed into shared memory right away, and packing isn't timed."""
+    if case.collective == "all_gather":
+        return lambda: group.gather([wire[group.rank]], [wire]).wait()
+    start = getattr(group, case.collective)
+    return lambda: start(group.new_wire(wire.shape[1], wire.dtype, wire.device)).wait()
+
+
 def _timed(way: Callable[[], object], repeats: int) -> float:
     """Seconds of one call, among all ranks in step."""
     dist.barrier()
@@ -120,26 +130,26 @@ def _timed(way: Callable[[], object], repeats: int) -> float:
     return (perf_counter() - start) / repeats
 
 
-def _row(world_size: int, case: Case, seen: list[tuple[list[float], list[float]]]) -> dict[str, Any]:
-    """The mean over ranks in each round, then the spread over rounds."""
-    native, ours = ([fmean(one) for one in zip(*(rank[way] for rank in seen), strict=True)] for way in (0, 1))
-    ratios = [mine / theirs for mine, theirs in zip(ours, native, strict=True)]
-    return {
-        "ranks": world_size,
-        **case._asdict(),
-        "native seconds": median(native),
-        "our seconds": median(ours),
-        "ratio": Spread.of(ratios)._asdict(),
+def _row(world_size: int, case: Case, seen: list[list[list[float]]]) -> dict[str, Any]:
+    """The mean over ranks in each round, then the spread over rounds; ratios are to the native way."""
+    rounds = [[fmean(one) for one in zip(*(rank[way] for rank in seen), strict=True)] for way in range(len(WAYS))]
+    ratios = {
+        way: Spread.of([mine / native for mine, native in zip(times, rounds[0], strict=True)])._asdict()
+        for way, times in zip(WAYS[1:], rounds[1:], strict=True)
     }
+    seconds = {way: median(times) for way, times in zip(WAYS, rounds, strict=True)}
+    return {"ranks": world_size, **case._asdict(), "seconds": seconds, "ratios": ratios}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':16}{'ranks':>6}{'dtype':>7}{'elements':>12}{'native ms':>12}{'ours ms':>12}{'ratio':>8}  min-max"]
+    columns = "".join(f"{way + ' ms':>13}" for way in WAYS) + "".join(f"{way:>10} min-max  " for way in WAYS[1:])
+    lines = [f"{'':16}{'ranks':>6}{'dtype':>7}{'elements':>12}{columns}"]
     for row in rows:
-        name, size, spread = row["collective"], row["elements"], row["ratio"]
-        times = f"{1e3 * row['native seconds']:12.2f}{1e3 * row['our seconds']:12.2f}{spread['median']:8.2f}"
-        span = f"{spread['least']:.2f}-{spread['most']:.2f}"
-        lines.append(f"{name:16}{row['ranks']:6}{row['dtype']:>7}{size:12,}{times}  {span}")
+        times = "".join(f"{1e3 * row['seconds'][way]:13.2f}" for way in WAYS)
+        spreads = "".join(
+            f"{spread['median']:10.2f} {spread['least']:.2f}-{spread['most']:.2f}" for spread in row["ratios"].values()
+        )
+        lines.append(f"{row['collective']:16}{row['ranks']:6}{row['dtype']:>7}{row['elements']:12,}{times}{spreads}")
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from dataclasses import dataclass, field
+from math import isnan
 from statistics import median
 from time import perf_counter, process_time, sleep
 from typing import NamedTuple
@@ -140,6 +141,7 @@ def _turn_in_peace(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
 
 def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
     dist.barrier()
+    handed_over = peer.handed_over()
     before, cpu, marks = counters.read(), process_time(), [perf_counter()]
     for _ in range(steps):
         peer.forward_backward(batches)
@@ -147,8 +149,9 @@ def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
         peer.step()
         marks.append(perf_counter())
     cpu = process_time() - cpu
-    everyones = torch.tensor(cpu, dtype=torch.float64)
+    everyones = torch.tensor([cpu, peer.handed_over() - handed_over], dtype=torch.float64)
     dist.all_reduce(everyones)  # a barrier, too
+    everyones_cpu, sent = everyones.tolist()
     counted = counters.read().since(before)
     starts, middles, ends = marks[:-1:2], marks[1::2], marks[2::2]
     return Turn(
@@ -156,8 +159,8 @@ def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
         median(end - middle for middle, end in zip(middles, ends, strict=True)),
         median(end - start for start, end in zip(starts, ends, strict=True)),
         cpu / steps,
-        (counted.busy - everyones.item()) / (perf_counter() - marks[0]),
-        counted.sent / steps,
+        (counted.busy - everyones_cpu) / (perf_counter() - marks[0]),
+        (counted.sent if isnan(sent) else sent) / steps,
     )
 
 

@@ -80,6 +80,10 @@ class Peer:
 
     # ---- what a library does its own way ----
 
+    def handed_over(self) -> float:
+        """Bytes that this rank has handed to others so far; NaN: ask the loopback interface, which sees all of it."""
+        return float("nan")
+
     def reducing(self, last: bool) -> AbstractContextManager[object]:
         """The context of one micro-batch."""
         return nullcontext()
