@@ -38,7 +38,9 @@ def test_all_contestants_train_alike(tmp_path: Path, arguments: list[str], toler
         assert row["losses"][:communicates] == pytest.approx(baseline["losses"][:communicates], rel=tolerance), name
         assert row["losses"][-1] < row["losses"][0], name
         assert row["seconds"]["whole"]["median"] > 0
-        assert sum(row["held after backward"].values()) >= sum(row["held after step"].values()) > 0, name
+        before, after = (sum(row[f"held after {moment}"].values()) for moment in ("backward", "step"))
+        # So small a model's wires are larger than what is kept of them, and a gather has more than a reduction.
+        assert before >= after - row["held after step"].get("wires", 0) > 0, name
     assert baseline["ratios"]["whole"]["median"] == 1
     assert (tmp_path / "step.png").exists()
 
