@@ -3,7 +3,7 @@
 It is one anonymous file (a memfd: no name that a killed process could leave behind, no limit as /dev/shm has in
 containers), as large as the machine's memory and mapped once by everybody. It takes memory only where a slot
 is; a slot's memory is given back by punching a hole, whoever still has it mapped. Those who have read a slot say
-so through a pipe, whose records the kernel keeps whole and in order.
+so by mail.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import struct
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import finalize
 
 import torch
 from torch import Tensor
 
-_RECORD = struct.Struct("=I")
+from .mail import Mailbox, OthersMailbox, close_with
+
 _MOST = 64 * 2**30  # of address space
 _PAGE = mmap.PAGESIZE
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -32,7 +30,7 @@ class Address(NamedTuple):
     host: str
     process: int
     memory: int  # file descriptors of that process
-    acknowledgements: int
+    mail: int
     file: tuple[int, int]  # device and inode
     size: int
     token: bytes  # what the arena starts with
@@ -59,6 +57,10 @@ class Slot:
 class Arena:
     """This process's own.
 
+    Attributes:
+        address: where others find it.
+        mail: what they tell this process.
+
     Raises:
         OSError: the system has no such thing.
     """
@@ -66,16 +68,15 @@ class Arena:
     def __init__(self) -> None:
         size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
         self._memory = os.memfd_create("lowlevel_zero")
-        self._records, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        _close_with(self, self._memory, self._records)
-        os.close(writing)  # those who write open it for themselves
+        close_with(self, self._memory)
+        self.mail = Mailbox()
         os.ftruncate(self._memory, size)
         self._map = _mapped(self._memory, size)
         token = secrets.token_bytes(16)
         self._map[: len(token)] = token
         told = os.stat(self._memory)
         file = (told.st_dev, told.st_ino)
-        self.address = Address(_host(), os.getpid(), self._memory, self._records, file, size, token)
+        self.address = Address(_host(), os.getpid(), self._memory, self.mail.descriptor, file, size, token)
         self._slots: list[Slot] = []
         self._top = _PAGE
 
@@ -135,14 +136,17 @@ class Arena:
 
     def _collect(self) -> None:
         """See who has finished with what."""
-        with suppress(BlockingIOError):
-            while records := os.read(self._records, 65536):
-                for (number,) in _RECORD.iter_unpack(records):
-                    self._slots[number].unread -= 1
+        self.mail.collect()
+        for number in self.mail.read:
+            self._slots[number].unread -= 1
+        self.mail.read.clear()
 
 
 class OthersArena:
     """Another process's arena.
+
+    Attributes:
+        mail: the way to tell it something.
 
     Raises:
         OSError, ValueError: it can't be reached from here.
@@ -163,18 +167,11 @@ class OthersArena:
             os.close(memory)
         if self._map[: len(address.token)] != address.token:
             raise ValueError("its memory isn't what is seen here")
-        # For reading, too: so writing never fails for want of a reader, when the other process has left.
-        self._records = os.open(f"{folder}/{address.acknowledgements}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        _close_with(self, self._records)
+        self.mail = OthersMailbox(f"{folder}/{address.mail}")
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements from byte ``offset`` on, 1-D; only to be read, until ``finish``."""
+        """``numel`` elements from byte ``offset`` on, 1-D; only to be read, and until its owner is told."""
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
-
-    def finish(self, number: int) -> None:
-        """Say that this process has read the slot."""
-        with suppress(BlockingIOError):  # thousands of records that the owner hasn't looked at: it won't again
-            os.write(self._records, _RECORD.pack(number))
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap:
@@ -198,13 +195,3 @@ def _exhausted(nbytes: int, reason: str) -> str:
         f"expected {nbytes:,} bytes of shared memory for a wire, got none ({reason}): use smaller buckets or fewer "
         "ranks a host, or set LOWLEVEL_ZERO_SHARED_MEMORY=0, which needs less"
     )
-
-
-def _close_with(owner: object, *descriptors: int) -> None:
-    """Close them when ``owner`` is gone; at the process's end that is done anyway, after all who may use them."""
-    finalize(owner, _close, descriptors).atexit = False
-
-
-def _close(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -276,7 +276,7 @@ def _shared_memory(ranks: ShardGroup, group: dist.ProcessGroup) -> SharedMemory 
         own = Arena()
     addresses = ranks.exchange(own and own.address)
     if own is not None and all(addresses):
-        with suppress(OSError, ValueError):  # other hosts, containers or users
+        with suppress(OSError, ValueError, AttributeError):  # other hosts, containers or users; an old system
             transport = SharedMemory(group, own, addresses)
     (failed,) = ranks.largest([transport is None])
     return None if failed else transport

@@ -1,6 +1,6 @@
 """SharedMemory: wires between the processes of one host, which read them right where their peers packed them.
 
-A rank packs a wire into a slot of its arena and sends each peer a header: where it lies. That message is also
+A rank packs a wire into a slot of its arena and mails each peer a header: where it lies. That letter is also
 what orders memory: whoever has received it sees what was written before it was sent. Who has read the wire says
 so, and when all have, the slot is used again. Nobody ever waits for that: while none is known to be free, wires
 get fresh ones, since a rank may be a whole backward ahead of its peers.
@@ -8,8 +8,8 @@ get fresh ones, since a rank may be a whole backward ahead of its peers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,10 @@ from torch import Tensor
 
 from .arena import Address, Arena, OthersArena, Slot
 from .exchange import GATHER, REDUCE, Exchange, sum_rows
+from .mail import Header, Subject
 from .transport import Pending, keep_own
+
+T = TypeVar("T")
 
 # Bytes of idle slots that are kept from step to step, four wires of the default size: getting memory anew takes
 # three times as long as packing it.
@@ -31,23 +34,11 @@ class Packed(NamedTuple):
     slot: Slot
 
 
-class Headers(NamedTuple):
-    """The peers' headers of one wire, ``[size - 1, 2]``: offset and number of each one's slot, turn by turn."""
-
-    works: list[dist.Work]
-    theirs: Tensor
-    mine: Tensor
-
-    def came(self) -> bool:
-        """Whether all are there. gloo's own handles of messages don't tell before they are waited for."""
-        return all(number >= 0 for header in self.theirs.tolist() for number in header)
-
-
 class SharedMemory(Exchange):
-    """Wires through arenas, headers through gloo.
+    """Wires through arenas.
 
     Args:
-        group: the gloo group for headers.
+        group: the gloo group of these ranks.
         own: this rank's arena.
         addresses: of every rank's, in rank order.
 
@@ -59,7 +50,11 @@ class SharedMemory(Exchange):
         super().__init__(group)
         self._own = own
         self._theirs = [OthersArena(addresses[of]) for _, of in self.peers]
+        for _, of in self.peers:
+            own.mail.watch(of, addresses[of].process)
         self._handed_out: list[Packed] = []
+        self._serials = {REDUCE: 0, GATHER: 0}
+        self._timeout = _timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A wire in a slot; each is handed to one reduction."""
@@ -70,31 +65,25 @@ class SharedMemory(Exchange):
 
     def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
         """Each rank sums its own row of all wires, in the order in which ``Exchange`` does."""
-        packed = self._take_or_copy(wire)
-        headers = self._tell(packed.slot, REDUCE)
-        row = wire.shape[1]
+        packed = self._take_or_copy(wire, [to for to, _ in self.peers])
+        own = wire[self.rank]
+        start = self.rank * own.numel() * wire.element_size()
 
-        def finish() -> Tensor:
-            start = self.rank * row * wire.element_size()
-            total = sum_rows([packed.wire[self.rank], *self._views(headers, row, wire.dtype, start)])
-            self._finish(packed.slot, headers)
-            return total
+        def finish(theirs: list[Header]) -> Tensor:
+            return sum_rows([own, *self._views(theirs, own.numel(), wire.dtype, start)])
 
-        return Pending(headers.works, (packed.wire,), finish, headers.came)
+        return self._send(packed, REDUCE, finish)
 
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
         """Each rank sums all wires, in rank order: the sums are the same bit for bit."""
-        packed = self._take_or_copy(wire)
-        headers = self._tell(packed.slot, REDUCE)
+        packed = self._take_or_copy(wire, range(self.size))
 
-        def finish() -> Tensor:
-            views = self._views(headers, wire.numel(), wire.dtype)
+        def finish(theirs: list[Header]) -> Tensor:
+            views = self._views(theirs, wire.numel(), wire.dtype)
             by_rank = dict(zip((of for _, of in self.peers), views, strict=True)) | {self.rank: packed.wire.view(-1)}
-            total = sum_rows([by_rank[rank] for rank in range(self.size)])
-            self._finish(packed.slot, headers)
-            return total.view(wire.shape)
+            return sum_rows([by_rank[rank] for rank in range(self.size)]).view(wire.shape)
 
-        return Pending(headers.works, (packed.wire,), finish, headers.came)
+        return self._send(packed, REDUCE, finish)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
         """Each rank copies what it lacks out of the others' slots, straight to where it belongs."""
@@ -102,15 +91,13 @@ class SharedMemory(Exchange):
         packed = self._packed(sum(sizes), rows[0].dtype)
         torch._foreach_copy_(packed.wire.split_with_sizes(sizes), list(own))
         keep_own(own, rows, self.rank)  # from own, not the slot: an fp32 master is its row already
-        headers = self._tell(packed.slot, GATHER)
 
-        def finish() -> None:
-            views = self._views(headers, sum(sizes), rows[0].dtype)
+        def finish(theirs: list[Header]) -> None:
+            views = self._views(theirs, sum(sizes), rows[0].dtype)
             for (_, of), view in zip(self.peers, views, strict=True):
                 torch.split_with_sizes_copy(view, sizes, out=[each[of] for each in rows])
-            self._finish(packed.slot, headers)
 
-        return Pending(headers.works, (packed.wire,), finish, headers.came)
+        return self._send(packed, GATHER, finish)
 
     def held(self) -> list[Tensor]:
         """Slots, in use or kept."""
@@ -127,32 +114,46 @@ class SharedMemory(Exchange):
         slot = self._own.take(numel * dtype.itemsize, readers=self.size)
         return Packed(self._own.view(slot, numel, dtype), slot)
 
-    def _take_or_copy(self, wire: Tensor) -> Packed:
-        """The slot that ``wire`` was packed into; one that lies elsewhere is copied into one."""
+    def _take_or_copy(self, wire: Tensor, wanted: Iterable[int]) -> Packed:
+        """The slot that ``wire`` was packed into; of one that lies elsewhere the ``wanted`` rows are copied."""
         for place, packed in enumerate(self._handed_out):
             if packed.wire.data_ptr() == wire.data_ptr():
                 return self._handed_out.pop(place)
         packed = self._packed(wire.numel(), wire.dtype)
         packed = packed._replace(wire=packed.wire.view(wire.shape))
-        packed.wire.copy_(wire)
+        for rank in wanted:
+            packed.wire[rank].copy_(wire[rank])
         return packed
 
     # ---- headers ----
 
-    def _tell(self, slot: Slot, tag: int) -> Headers:
-        mine = torch.tensor([slot.offset, slot.number])
-        theirs = torch.full((self.size - 1, 2), -1)
-        return Headers(self.swap([(mine, row) for row in theirs], tag), theirs, mine)
+    def _send(self, packed: Packed, kind: int, finish: Callable[[list[Header]], T]) -> Pending[T]:
+        """Tell the peers where a wire lies; ``finish`` gets where theirs do, turn by turn, and reads them."""
+        serial = self._serials[kind]
+        self._serials[kind] += 1
+        for arena in self._theirs:
+            arena.mail.tell(Subject(kind, self.rank, serial), Header(packed.slot.offset, packed.slot.number))
+        expected = [Subject(kind, of, serial) for _, of in self.peers]
 
-    def _views(self, headers: Headers, numel: int, dtype: torch.dtype, start: int = 0) -> list[Tensor]:
+        def read() -> T:
+            theirs = self._own.mail.wait(expected, self._timeout)
+            result = finish(theirs)
+            self._own.finish(packed.slot)
+            for arena, header in zip(self._theirs, theirs, strict=True):
+                arena.mail.tell_read(header.slot)
+            return result
+
+        return Pending((), (packed.wire,), read, lambda: self._own.mail.has(expected))
+
+    def _views(self, theirs: Sequence[Header], numel: int, dtype: torch.dtype, start: int = 0) -> list[Tensor]:
         """What the peers' slots hold from byte ``start`` on, turn by turn."""
         return [
-            arena.view(offset + start, numel, dtype)
-            for arena, (offset, _) in zip(self._theirs, headers.theirs.tolist(), strict=True)
+            arena.view(header.offset + start, numel, dtype) for arena, header in zip(self._theirs, theirs, strict=True)
         ]
 
-    def _finish(self, slot: Slot, headers: Headers) -> None:
-        """This rank has read what it wanted of its own wire and of the peers'."""
-        self._own.finish(slot)
-        for arena, (_, number) in zip(self._theirs, headers.theirs.tolist(), strict=True):
-            arena.finish(number)
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a collective of ``group`` may take."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
+    return float(timeout.total_seconds())

@@ -17,11 +17,12 @@ PACKAGE = "lowlevel_zero"
 HOUSE = (
     ("floor 0, under the others", ("trial",)),
     ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping")),
+    ("floor 1, without a group", ("mail",)),
     ("floor 1, under the others", ("transport", "arena")),
     ("floor 1, without the backend's collectives", ("exchange",)),
     ("floor 1, without messages", ("shared_memory",)),
     ("floor 1", ("collectives",)),
-    ("floor 2, below the records", ("bookkeeping.gradient_sum",)),
+    ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),
     (
         "floor 2, under the stores",
         ("bookkeeping.parameter_store", "bookkeeping.bucket_plan", "bookkeeping.wire"),

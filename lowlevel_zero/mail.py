@@ -1,0 +1,151 @@
+"""Mail between the processes of one host: small records through pipes, which the kernel keeps whole and in order.
+
+A reader sleeps in the kernel until mail comes, and no thread has to carry it: where ranks are as many as cores, a
+message through gloo's threads takes a hundred times as long. A reader also wakes when the process that it waits for
+has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import RLock
+from time import monotonic
+from typing import NamedTuple
+from weakref import finalize
+
+_RECORD = struct.Struct("=iiqqi")
+_READ = 0  # the kind of letters that say "I have read that slot"
+_ROOM = 2**20  # of a pipe: tens of thousands of letters
+
+
+class Subject(NamedTuple):
+    """What a header is about: the wires of one kind are counted, by everybody alike."""
+
+    kind: int  # positive
+    sender: int
+    serial: int
+
+
+class Header(NamedTuple):
+    """Where a wire lies in the sender's memory."""
+
+    offset: int
+    slot: int
+
+
+class Mailbox:
+    """This process's own.
+
+    Attributes:
+        descriptor: the pipe that others write to.
+        read: numbers of this process's slots that others have finished with, in the order of their saying so.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        close_with(self, self.descriptor, writing)  # the other end stays open, lest the pipe ends with its writers
+        with suppress(OSError):  # more than this user may have
+            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
+        self.read: list[int] = []
+        self._headers: dict[Subject, Header] = {}
+        self._lock = RLock()
+        self._poll = select.poll()
+        self._poll.register(self.descriptor, select.POLLIN)
+        self._rank_of: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    def watch(self, rank: int, process: int) -> None:
+        """Tell who waits for ``rank`` when its process has ended."""
+        descriptor = os.pidfd_open(process)
+        close_with(self, descriptor)
+        self._rank_of[descriptor] = rank
+        self._poll.register(descriptor, select.POLLIN)
+
+    def collect(self) -> None:
+        """Take in what has come."""
+        with self._lock, suppress(BlockingIOError):
+            while records := os.read(self.descriptor, 1024 * _RECORD.size):
+                for kind, sender, serial, offset, slot in _RECORD.iter_unpack(records):
+                    if kind == _READ:
+                        self.read.append(slot)
+                    else:
+                        self._headers[Subject(kind, sender, serial)] = Header(offset, slot)
+
+    def has(self, subjects: Sequence[Subject]) -> bool:
+        """Whether all of these headers have come."""
+        self.collect()
+        return all(subject in self._headers for subject in subjects)
+
+    def wait(self, subjects: Sequence[Subject], timeout: float) -> list[Header]:
+        """These headers, each once, when all have come.
+
+        Raises:
+            RuntimeError: a sender has ended, or ``timeout`` seconds are over.
+        """
+        deadline = monotonic() + timeout
+        with self._lock:
+            while not self.has(subjects):
+                missing = sorted({subject.sender for subject in subjects if subject not in self._headers})
+                ended = self._ended.intersection(missing)
+                if ended:
+                    raise RuntimeError(
+                        f"expected gradients or parameters of rank {min(ended)}, whose process has ended"
+                    )
+                if not self._sleep(deadline):
+                    raise RuntimeError(f"expected gradients or parameters of ranks {missing} within {timeout:g} s")
+            return [self._headers.pop(subject) for subject in subjects]
+
+    def _sleep(self, deadline: float) -> bool:
+        """Until something happens, or it is too late."""
+        events = self._poll.poll(max(0.0, deadline - monotonic()) * 1000)
+        for descriptor, _ in events:
+            if descriptor in self._rank_of:
+                self._ended.add(self._rank_of[descriptor])
+                self._poll.unregister(descriptor)  # it would go on being ready
+        return bool(events)
+
+
+class OthersMailbox:
+    """Another process's.
+
+    Args:
+        path: of its pipe.
+    """
+
+    def __init__(self, path: str) -> None:
+        # For reading, too: so writing never fails for want of a reader, when the other process has left.
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        close_with(self, self._pipe)
+        self._poll = select.poll()
+        self._poll.register(self._pipe, select.POLLOUT)
+
+    def tell(self, about: Subject, header: Header) -> None:
+        """Send a header."""
+        self._write(_RECORD.pack(*about, *header))
+
+    def tell_read(self, slot: int) -> None:
+        """Say that this process has finished with a slot of the other's."""
+        self._write(_RECORD.pack(_READ, 0, 0, 0, slot))
+
+    def _write(self, record: bytes) -> None:
+        while True:
+            try:
+                os.write(self._pipe, record)
+                return
+            except BlockingIOError:  # tens of thousands of letters that it hasn't looked at
+                self._poll.poll(1000)
+
+
+def close_with(owner: object, *descriptors: int) -> None:
+    """Close them when ``owner`` is gone; at the process's end that is done anyway, after all who may use them."""
+    finalize(owner, _close, descriptors).atexit = False
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
