@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .collectives import ShardGroup
@@ -27,6 +28,7 @@ class CallerNames:
     _scaler: LossScaler | None
     _parameters: ParameterStore
     _gradients: GradientStore
+    _gathers: GatherStore
     _reducer: Reducer
 
     def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
@@ -135,7 +137,8 @@ class CallerNames:
                 record.refresh_master()
 
     def _force_wait_all_gather(self) -> None:
-        """Return when the parameters are up to date; they are whenever ``step`` has returned."""
+        """Return when the parameters are up to date: after ``step`` they are, but with ``overlap_allgather``."""
+        self._gathers.finish()
 
     def memory_held(self) -> dict[str, int]:
         """Bytes held on this rank now, by owner, every storage counted once."""

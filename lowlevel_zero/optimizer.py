@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         extra_dp_group: not available yet.
         forced_dtype: convert the parameters to this dtype first.
         master_weights: step an fp32 copy of 16-bit slices, not the slices themselves.
-        overlap_allgather: not available yet.
+        overlap_allgather: gather updated parameters while the next forward runs; whoever reads one waits for it.
         fp8_communication: not available yet.
         backward_context: a callable; backward runs in the context manager it returns.
         model: the module that the parameters belong to: gives names to messages, and has its buffers and
@@ -128,7 +128,6 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
                 pg_to_param_list=pg_to_param_list,
                 cpu_offload=cpu_offload,
                 extra_dp_group=extra_dp_group,
-                overlap_allgather=overlap_allgather,
                 fp8_communication=fp8_communication,
             )
             self._options = ZeroOptions(
@@ -138,6 +137,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
                 communication_dtype=communication_dtype,
                 forced_dtype=forced_dtype,
                 overlap_communication=overlap_communication,
+                overlap_allgather=overlap_allgather,
                 master_weights=master_weights,
                 clip_grad_norm=clip_grad_norm,
                 assume_elementwise=assume_elementwise,
@@ -181,17 +181,19 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         raw_unit = partial(_raw_unit, self._group.size, self._scaler)
         self._gradients = GradientStore(records, self._group.rank, raw_unit)
         self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients)
-        self._gathers = GatherStore(self._group)
+        self._gathers = GatherStore(self._group, self._options.overlap_allgather)
         self._stepper = Stepper(self.optim, self._gradients, self._gathers)
         self._norm: Tensor | None = None
         self._warned = False
         self._log_start()
 
     def __del__(self) -> None:
-        if "_reducer" in self.__dict__:
+        if "_gathers" in self.__dict__:
             self._reducer.remove_hooks()
-            if self._reducer.idle:
-                self._group.release()
+            with suppress(RuntimeError):  # others have gone
+                self._gathers.finish()
+                if self._reducer.idle:
+                    self._group.release()
 
     # ---- backward: gradients become each rank's slice of their sum ----
 
@@ -280,6 +282,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         if not self._reducer.sync:
             return loss
         self._refuse_unfrozen()
+        self._gathers.finish()
         self._reducer.finish()
         sums = self._gradients.sums()
         for record in self._parameters.working():
@@ -291,7 +294,6 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         overflow = None if self._scaler is None else ~self._norm.isfinite()
         if sums and not self._skips(overflow):
             self._stepper.step(sums, unit, overflow)
-            self._gathers.finish()
         self._reducer.end_step()
         self._group.rest()
         return loss

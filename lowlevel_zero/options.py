@@ -23,6 +23,7 @@ class ZeroOptions:
         communication_dtype: the wire's dtype; None: each parameter's own.
         forced_dtype: what parameters are converted to first.
         overlap_communication: start a bucket's reduction as soon as it is complete, during backward.
+        overlap_allgather: let gathers go on after the step.
         master_weights: step fp32 copies of 16-bit slices.
         clip_grad_norm: largest global L2 norm; 0: no clipping.
         assume_elementwise: take the caller's word that the optimizer is elementwise.
@@ -38,6 +39,7 @@ class ZeroOptions:
     communication_dtype: torch.dtype | None = None
     forced_dtype: torch.dtype | None = None
     overlap_communication: bool = True
+    overlap_allgather: bool = False
     master_weights: bool = True
     clip_grad_norm: float = 0.0
     assume_elementwise: bool = False

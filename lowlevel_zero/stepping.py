@@ -66,6 +66,8 @@ class Stepper:
             overflow: 0-d; where it is true, an optimizer that scales gradients leaves everything as it is.
         """
         scale = Scale(unit, scales_gradients(self._optim), overflow is not None)
+        # The other way round than gradients came: first what the next forward wants first.
+        sums = sums[::-1]
         working = [self._gradients.working(total) for total in sums]
         with _scaling(self._optim, scale, overflow, sums[0].row.device):
             if steps_in_parts(self._optim):
@@ -80,6 +82,7 @@ class Stepper:
                 for part in working:
                     _release_gradients(part)
                     self._gathers.start(part)
+        self._gathers.end_step()
 
     def _step_part(self, part: Sequence[ShardedParameter]) -> None:
         """Step ``part`` alone: for the time of the call each param group holds only its members of it."""

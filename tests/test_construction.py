@@ -55,7 +55,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"growth_interval": 0}, "ValueError", "growth_interval"),
     ({"hysteresis": -1}, "ValueError", "hysteresis"),
     ({"cpu_offload": True}, "NotImplementedError", "cpu_offload"),
-    ({"overlap_allgather": True}, "NotImplementedError", "overlap_allgather"),
     ({"fp8_communication": True}, "NotImplementedError", "fp8_communication"),
     ({"pg_to_param_list": {1: []}}, "NotImplementedError", "pg_to_param_list"),
 ]

@@ -1,54 +1,85 @@
-"""The gather store: fills wires with updated rows, and starts and finishes their gather into the parameters."""
+"""The gather store: brings stepped slices back into the working parameters, at once or while the next forward runs."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
 from ..collectives import ShardGroup
 from ..transport import Pending
+from .awaited import arrived, can_be_awaited, let_await
 from .parameter_store import ShardedParameter
 
 # Two wires: one is filled while the other travels.
 IN_FLIGHT = 2
 
 
-class Gather(NamedTuple):
-    """Parameters whose rows are under way."""
+class Gather:
+    """Parameters whose rows are under way together.
 
-    records: list[ShardedParameter]
-    pending: Pending[None]
+    Attributes:
+        records: the parameters.
+        awaited: whoever reads one of them waits; else they have to be there when the step has ended.
+    """
+
+    __slots__ = ("_pending", "awaited", "records")
+
+    def __init__(self, records: Sequence[ShardedParameter], pending: Pending[None], awaited: bool) -> None:
+        self.records = records
+        self.awaited = awaited
+        self._pending: Pending[None] | None = pending
+        if awaited:
+            let_await((record.p for record in records), self.finish)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Return when the rows are in place; may be called again, also after an error."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            arrived(record.p for record in self.records)
 
 
 class GatherStore:
-    """Brings updated slices back into the working parameters, bucket by bucket.
+    """Gathers parameters, those that were stepped together at a time.
 
     Args:
         group: the ranks that share the parameters.
+        overlap: don't wait at the end of a step, where a parameter can see to it that its readers wait.
     """
 
-    def __init__(self, group: ShardGroup) -> None:
+    def __init__(self, group: ShardGroup, overlap: bool = False) -> None:
         self._group = group
-        self._in_flight: deque[Gather] = deque()
+        self._overlap = overlap
+        self._under_way: deque[Gather] = deque()
 
-    def start(self, records: list[ShardedParameter]) -> None:
-        """Start gathering ``records``, stepped together and of one kind; alike on every rank."""
+    def start(self, records: Sequence[ShardedParameter]) -> None:
+        """Start gathering ``records``, which are of one kind; alike on every rank."""
+        for record in records:
+            # The write goes past p: without this, a backward through the old values would go unnoticed.
+            torch.autograd.graph.increment_version(record.p)
+            record.note_version()
+            record.stepped = True
+        awaited = self._overlap and all(can_be_awaited(record.p) for record in records)
         pending = self._group.gather([record.p32 for record in records], [record.rows for record in records])
-        self._in_flight.append(Gather(records, pending))
-        self._finish(leave=IN_FLIGHT)
+        self._under_way.append(Gather(records, pending, awaited))
+        if not awaited:
+            self._finish_oldest(leave=IN_FLIGHT)
+
+    def end_step(self) -> None:
+        """A step has started all its gathers: wait for those that nobody else will wait for."""
+        for gather in self._under_way:
+            if not gather.awaited:
+                gather.finish()
+        self._under_way = deque(gather for gather in self._under_way if gather.awaited)
 
     def finish(self) -> None:
-        """Return when all that was started has arrived."""
-        self._finish(leave=0)
+        """Return when everything is in place."""
+        self._finish_oldest(leave=0)
 
-    def _finish(self, leave: int) -> None:
-        while len(self._in_flight) > leave:
-            records, pending = self._in_flight.popleft()
-            pending.wait()
-            for record in records:
-                # The write went past p: without this, a backward through the old values would go unnoticed.
-                torch.autograd.graph.increment_version(record.p)
-                record.note_version()
-                record.stepped = True
+    def _finish_oldest(self, leave: int) -> None:
+        while len(self._under_way) > leave:
+            self._under_way[0].finish()
+            self._under_way.popleft()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..partition import EvenSplit
+from .awaited import wait_for
 from .gradient_sum import GradientSum
 
 
@@ -129,6 +130,7 @@ class ShardedParameter:
 
     def _settle(self, *known: Tensor | None) -> None:
         """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
+        wait_for(self.p)
         row = self.row.to(self.p32.device)
         settled = row.to(self.p32.dtype)
         for value in known:

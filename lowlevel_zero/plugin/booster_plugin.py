@@ -42,7 +42,8 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
         reduce_bucket_size_in_m: size of a communication bucket in units of 2**20 elements.
         communication_dtype: dtype in which gradients travel; None: each parameter's own.
         overlap_communication: reduce during backward.
-        overlap_allgather, cpu_offload: not available yet.
+        overlap_allgather: gather updated parameters while the next forward runs.
+        cpu_offload: not available yet.
         master_weights: step fp32 copies of 16-bit slices.
         verbose: log skipped steps.
         cast_inputs: convert floating-point inputs of the model to its dtype.

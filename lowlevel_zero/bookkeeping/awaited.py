@@ -1,0 +1,113 @@
+"""Parameters whose new values are on their way: whoever reads one waits for them first, whatever way it came by it.
+
+A forward hook knows which parameters its module owns, not which ones it uses: a weight may be tied, used by another
+module's forward, or held in somebody's list. So the parameter itself waits: until its values are there its class is
+``AwaitedParameter``, whose every use in an operation comes through ``__torch_function__`` (torch's own way for tensors
+that behave differently; ``UninitializedParameter`` changes its class likewise).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _of(name: str) -> Any:
+    """A property of tensors, itself."""
+    return getattr(Tensor, name)
+
+
+# What may be asked of a parameter without reading its elements.
+_HARMLESS = frozenset(
+    [
+        *(
+            _of(name).__get__
+            for name in (
+                *("grad", "requires_grad", "is_leaf", "grad_fn", "output_nr", "_version"),
+                *("shape", "ndim", "dtype", "device", "layout"),
+                *("is_cuda", "is_cpu", "is_sparse", "is_nested", "is_meta", "is_quantized"),
+            )
+            if hasattr(Tensor, name)
+        ),
+        *(_of("grad").__set__, _of("grad").__delete__, _of("requires_grad").__set__, Tensor.requires_grad_),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size),
+        *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__),
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    ]
+)
+
+_waits: dict[Tensor, Callable[[], None]] = {}
+
+
+class AwaitedParameter(nn.Parameter):
+    """A parameter until its new values are there; then it is an ``nn.Parameter`` again."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for what ``func`` is about to read, and call it."""
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            for p in list(_awaited_in([args, kwargs])):
+                wait_for(p)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the new values."""
+        wait_for(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the new values."""
+        wait_for(self)
+        return self.__reduce_ex__(protocol)
+
+
+def can_be_awaited(p: Tensor) -> bool:
+    """Whether a use of ``p`` can't go unnoticed: subclasses and scripted or compiled code have ways of their own."""
+    return type(p) is nn.Parameter and not _compiler_at_work()
+
+
+def let_await(parameters: Iterable[Tensor], wait: Callable[[], None]) -> None:
+    """Have ``wait`` called before anybody reads one of ``parameters``; it has to call ``arrived``."""
+    for p in parameters:
+        _waits[p] = wait
+        p.__class__ = AwaitedParameter
+
+
+def arrived(parameters: Iterable[Tensor]) -> None:
+    """The values are there (or about to be written by the caller)."""
+    for p in parameters:
+        if _waits.pop(p, None) is not None:
+            p.__class__ = nn.Parameter
+
+
+def wait_for(p: Tensor) -> None:
+    """Return when ``p`` may be read."""
+    wait = _waits.get(p)
+    if wait is not None:
+        wait()
+
+
+def _awaited_in(values: Any) -> Iterator[AwaitedParameter]:
+    if isinstance(values, AwaitedParameter):
+        yield values
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _awaited_in(value)
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _awaited_in(value)
+
+
+def _compiler_at_work() -> bool:
+    """Whether ``torch.compile`` has compiled something: its code would be made anew for a parameter's other class."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and any(dynamo.counters.get(kind) for kind in ("frames", "stats"))

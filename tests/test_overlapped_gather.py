@@ -1,0 +1,253 @@
+"""Gathers that go on after the step: never a stale weight, whoever reads it, and they really overlap the forward."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
+from ranks import run_ranks
+
+
+class Odd(nn.Module):
+    """Uses its weights in every way but the plain one: tied, functionally, twice, and out of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.LayerNorm(6)
+        self.held = [self.blocks[2].weight]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        x = self.blocks[1](torch.tanh(self.blocks[0](self.blocks[1](x))))
+        x = F.linear(x, self.held[0], self.blocks[2].bias)
+        return F.linear(self.norm(x), self.tokens.weight).square().mean()
+
+
+def sharded(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
+    return LowLevelZeroOptimizer(
+        AdamW(model.parameters(), lr=0.05), model=model, reduce_bucket_size=40, overlap_allgather=True, **options
+    )
+
+
+def train(rank: int, steps: int, overlap: bool, dtype: torch.dtype, stage: int) -> tuple[list[Tensor], list[int]]:
+    """Parameters at the end, and how many were on their way after each step."""
+    torch.manual_seed(0)
+    model = Odd().to(dtype)
+    optimizer = LowLevelZeroOptimizer(
+        AdamW(model.parameters(), lr=0.05),
+        model=model,
+        reduce_bucket_size=40,
+        overlap_allgather=overlap,
+        partition_grad=stage == 2,
+    )
+    awaited = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + rank)
+        optimizer.backward(model(torch.randint(11, (4, 3))))
+        optimizer.step()
+        awaited.append(sum(type(p) is AwaitedParameter for p in model.parameters()))
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], awaited
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("shared", [True, False])
+def test_training_ends_in_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, world_size: int, dtype: torch.dtype, stage: int
+) -> None:
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(shared)))
+
+    def work(rank: int, _size: int) -> None:
+        expected, none = train(rank, 4, False, dtype, stage)
+        overlapped, awaited = train(rank, 4, True, dtype, stage)
+        assert all(map(torch.equal, overlapped, expected))
+        assert none == [0] * 4
+        assert awaited == [len(expected)] * 4  # the test would show nothing otherwise
+
+    run_ranks(work, world_size)
+
+
+READERS: dict[str, Callable[[nn.Linear], Tensor]] = {
+    "a state dict": lambda layer: layer.state_dict()["weight"],
+    "a state dict of the parameters themselves": lambda layer: layer.state_dict(keep_vars=True)["weight"] * 1,
+    "a deep copy": lambda layer: copy.deepcopy(layer).weight,
+    "a deep copy of the parameter": lambda layer: copy.deepcopy(layer.weight),
+    "a pickle": lambda layer: pickle.loads(pickle.dumps(layer.weight)),
+    "a saved file": lambda layer: _saved_and_loaded(layer),
+    "data": lambda layer: layer.weight.data,
+    "an operation": lambda layer: layer.weight + 0,
+    "an operation on a list": lambda layer: torch.stack([layer.weight, layer.weight])[1],
+    "an operation by keyword": lambda layer: torch.add(other=layer.weight, input=torch.zeros(3, 3)),
+    "a multi-tensor operation": lambda layer: torch._foreach_mul([layer.weight], 1.0)[0],
+    "a module": lambda layer: F.linear(torch.eye(3), layer.weight).T,
+    "numpy": lambda layer: torch.from_numpy(layer.weight.detach().numpy()),
+    "an item": lambda layer: torch.tensor([[layer.weight[i, j].item() for j in range(3)] for i in range(3)]),
+    "a functional call": lambda layer: (
+        torch.func.functional_call(layer, dict(layer.named_parameters()), torch.eye(3)).T - layer.bias[:, None]
+    ),
+    "an average": lambda layer: torch.optim.swa_utils.AveragedModel(layer).module.weight,
+}
+
+
+def _saved_and_loaded(layer: nn.Linear) -> Tensor:
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["weight"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_a_parameter_gets_its_new_values(reader: str) -> None:
+    def work(_rank: int, _size: int) -> None:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3)
+        optimizer = sharded(layer)
+        for _ in range(2):
+            optimizer.backward(layer(torch.ones(2, 3)).square().sum())
+            optimizer.step()
+            assert type(layer.weight) is AwaitedParameter
+            seen = READERS[reader](layer).detach().clone()
+            assert type(layer.weight) is nn.Parameter
+            optimizer._force_wait_all_gather()
+            torch.testing.assert_close(seen, layer.weight.detach(), rtol=1e-6, atol=1e-6)
+            optimizer.zero_grad()
+
+    run_ranks(work, 2)
+
+
+def test_looking_at_a_parameter_waits_for_nothing() -> None:
+    def work(_rank: int, _size: int) -> None:
+        layer = nn.Linear(3, 3)
+        optimizer = sharded(layer)
+        optimizer.backward(layer(torch.ones(2, 3)).sum())
+        optimizer.step()
+        layer.zero_grad()
+        optimizer.zero_grad()
+        assert isinstance(layer.weight, nn.Parameter)
+        looked = layer.weight.shape, layer.weight.dtype, layer.weight.device, layer.weight.requires_grad
+        assert looked == (torch.Size([3, 3]), torch.float32, torch.device("cpu"), True)
+        assert layer.weight.numel() == 9
+        assert layer.weight.grad is None
+        assert type(layer.weight) is AwaitedParameter
+
+    run_ranks(work, 2)
+
+
+def test_a_parameter_waits_for_its_own_bucket_alone() -> None:
+    def work(_rank: int, _size: int) -> None:
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        optimizer = sharded(model)
+        optimizer.backward(model(torch.ones(2, 6)).sum())
+        optimizer.step()
+        model[2].weight.sum()
+        assert type(model[2].weight) is nn.Parameter
+        assert type(model[0].weight) is AwaitedParameter
+        assert type(model[3].weight) is AwaitedParameter
+        model(torch.ones(2, 6))
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+
+    run_ranks(work, 2)
+
+
+def test_a_backward_through_old_values_is_noticed() -> None:
+    def work(_rank: int, _size: int) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        optimizer = sharded(model)
+        loss = model(torch.ones(2, 3)).sum()
+        optimizer.backward(loss, retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            optimizer.backward(loss)
+
+    run_ranks(work, 2)
+
+
+def test_masters_follow_what_is_loaded_between_step_and_forward() -> None:
+    def work(rank: int, _size: int) -> None:
+        def run(overlap: bool) -> list[Tensor]:
+            torch.manual_seed(0)
+            model = Odd().bfloat16()
+            optimizer = LowLevelZeroOptimizer(AdamW(model.parameters(), lr=0.05), overlap_allgather=overlap)
+            for step in range(3):
+                torch.manual_seed(step + rank)
+                optimizer.backward(model(torch.randint(11, (4, 3))))
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+                    optimizer.update_master_params(model)
+            return [p.detach().clone() for p in model.parameters()]
+
+        assert all(map(torch.equal, run(True), run(False)))
+
+    run_ranks(work, 2)
+
+
+def test_an_optimizer_that_goes_leaves_new_values_behind() -> None:
+    def work(_rank: int, _size: int) -> None:
+        layer = nn.Linear(3, 3)
+        old = layer.weight.detach().clone()
+        optimizer = sharded(layer)
+        optimizer.backward(layer(torch.ones(2, 3)).sum())
+        optimizer.step()
+        del optimizer
+        assert type(layer.weight) is nn.Parameter
+        assert bool((layer.weight != old).all())
+
+    run_ranks(work, 2)
+
+
+def test_parameters_of_a_class_of_their_own_are_there_when_the_step_ends() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    def work(_rank: int, _size: int) -> None:
+        layer = nn.Linear(3, 3, bias=False)
+        layer.weight = Own(layer.weight.detach().clone())
+        old = layer.weight.detach().clone()
+        optimizer = sharded(layer)
+        optimizer.backward(layer(torch.ones(2, 3)).sum())
+        optimizer.step()
+        assert type(layer.weight) is Own
+        assert bool((layer.weight.view(-1).data != old.view(-1)).all())
+
+    run_ranks(work, 2)
+
+
+def test_compiled_code_stays_whole() -> None:
+    def work(_rank: int, _size: int) -> None:
+        from torch._dynamo.utils import counters
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+        plain = copy.deepcopy(model)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        optimizers = sharded(model), sharded(plain)
+        for step in range(4):
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step))
+            for optimizer, each in zip(optimizers, (compiled, plain), strict=True):
+                optimizer.backward(each(x).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+        for p, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, other)
+
+    run_ranks(work, 2)
