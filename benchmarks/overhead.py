@@ -1,0 +1,248 @@
+"""Host time per parameter and step that sharding adds: ``python -m benchmarks.overhead --help``.
+
+A model of thousands of tiny parameters trains beside a plain one, in alternating rounds of one process: the plain one's
+backward and ``zero_grad``, and the step of the same optimizer over tensors of a slice's size. What ours takes beyond
+that is the overhead. The other ranks are a fake process group's, whose collectives copy something here and there: their
+time is taken off. Packing and unpacking wires is part of the overhead, and told beside it: it moves bytes, and where
+there are fewer elements than ranks, most of them are padding. "The rest" doesn't depend on bytes; the last column is its
+ratio to the first world size of more than one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping import wire
+from ranks import run_ranks
+
+from .fake import Stopwatch, collectives_watch, fake_world
+from .machine import header, load
+from .peers.peer import DTYPES
+from .report import Spread, heading
+from .rounds import settle
+
+_SCRATCH = Path(__file__).parent / "results" / "scratch-overhead.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        parameters: of the model.
+        elements: of each parameter.
+        dtype: of the model.
+        stage: 1 or 2.
+        implementation: of AdamW: fused or foreach.
+        world_sizes: simulated ranks, one optimizer each.
+        rounds: all world sizes and the plain ones in turn, so often.
+        steps: measured steps of a turn.
+    """
+
+    parameters: int
+    elements: int
+    dtype: str
+    stage: int
+    implementation: str
+    world_sizes: list[int]
+    rounds: int
+    steps: int
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure; print a table, or with ``--profile`` where the time goes; write JSON."""
+    options = _parse(arguments)
+    case = Case(**{name: getattr(options, name) for name in Case.__dataclass_fields__})
+    facts = header()
+    settle()
+    if options.profile:
+        (told,) = run_ranks(_profile, 1, case, options.profile, timeout=options.timeout, init=False)
+        print(told)
+        return
+    (rows,) = run_ranks(_measure, 1, case, timeout=options.timeout, init=False)
+    facts["load average after"] = load()
+    run = {name: getattr(case, name) for name in ("parameters", "elements", "dtype", "stage", "implementation")}
+    print(f"{heading(facts, run)}\n\n{table(rows)}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"header": facts, "run": run, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {options.out}")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--parameters", type=int, default=2000, help="of the model")
+    parser.add_argument("--elements", type=int, default=8, help="of each parameter")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the model")
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--implementation", choices=("fused", "foreach"), default="fused", help="of AdamW")
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 8, 64, 512, 4096], help="simulated")
+    parser.add_argument("--rounds", type=int, default=15, help="all in turn, so often")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of a turn")
+    parser.add_argument("--profile", type=int, metavar="LINES", default=0, help="cProfile's top lines of the last size")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for all of it")
+    parser.add_argument("--out", type=Path, default=_SCRATCH, help="JSON")
+    return parser.parse_args(arguments)
+
+
+class Tiny(nn.Module):
+    """Parameters whose backward is next to nothing: one concatenation."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        each = torch.ones(case.elements, dtype=DTYPES[case.dtype])
+        self.all = nn.ParameterList(nn.Parameter(each.clone()) for _ in range(case.parameters))
+
+    def forward(self) -> Tensor:
+        """A 0-d loss."""
+        return torch.cat(list(self.all)).sum()
+
+
+class Watched:
+    """Our optimizer at one simulated world size, and the plain training that it is compared with."""
+
+    def __init__(self, case: Case, world_size: int) -> None:
+        self.world_size = world_size
+        self._make_ours(case)
+        self._plain = Tiny(case)
+        size = -(-case.elements // world_size)
+        slices = [nn.Parameter(torch.ones(size)) for _ in range(case.parameters)]
+        for each in slices:
+            each.grad = torch.ones_like(each)
+        self._slices = _adamw(slices, case)
+
+    def _make_ours(self, case: Case) -> None:
+        group = dist.new_group(list(range(self.world_size)))
+        self._model = Tiny(case)
+        self.optimizer = LowLevelZeroOptimizer(
+            _adamw(list(self._model.parameters()), case),
+            partition_grad=case.stage == 2,
+            dp_process_group=group,
+            model=self._model,
+        )
+
+    def ours(self) -> None:
+        """One step."""
+        self.optimizer.backward(self._model())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def plain(self) -> None:
+        """One step of the plain one, and of the optimizer over slices."""
+        torch.autograd.backward(self._plain())
+        self._slices.step()
+        for p in self._plain.all:
+            p.grad = None
+
+
+def _adamw(parameters: list[nn.Parameter], case: Case) -> AdamW:
+    fused = case.implementation == "fused"
+    return AdamW(parameters, lr=1e-4, fused=fused, foreach=not fused)
+
+
+def _measure(rank: int, world_size: int, case: Case) -> list[dict[str, Any]]:
+    """A row a world size, in this process alone."""
+    warnings.simplefilter("ignore")
+    network, bytes_moved = collectives_watch(), Stopwatch([wire.pack, wire.unpack])
+    seen: dict[int, list[dict[str, float]]] = {size: [] for size in case.world_sizes}
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(max(case.world_sizes)))
+        watched = [Watched(case, size) for size in case.world_sizes]
+        stack.enter_context(network.running("torch.distributed", "lowlevel_zero"))
+        stack.enter_context(bytes_moved.running("lowlevel_zero"))
+        for number in range(case.rounds + 1):
+            for each in watched:
+                turn = _turn(each, case, network, bytes_moved)
+                if number > 0:  # the first one warms up
+                    seen[each.world_size].append(turn)
+    several = next((size for size in case.world_sizes if size > 1), case.world_sizes[0])
+    return [_row(size, turns, seen[several]) for size, turns in seen.items()]
+
+
+def _turn(watched: Watched, case: Case, network: Stopwatch, bytes_moved: Stopwatch) -> dict[str, float]:
+    """Microseconds per parameter and step."""
+    unit = 1e6 / case.parameters
+    watched.plain()  # whatever another left in the caches
+    plain = _timed(watched.plain, case.steps) * unit
+    watched.ours()
+    network.reset()
+    bytes_moved.reset()
+    ours = _timed(watched.ours, case.steps) * unit
+    fake, packing = (watch.seconds / case.steps * unit for watch in (network, bytes_moved))
+    return {
+        "ours": ours,
+        "plain": plain,
+        "fake group": fake,
+        "overhead": ours - fake - plain,
+        "packing": packing,
+        "the rest": ours - fake - plain - packing,
+        "collectives": network.calls / case.steps,
+    }
+
+
+def _timed(step: Callable[[], None], steps: int) -> float:
+    start = perf_counter()
+    for _ in range(steps):
+        step()
+    return (perf_counter() - start) / steps
+
+
+def _row(world_size: int, turns: list[dict[str, float]], first: list[dict[str, float]]) -> dict[str, Any]:
+    overheads = [turn["overhead"] for turn in turns]
+    ratios = [mine["the rest"] / turn["the rest"] for mine, turn in zip(turns, first, strict=True)]
+    return {
+        "world size": world_size,
+        **{name: median(turn[name] for turn in turns) for name in turns[0]},
+        "spread": Spread.of(overheads)._asdict(),
+        "to the first": Spread.of(ratios)._asdict(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a world size: microseconds per parameter and step, medians over the rounds."""
+    names = ("ours", "plain", "fake group", "overhead", "packing", "the rest", "collectives")
+    lines = [f"{'ranks':>6}" + "".join(f"{name:>13}" for name in (*names, "min-max", "to the first"))]
+    for row in rows:
+        span = f"{row['spread']['least']:.2f}-{row['spread']['most']:.2f}"
+        cells = [f"{row[name]:13.2f}" for name in names]
+        lines.append(f"{row['world size']:6}{''.join(cells)}{span:>13}{row['to the first']['median']:13.2f}")
+    return "\n".join(lines)
+
+
+def _profile(rank: int, world_size: int, case: Case, lines: int) -> str:
+    """Where the last world size's steps spend their time, by the functions' own time."""
+    warnings.simplefilter("ignore")
+    with fake_world(max(case.world_sizes)):
+        watched = Watched(case, case.world_sizes[-1])
+        watched.ours()
+        watched.ours()
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(case.steps):
+            watched.ours()
+        profile.disable()
+    out = io.StringIO()
+    pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(lines)
+    per = f"{case.steps} steps of {case.parameters} parameters at {watched.world_size} ranks, profiler included\n"
+    return per + out.getvalue()
+
+
+if __name__ == "__main__":
+    main()
