@@ -8,6 +8,7 @@ ARGS ?=
 
 INSTALLED := $(VENV)/.installed
 COLOSSALAI_INSTALLED := $(VENV)/.colossalai-installed
+PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
 
 .DEFAULT_GOAL := help
@@ -47,6 +48,12 @@ $(INSTALLED): requirements.lock pyproject.toml
 $(COLOSSALAI_INSTALLED): requirements-colossalai.lock $(INSTALLED)
 	@echo "Installing ColossalAI into $(VENV) (once) ..."
 	@$(PIP) install --no-deps --no-build-isolation --requirement requirements-colossalai.lock
+	@touch $@
+
+# These leave their native operators out: the CPU needs none of them.
+$(PEERS_INSTALLED): requirements-bench.lock $(COLOSSALAI_INSTALLED)
+	@echo "Installing DeepSpeed and fairscale into $(VENV) (once) ..."
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-deps --no-build-isolation --requirement requirements-bench.lock
 	@touch $@
 
 $(LINTERS_INSTALLED): requirements-dev.lock $(INSTALLED)

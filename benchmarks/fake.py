@@ -1,4 +1,4 @@
-"""One process among thousands that aren't there: a fake process group, and a stopwatch on what isn't the host's work."""
+"""One process among thousands that aren't there: a fake group, and a stopwatch for what isn't the host's own work."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from . import picture
 from .gpt import SIZES
 from .machine import header, load
-from .peers import BASELINE, CONTESTANTS, Setting, taking_part
+from .peers import BASELINE, CONTESTANTS, Setting, left_out, taking_part
 from .peers.peer import DTYPES
 from .report import heading, summarise, table
 from .rounds import Course, Record, fits, run_course, settle
@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
     course = _course(options, setting, names)
     run = {"ranks": options.world_size, **asdict(setting), "rounds": course.rounds, "steps a round": course.steps}
     facts = header()
+    for line in left_out():
+        print(line, file=sys.stderr)
     settle()
     seen = run_ranks(run_course, options.world_size, course, timeout=options.timeout)
     facts["load average after"] = load()

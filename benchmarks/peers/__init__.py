@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from .floor import Floor
 from .fsdp import FSDP2
@@ -13,7 +15,7 @@ from .ours import Ours
 from .peer import Peer, Setting
 from .replicated import DDP, DDPMasters, ZeRORedundancy
 
-__all__ = ["BASELINE", "CONTESTANTS", "Contestant", "Peer", "Setting", "taking_part"]
+__all__ = ["BASELINE", "CONTESTANTS", "Contestant", "Peer", "Setting", "left_out", "taking_part"]
 
 FP32 = ("fp32",)
 BF16 = ("bf16",)
@@ -29,7 +31,7 @@ class Contestant:
         title: in tables and pictures.
         make: constructs it; called on all ranks alike.
         dtypes: those in which its arithmetic is everybody's: bf16 only with fp32 masters.
-        needs: the module without which it can't take part; empty: none but torch.
+        needs: the package without which it can't take part; empty: none but torch.
         accumulates: only for more than one micro-batch; with one it would be another contestant's double.
     """
 
@@ -42,15 +44,25 @@ class Contestant:
 
     def suits(self, setting: Setting) -> bool:
         """Whether it can take part in a run with ``setting``."""
-        return (
-            setting.dtype in self.dtypes
-            and (setting.micro_batches > 1 or not self.accumulates)
-            and (not self.needs or find_spec(self.needs) is not None)
-        )
+        return setting.dtype in self.dtypes and (setting.micro_batches > 1 or not self.accumulates) and self.installed
+
+    @property
+    def installed(self) -> bool:
+        """Whether what it needs is there."""
+        return not self.needs or find_spec(self.needs) is not None
+
+
+def _theirs(file: str, name: str, setting: Setting, **options: Any) -> Peer:
+    """A contestant from ``file``, which imports a library that may not be there, and takes long."""
+    make: Callable[..., Peer] = getattr(import_module(f".{file}", __package__), name)
+    return make(setting, **options)
 
 
 # The one that all ratios are taken to: what a user leaves who comes here.
 BASELINE = {"fp32": "ddp", "bf16": "ddp-masters"}
+
+_DEEPSPEED = partial(_theirs, "deepspeed_zero", "DeepSpeedZeRO")
+_COLOSSALAI = partial(_theirs, "colossal", "ColossalAI")
 
 _ALL = (
     Contestant("ddp", "DDP, fused", DDP, FP32),
@@ -59,6 +71,29 @@ _ALL = (
     Contestant("zro", "ZeroRedundancyOptimizer, fused", ZeRORedundancy, FP32),
     Contestant("fsdp2", "FSDP2 without reshard, fused", partial(FSDP2, reshard=False)),
     Contestant("fsdp2-reshard", "FSDP2 with reshard, fused", partial(FSDP2, reshard=True)),
+    *(
+        Contestant(
+            f"deepspeed-{stage}", f"DeepSpeed ZeRO-{stage}, fused", partial(_DEEPSPEED, stage=stage), BOTH, "deepspeed"
+        )
+        for stage in (1, 2)
+    ),
+    *(
+        Contestant(
+            f"colossalai-{stage}",
+            f"ColossalAI's own, stage {stage}, fused",
+            partial(_COLOSSALAI, stage=stage),
+            BOTH,
+            "colossalai",
+        )
+        for stage in (1, 2)
+    ),
+    Contestant(
+        "fairscale",
+        "fairscale OSS + ShardedDDP, fused",
+        partial(_theirs, "fairscale_oss", "FairscaleOSS"),
+        FP32,
+        "fairscale",
+    ),
     Contestant("ours-1", "ours, stage 1, fused", partial(Ours, stage=1)),
     Contestant("ours-2", "ours, stage 2, fused", partial(Ours, stage=2)),
     Contestant("ours-2-foreach", "ours, stage 2, foreach", partial(Ours, stage=2, implementation="foreach")),
@@ -80,9 +115,17 @@ def taking_part(setting: Setting, names: list[str] | None) -> list[Contestant]:
     return [baseline, *(each for each in others if each is not baseline)]
 
 
+def left_out() -> list[str]:
+    """A line for each library that is not installed."""
+    missing = dict.fromkeys(each.needs for each in _ALL if not each.installed)
+    return [f"{package} is not installed, and so left out: make peers" for package in missing]
+
+
 def _named(name: str, setting: Setting) -> Contestant:
     if name not in CONTESTANTS:
         raise ValueError(f"expected contestants among {', '.join(CONTESTANTS)}, got {name!r}")
+    if not CONTESTANTS[name].installed:
+        raise ValueError(f"{name}: {CONTESTANTS[name].needs} is not installed: make peers")
     if not CONTESTANTS[name].suits(setting):
         raise ValueError(f"{name} doesn't take part in {setting}: see {__name__.replace('.', '/')}/__init__.py")
     return CONTESTANTS[name]

@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 from lowlevel_zero.memory import held_bytes
 
 from ..gpt import GPT, SIZES, make_model
+from .reachable import reachable_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -40,11 +41,12 @@ class Setting:
         return self.fp32_model().to(DTYPES[self.dtype])
 
 
+HYPER = {"lr": 1e-4, "weight_decay": 0.1}
+
+
 def adamw(parameters: Iterable[Tensor], implementation: str = "fused") -> AdamW:
     """The optimizer that everybody uses; ``implementation``: fused or foreach."""
-    return AdamW(
-        parameters, lr=1e-4, weight_decay=0.1, fused=implementation == "fused", foreach=implementation == "foreach"
-    )
+    return AdamW(parameters, fused=implementation == "fused", foreach=implementation == "foreach", **HYPER)
 
 
 class Peer:
@@ -105,3 +107,12 @@ class Peer:
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """The tensors in an optimizer's state."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def account(model: nn.Module, inner: Optimizer, *roots: object) -> Mapping[str, Iterable[Tensor]]:
+    """For a library that keeps tensors in places of its own: all that ``model``, ``inner`` and ``roots`` lead to."""
+    return {
+        "parameters": list(model.parameters()),
+        "states": state_tensors(inner),
+        "whatever else": list(reachable_tensors(model, inner, *roots)),
+    }

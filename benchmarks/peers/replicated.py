@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from .peer import Peer, Setting, adamw, state_tensors
+from .peer import HYPER, Peer, Setting, adamw, state_tensors
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts optimizers beside it, which is deprecated
@@ -49,9 +49,7 @@ class ZeRORedundancy(DDP):
 
     def make_optimizer(self, model: DistributedDataParallel, implementation: str) -> Optimizer:
         """Without ``parameters_as_bucket_view``, which was the slower way."""
-        return ZeroRedundancyOptimizer(
-            model.parameters(), AdamW, lr=1e-4, weight_decay=0.1, fused=implementation == "fused"
-        )
+        return ZeroRedundancyOptimizer(model.parameters(), AdamW, fused=implementation == "fused", **HYPER)
 
     def tensors(self) -> Mapping[str, Iterable[Tensor]]:
         """The state is the inner optimizer's, of this rank's parameters."""

@@ -1,0 +1,80 @@
+"""DeepSpeed's ZeRO, stages 1 and 2, around torch's own AdamW."""
+
+from __future__ import annotations
+
+import os
+
+# Before the import: what it would otherwise look for, and build.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("DS_BUILD_OPS", "0")
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..gpt import SIZES
+from .peer import Peer, Setting, account, adamw
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+# Elements. Its default of 5e8 is one bucket for the whole model, filled after backward.
+_BUCKET = 5_000_000
+
+
+class DeepSpeedZeRO(Peer):
+    """``deepspeed.initialize`` with a client optimizer; the engine divides by the micro-batches, and zeroes.
+
+    Args:
+        setting: what all have in common.
+        stage: 1 or 2.
+    """
+
+    def __init__(self, setting: Setting, stage: int) -> None:
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as a launcher would
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        model = setting.model()
+        engine, optimizer, *_ = deepspeed.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=_config(setting, stage), dist_init_required=False
+        )
+        super().__init__(engine, optimizer)
+
+    def forward_backward(self, batches: Sequence[Tensor]) -> Tensor:
+        """The engine counts micro-batches: ``step`` after each, which steps after the last."""
+        total = torch.zeros(())
+        for number, batch in enumerate(batches, start=1):
+            loss = self.model(batch)
+            self.model.backward(loss)
+            if number < len(batches):
+                self.model.step()
+            total += loss.detach() / len(batches)
+        return total
+
+    def step(self) -> None:
+        """Through the engine."""
+        self.model.step()
+
+    def tensors(self) -> Mapping[str, Iterable[Tensor]]:
+        """What the engine leads to."""
+        return account(self.model, self.optimizer.optimizer)
+
+
+def _config(setting: Setting, stage: int) -> dict[str, object]:
+    return {
+        "train_micro_batch_size_per_gpu": SIZES[setting.size].batch,
+        "gradient_accumulation_steps": setting.micro_batches,
+        "bf16": {"enabled": setting.dtype == "bf16"},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": _BUCKET,
+            "allgather_bucket_size": _BUCKET,
+            "overlap_comm": False,  # of CUDA streams
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
