@@ -1,4 +1,4 @@
-"""One process among thousands that aren't there: a fake group, and a stopwatch for what isn't the host's own work."""
+"""One process among thousands that aren't there: a fake process group, whose collectives do nothing at once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from time import perf_counter
+from time import process_time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -22,66 +23,100 @@ _COLLECTIVES = (
 )
 
 
-@contextmanager
-def fake_world(size: int) -> Iterator[None]:
-    """A default process group of ``size`` ranks, of which this process is rank 0 and the others nobody."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-class Stopwatch:
-    """Seconds spent inside some functions, while ``running``.
+class Calls:
+    """What has gone through replaced functions since the last ``reset``.
 
     Attributes:
-        seconds: so far; set it to 0 to start anew.
-        calls: so far.
+        count: calls.
+        seconds: spent in them.
     """
 
-    def __init__(self, functions: list[Any]) -> None:
-        self._functions = functions
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Start anew."""
+        self.count = 0
         self.seconds = 0.0
-        self.calls = 0
 
-    @contextmanager
-    def running(self, *packages: str) -> Iterator[None]:
-        """Time calls that go through names of modules of ``packages``, wherever they were imported to."""
-        replaced = [
-            (module, name, value)
-            for module in _modules(packages)
-            for name, value in list(vars(module).items())
-            if any(value is function for function in self._functions)
-        ]
-        for module, name, value in replaced:
-            setattr(module, name, self._timed(value))
+
+class _Done:
+    """The handle of a collective that did nothing."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """At once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[Calls]:
+    """A default process group of ``size`` ranks, of which this process is rank 0 and the others nobody.
+
+    Data that should come from others is left as it is. torch's fake group alone would copy this rank's data to
+    every place where another's belongs, which takes longer the more ranks there are.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    torch.set_flush_denormal(True)  # memory that nobody filled may look like numbers that take long to add
+    functions = [getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)]
+    calls = Calls()
+    try:
+        with _replaced(functions, lambda function: _silent(function, calls), "torch.distributed", "lowlevel_zero"):
+            yield calls
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def watched(*functions: Callable[..., Any]) -> Iterator[Calls]:
+    """Count and time calls of functions through names of this package's modules, wherever they were imported to."""
+    calls = Calls()
+    with _replaced(functions, lambda function: _timed(function, calls), "lowlevel_zero"):
+        yield calls
+
+
+def _silent(function: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    def nothing(*args: Any, async_op: bool = False, **kwargs: Any) -> _Done | None:
+        calls.count += 1
+        return _Done() if async_op else None
+
+    return nothing
+
+
+def _timed(function: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    @wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = process_time()
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
-            for module, name, value in replaced:
-                setattr(module, name, value)
+            calls.seconds += process_time() - start
+            calls.count += 1
 
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += perf_counter() - start
-                self.calls += 1
-
-        return timed
+    return timed
 
 
-def collectives_watch() -> Stopwatch:
-    """On torch's collectives: a fake group's copies take time that grows with its ranks."""
-    return Stopwatch([getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)])
+@contextmanager
+def _replaced(
+    functions: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]], *packages: str
+) -> Iterator[None]:
+    """Put what ``make`` makes of each function in its place, under every name that loaded modules have for it."""
+    found = [
+        (module, name, value)
+        for module in _modules(packages)
+        for name, value in list(vars(module).items())
+        if any(value is function for function in functions)
+    ]
+    for module, name, value in found:
+        setattr(module, name, make(value))
+    try:
+        yield
+    finally:
+        for module, name, value in found:
+            setattr(module, name, value)
 
 
 def _modules(packages: tuple[str, ...]) -> list[Any]:

@@ -2,10 +2,9 @@
 
 A model of thousands of tiny parameters trains beside a plain one, in alternating rounds of one process: the plain one's
 backward and ``zero_grad``, and the step of the same optimizer over tensors of a slice's size. What ours takes beyond
-that is the overhead. The other ranks are a fake process group's, whose collectives copy something here and there: their
-time is taken off. Packing and unpacking wires is part of the overhead, and told beside it: it moves bytes, and where
-there are fewer elements than ranks, most of them are padding. "The rest" doesn't depend on bytes; the last column is its
-ratio to the first world size of more than one rank.
+that is the overhead. The other ranks are not there, and collectives take no time. Packing and unpacking wires is part
+of the overhead, and told beside it: it moves bytes, and where there are fewer elements than ranks, most of them are
+padding. "The rest" doesn't depend on bytes; the last column is its ratio to the first world size of several ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import json
 import pstats
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -33,12 +31,13 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import wire
 from ranks import run_ranks
 
-from .fake import Stopwatch, collectives_watch, fake_world
+from .fake import Calls, fake_world, watched
 from .machine import header, load
 from .peers.peer import DTYPES
 from .report import Spread, heading
 from .rounds import settle
 
+_PACKING = (wire.pack, wire.unpack)
 _SCRATCH = Path(__file__).parent / "results" / "scratch-overhead.json"
 
 
@@ -115,7 +114,7 @@ class Tiny(nn.Module):
         return torch.cat(list(self.all)).sum()
 
 
-class Watched:
+class Pair:
     """Our optimizer at one simulated world size, and the plain training that it is compared with."""
 
     def __init__(self, case: Case, world_size: int) -> None:
@@ -160,48 +159,43 @@ def _adamw(parameters: list[nn.Parameter], case: Case) -> AdamW:
 def _measure(rank: int, world_size: int, case: Case) -> list[dict[str, Any]]:
     """A row a world size, in this process alone."""
     warnings.simplefilter("ignore")
-    network, bytes_moved = collectives_watch(), Stopwatch([wire.pack, wire.unpack])
     seen: dict[int, list[dict[str, float]]] = {size: [] for size in case.world_sizes}
-    with ExitStack() as stack:
-        stack.enter_context(fake_world(max(case.world_sizes)))
-        watched = [Watched(case, size) for size in case.world_sizes]
-        stack.enter_context(network.running("torch.distributed", "lowlevel_zero"))
-        stack.enter_context(bytes_moved.running("lowlevel_zero"))
+    with fake_world(max(case.world_sizes)) as collectives, watched(*_PACKING) as packing:
+        pairs = [Pair(case, size) for size in case.world_sizes]
         for number in range(case.rounds + 1):
-            for each in watched:
-                turn = _turn(each, case, network, bytes_moved)
+            for each in pairs:
+                turn = _turn(each, case, collectives, packing)
                 if number > 0:  # the first one warms up
                     seen[each.world_size].append(turn)
     several = next((size for size in case.world_sizes if size > 1), case.world_sizes[0])
     return [_row(size, turns, seen[several]) for size, turns in seen.items()]
 
 
-def _turn(watched: Watched, case: Case, network: Stopwatch, bytes_moved: Stopwatch) -> dict[str, float]:
+def _turn(pair: Pair, case: Case, collectives: Calls, packing: Calls) -> dict[str, float]:
     """Microseconds per parameter and step."""
     unit = 1e6 / case.parameters
-    watched.plain()  # whatever another left in the caches
-    plain = _timed(watched.plain, case.steps) * unit
-    watched.ours()
-    network.reset()
-    bytes_moved.reset()
-    ours = _timed(watched.ours, case.steps) * unit
-    fake, packing = (watch.seconds / case.steps * unit for watch in (network, bytes_moved))
+    pair.plain()  # whatever another left in the caches
+    plain = _timed(pair.plain, case.steps) * unit
+    pair.ours()
+    collectives.reset()
+    packing.reset()
+    ours = _timed(pair.ours, case.steps) * unit
+    moving = packing.seconds / case.steps * unit
     return {
         "ours": ours,
         "plain": plain,
-        "fake group": fake,
-        "overhead": ours - fake - plain,
-        "packing": packing,
-        "the rest": ours - fake - plain - packing,
-        "collectives": network.calls / case.steps,
+        "overhead": ours - plain,
+        "packing": moving,
+        "the rest": ours - plain - moving,
+        "collectives": collectives.count / case.steps,
     }
 
 
 def _timed(step: Callable[[], None], steps: int) -> float:
-    start = perf_counter()
+    start = process_time()
     for _ in range(steps):
         step()
-    return (perf_counter() - start) / steps
+    return (process_time() - start) / steps
 
 
 def _row(world_size: int, turns: list[dict[str, float]], first: list[dict[str, float]]) -> dict[str, Any]:
@@ -217,7 +211,7 @@ def _row(world_size: int, turns: list[dict[str, float]], first: list[dict[str, f
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One line a world size: microseconds per parameter and step, medians over the rounds."""
-    names = ("ours", "plain", "fake group", "overhead", "packing", "the rest", "collectives")
+    names = ("ours", "plain", "overhead", "packing", "the rest", "collectives")
     lines = [f"{'ranks':>6}" + "".join(f"{name:>13}" for name in (*names, "min-max", "to the first"))]
     for row in rows:
         span = f"{row['spread']['least']:.2f}-{row['spread']['most']:.2f}"
@@ -230,17 +224,17 @@ def _profile(rank: int, world_size: int, case: Case, lines: int) -> str:
     """Where the last world size's steps spend their time, by the functions' own time."""
     warnings.simplefilter("ignore")
     with fake_world(max(case.world_sizes)):
-        watched = Watched(case, case.world_sizes[-1])
-        watched.ours()
-        watched.ours()
+        pair = Pair(case, case.world_sizes[-1])
+        pair.ours()
+        pair.ours()
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(case.steps):
-            watched.ours()
+            pair.ours()
         profile.disable()
     out = io.StringIO()
     pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(lines)
-    per = f"{case.steps} steps of {case.parameters} parameters at {watched.world_size} ranks, profiler included\n"
+    per = f"{case.steps} steps of {case.parameters} parameters at {pair.world_size} ranks, profiler included\n"
     return per + out.getvalue()
 
 
