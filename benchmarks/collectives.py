@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -19,11 +18,12 @@ from lowlevel_zero.collectives import ShardGroup
 from ranks import run_ranks
 
 from .machine import header, load
+from .output import RESULTS, publish
 from .peers.peer import DTYPES
-from .report import Spread, heading
+from .picture import Curve, draw_curves
+from .report import Spread
 from .rounds import settle
 
-_SCRATCH = Path(__file__).parent / "results" / "scratch-collectives.json"
 _RENAMED = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
 _all_gather = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor")
@@ -52,10 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
         seen = run_ranks(_measure, world_size, cases, options.rounds, timeout=options.timeout)
         rows += [_row(world_size, case, [rank[at] for rank in seen]) for at, case in enumerate(cases)]
     facts["load average after"] = load()
-    print(heading(facts, {"rounds": options.rounds}) + "\n\n" + _table(rows))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"header": facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {options.out}")
+    content = {"header": facts, "run": {"rounds": options.rounds}, "rows": rows}
+    publish(options.out, content, _table(rows), _draw)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -66,7 +64,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the wire")
     parser.add_argument("--rounds", type=int, default=11, help="all ways in turn, so often")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one world size")
-    parser.add_argument("--out", type=Path, default=_SCRATCH, help="JSON")
+    parser.add_argument("--out", type=Path, default=RESULTS / "scratch-collectives.json", help="JSON")
     return parser.parse_args(arguments)
 
 
@@ -151,6 +149,26 @@ def _table(rows: list[dict[str, Any]]) -> str:
         )
         lines.append(f"{row['collective']:16}{row['ranks']:6}{row['dtype']:>7}{row['elements']:12,}{times}{spreads}")
     return "\n".join(lines)
+
+
+def _draw(figure: Any, content: Mapping[str, Any]) -> None:
+    """The ratios, a panel a collective."""
+    panels = {name: _curves([row for row in content["rows"] if row["collective"] == name]) for name in COLLECTIVES}
+    draw_curves(figure, panels, "elements")
+    for axes in figure.axes:
+        axes.set_title(f"{axes.get_title()}: ours / native", fontsize=9)
+        axes.axhline(1, color="black", linewidth=0.8)
+
+
+def _curves(rows: list[dict[str, Any]]) -> list[Curve]:
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        curves.setdefault(f"{row['ranks']} ranks, {row['dtype']}", []).append(row)
+    return [_curve(name, points) for name, points in curves.items()]
+
+
+def _curve(name: str, rows: list[dict[str, Any]]) -> Curve:
+    return Curve(name, [row["elements"] for row in rows], [row["ratio"]["median"] for row in rows])
 
 
 if __name__ == "__main__":

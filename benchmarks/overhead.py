@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
-import json
 import pstats
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -33,12 +32,13 @@ from ranks import run_ranks
 
 from .fake import Calls, fake_world, watched
 from .machine import header, load
+from .output import RESULTS, publish
 from .peers.peer import DTYPES
-from .report import Spread, heading
+from .picture import Curve, draw_curves
+from .report import Spread
 from .rounds import settle
 
 _PACKING = (wire.pack, wire.unpack)
-_SCRATCH = Path(__file__).parent / "results" / "scratch-overhead.json"
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     (rows,) = run_ranks(_measure, 1, case, timeout=options.timeout, init=False)
     facts["load average after"] = load()
     run = {name: getattr(case, name) for name in ("parameters", "elements", "dtype", "stage", "implementation")}
-    print(f"{heading(facts, run)}\n\n{table(rows)}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"header": facts, "run": run, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {options.out}")
+    publish(options.out, {"header": facts, "run": run, "rows": rows}, table(rows), _draw)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -97,7 +94,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a turn")
     parser.add_argument("--profile", type=int, metavar="LINES", default=0, help="cProfile's top lines of the last size")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for all of it")
-    parser.add_argument("--out", type=Path, default=_SCRATCH, help="JSON")
+    parser.add_argument("--out", type=Path, default=RESULTS / "scratch-overhead.json", help="JSON")
     return parser.parse_args(arguments)
 
 
@@ -218,6 +215,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [f"{row[name]:13.2f}" for name in names]
         lines.append(f"{row['world size']:6}{''.join(cells)}{span:>13}{row['to the first']['median']:13.2f}")
     return "\n".join(lines)
+
+
+def _draw(figure: Any, content: Mapping[str, Any]) -> None:
+    """What a parameter adds, over the world size."""
+    rows = content["rows"]
+    sizes = [row["world size"] for row in rows]
+    names = ("overhead", "packing", "the rest")
+    curves = [Curve(f"ours: {name}", sizes, [row[name] for row in rows]) for name in names]
+    draw_curves(figure, {"microseconds per parameter and step": curves}, "simulated ranks")
+    figure.set_size_inches(6, 4.2)
 
 
 def _profile(rank: int, world_size: int, case: Case, lines: int) -> str:

@@ -1,4 +1,4 @@
-"""What came out of the rounds: ratios within a round, a table for the terminal, and the same as JSON."""
+"""What came out of the rounds: ratios within a round, to whichever contestant, a table, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -30,21 +30,51 @@ def summarise(ranks: Sequence[Seen], setting: Setting, baseline: str) -> dict[st
     """By contestant: what the ranks have seen, and its ratios to the baseline where that took part."""
     elements = sum(p.numel() for p in setting.fp32_model().parameters())
     turns = {name: _over_ranks([rank[name] for rank in ranks]) for name in ranks[0]}
-    return {
+    rows: dict[str, Any] = {
         name: {
             "title": CONTESTANTS[name].title,
             "losses": [fmean(losses) for losses in zip(*(rank[name].losses for rank in ranks), strict=True)],
             "rounds": [_known(turn) for turn in turns[name]],
             "seconds": {phase: _seconds(turns[name], phase)._asdict() for phase in PHASES},
-            "ratios": _ratios(turns[name], turns[baseline]) if baseline in turns else None,
             "sent bytes a step": _told(min(turn.sent for turn in turns[name])),  # others' are counted, too
+            "sent by its own account": _told(median(turn.told for turn in turns[name])),
             "cores others used": _told(median(turn.others for turn in turns[name])),
             "held after backward": _most(rank[name].after_backward for rank in ranks),
             "held after step": _most(rank[name].after_step for rank in ranks),
             "elements": elements,
+            "peak rss": [rank[name].peak_rss for rank in ranks] if len(ranks[0]) == 1 else None,
         }
         for name in ranks[0]
     }
+    relate(rows, baseline)
+    return rows
+
+
+def relate(rows: dict[str, Any], baseline: str) -> None:
+    """Set every row's ratios to those to ``baseline``'s rounds; to None where it didn't take part."""
+    for row in rows.values():
+        row["ratios"] = (
+            {phase: ratio(row, rows[baseline], phase)._asdict() for phase in PHASES} if baseline in rows else None
+        )
+
+
+def ratio(row: dict[str, Any], other: dict[str, Any], phase: str = "whole") -> Spread:
+    """Of one contestant's phase to another's, both in the same round."""
+    return Spread.of([a[phase] / b[phase] for a, b in zip(row["rounds"], other["rounds"], strict=True)])
+
+
+def strangers(rows: dict[str, Any], baseline: str, tolerance: float) -> list[str]:
+    """A line for each contestant that trains something else than ``baseline``, and isn't meant to."""
+    expected = rows[baseline]["losses"] if baseline in rows else []
+    lines = []
+    for name, row in rows.items():
+        pairs = list(zip(row["losses"], expected, strict=False))
+        if not CONTESTANTS[name].alike:
+            pairs = []
+        apart = [abs(one - other) / abs(other) for one, other in pairs]
+        if not all(each <= tolerance for each in apart):  # a loss that is no number isn't alike
+            lines.append(f"{name} trains something else: its losses are up to {max(apart):.1e} off {baseline}'s")
+    return lines
 
 
 PHASES = ("whole", "forward_backward", "step", "cpu")
@@ -72,15 +102,6 @@ def _seconds(turns: Sequence[Turn], phase: str) -> Spread:
     return Spread.of([getattr(turn, phase) for turn in turns])
 
 
-def _ratios(turns: Sequence[Turn], baseline: Sequence[Turn]) -> dict[str, dict[str, float]]:
-    """Of each phase to the baseline's in the same round."""
-    pairs = list(zip(turns, baseline, strict=True))
-    return {
-        phase: Spread.of([getattr(one, phase) / getattr(other, phase) for one, other in pairs])._asdict()
-        for phase in PHASES
-    }
-
-
 def _most(held: Any) -> dict[str, int]:
     """The account of the rank that holds most."""
     return max(held, key=lambda account: sum(account.values()))
@@ -99,22 +120,22 @@ COLUMNS: tuple[tuple[str, Cells], ...] = (
     ("cpu ratio", lambda row: _ratio(row, "cpu")),
     ("B/p bwd", lambda row: _per_element(row, "held after backward")),
     ("B/p step", lambda row: _per_element(row, "held after step")),
-    ("MB sent", lambda row: _number(row["sent bytes a step"], 1e6)),
+    ("MB lo", lambda row: _number(row["sent bytes a step"], 1e6)),
+    ("MB told", lambda row: _number(row["sent by its own account"], 1e6)),
     ("others", lambda row: _number(row["cores others used"], 1)),
 )
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a contestant: medians over the rounds."""
+    """One line a contestant: medians over the rounds.
+
+    "MB lo" are the bytes that went over the loopback interface, headers and everybody's included; "MB told" those that
+    the contestant says it has handed to other ranks, over shared memory too.
+    """
     lines = [f"{'':44}" + "".join(f"{name:>11}" for name, _ in COLUMNS)]
     for row in results.values():
         lines.append(f"{row['title']:44}" + "".join(f"{cell(row):>11}" for _, cell in COLUMNS))
     return "\n".join(lines)
-
-
-def heading(header: dict[str, str], run: dict[str, Any]) -> str:
-    """What was run, and on what."""
-    return "\n".join(f"{name:20} {value}" for name, value in {**run, **header}.items())
 
 
 def _ratio(row: dict[str, Any], phase: str) -> str:

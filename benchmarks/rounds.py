@@ -7,7 +7,6 @@ import os
 import resource
 import sys
 from dataclasses import dataclass, field
-from math import isnan
 from statistics import median
 from time import perf_counter, process_time, sleep
 from typing import NamedTuple
@@ -55,7 +54,9 @@ class Turn(NamedTuple):
         forward_backward, step, whole: seconds, the median over the steps.
         cpu: seconds of computing, all threads of the process, the mean: hardly feels what else runs on the machine.
         others: cores that somebody else kept busy meanwhile; above 0.1 or so, distrust the times.
-        sent: bytes that all ranks sent, the mean; NaN where the kernel doesn't tell, as is ``others``.
+        sent: bytes that all ranks sent over the loopback interface, the mean; NaN where the kernel doesn't tell, as is
+            ``others``.
+        told: bytes that all ranks sent by the contestant's own account, the mean; NaN where it has none.
     """
 
     forward_backward: float
@@ -64,6 +65,7 @@ class Turn(NamedTuple):
     cpu: float
     others: float
     sent: float
+    told: float
 
 
 @dataclass
@@ -141,17 +143,15 @@ def _turn_in_peace(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
 
 def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
     dist.barrier()
-    handed_over = peer.handed_over()
-    before, cpu, marks = counters.read(), process_time(), [perf_counter()]
+    before, told, cpu, marks = counters.read(), peer.handed_over(), process_time(), [perf_counter()]
     for _ in range(steps):
         peer.forward_backward(batches)
         marks.append(perf_counter())
         peer.step()
         marks.append(perf_counter())
-    cpu = process_time() - cpu
-    everyones = torch.tensor([cpu, peer.handed_over() - handed_over], dtype=torch.float64)
+    cpu, told = process_time() - cpu, peer.handed_over() - told
+    everyones = torch.tensor([cpu, told], dtype=torch.float64)
     dist.all_reduce(everyones)  # a barrier, too
-    everyones_cpu, sent = everyones.tolist()
     counted = counters.read().since(before)
     starts, middles, ends = marks[:-1:2], marks[1::2], marks[2::2]
     return Turn(
@@ -159,8 +159,9 @@ def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
         median(end - middle for middle, end in zip(middles, ends, strict=True)),
         median(end - start for start, end in zip(starts, ends, strict=True)),
         cpu / steps,
-        (counted.busy - everyones_cpu) / (perf_counter() - marks[0]),
-        (counted.sent if isnan(sent) else sent) / steps,
+        (counted.busy - everyones[0].item()) / (perf_counter() - marks[0]),
+        counted.sent / steps,
+        everyones[1].item() / steps,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,15 +10,18 @@ from typing import Any
 
 from ranks import run_ranks
 
-from . import picture
 from .gpt import SIZES
 from .machine import header, load
+from .output import RESULTS, publish
 from .peers import BASELINE, CONTESTANTS, Setting, left_out, taking_part
 from .peers.peer import DTYPES
-from .report import heading, summarise, table
-from .rounds import Course, Record, fits, run_course, settle
+from .picture import draw_steps
+from .report import strangers, summarise, table
+from .rounds import Course, fits, run_course, settle
 
-_SCRATCH = Path(__file__).parent / "results" / "scratch-step.json"
+# How far apart losses of the same training may be, relatively: the fp32 ones by the order of sums, the bf16 ones by
+# where a library rounds.
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,12 +37,14 @@ def main(arguments: list[str] | None = None) -> None:
     settle()
     seen = run_ranks(run_course, options.world_size, course, timeout=options.timeout)
     facts["load average after"] = load()
-    results = summarise(seen, setting, BASELINE[options.dtype])
-    print(f"{heading(facts, run)}\n\n{table(results)}")
-    if options.alone:
-        print(f"\npeak RSS: {_peaks(seen, names[0])}")
-        results[names[0]]["peak rss"] = [record[names[0]].peak_rss for record in seen]
-    _write(options.out, {"header": facts, "run": run, "baseline": BASELINE[options.dtype], "contestants": results})
+    usual = BASELINE[options.dtype]
+    baseline = options.baseline or usual
+    results = summarise(seen, setting, baseline)
+    odd = strangers(results, usual, TOLERANCE[options.dtype])
+    content = {"header": facts, "run": run, "baseline": baseline, "odd": odd, "contestants": results}
+    publish(options.out, content, table(results) + _peaks(results), draw_steps)
+    if odd:
+        raise SystemExit("\n".join(odd))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -55,6 +59,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--contestants", nargs="+", metavar="NAME", help="beside the baseline: " + ", ".join(CONTESTANTS)
     )
+    parser.add_argument("--baseline", metavar="NAME", default="", choices=CONTESTANTS, help="to whom ratios are taken")
     parser.add_argument("--alone", metavar="NAME", default="", choices=CONTESTANTS, help="no other; tells its peak RSS")
     parser.add_argument(
         "--patience", type=int, default=0, help="repeat a turn so often while others use more than 0.2 cores"
@@ -63,7 +68,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--keep", choices=("auto", "yes", "no"), default="auto", help="all contestants in memory at once"
     )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for all of it")
-    parser.add_argument("--out", type=Path, default=_SCRATCH, help="JSON; the picture goes beside it")
+    parser.add_argument("--out", type=Path, default=RESULTS / "scratch-step.json", help="JSON, beside a picture")
     return parser.parse_args(arguments)
 
 
@@ -72,21 +77,12 @@ def _course(options: argparse.Namespace, setting: Setting, names: list[str]) -> 
     return Course(setting, names, options.rounds, options.steps, options.warm_up, keep, options.patience)
 
 
-def _peaks(seen: list[dict[str, Record]], name: str) -> str:
-    """Of each rank, and how much of it came after the start."""
-    peaks = [record[name].peak_rss for record in seen]
-    return ", ".join(f"{peak / 2**20:.0f} MiB ({(peak - base) / 2**20:.0f} since the start)" for peak, base in peaks)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    title = ", ".join(f"{name} {value}" for name, value in content["run"].items())
-    try:
-        picture.draw(content["contestants"], title, path.with_suffix(".png"))
-    except ImportError:
-        print("no picture: matplotlib is not installed", file=sys.stderr)
-    print(f"\nwritten: {path}")
+def _peaks(results: dict[str, Any]) -> str:
+    """Where there is one contestant alone: of each rank, and how much of it came after the start."""
+    (row, *_) = results.values()
+    pairs = [(peak / 2**20, (peak - base) / 2**20) for peak, base in row["peak rss"] or ()]
+    told = ", ".join(f"{peak:.0f} MiB ({since:.0f} since the start)" for peak, since in pairs)
+    return f"\n\npeak RSS: {told}" if told else ""
 
 
 if __name__ == "__main__":

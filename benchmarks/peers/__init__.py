@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import Any
 
 from .floor import Floor
 from .fsdp import FSDP2
-from .ours import Ours
+from .ours import Ours, OursDropping
 from .peer import Peer, Setting
 from .replicated import DDP, DDPMasters, ZeRORedundancy
 
@@ -33,6 +33,7 @@ class Contestant:
         dtypes: those in which its arithmetic is everybody's: bf16 only with fp32 masters.
         needs: the package without which it can't take part; empty: none but torch.
         accumulates: only for more than one micro-batch; with one it would be another contestant's double.
+        alike: trains what everybody trains, so that its losses must be everybody's.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Contestant:
     dtypes: tuple[str, ...] = BOTH
     needs: str = ""
     accumulates: bool = False
+    alike: bool = True
 
     def suits(self, setting: Setting) -> bool:
         """Whether it can take part in a run with ``setting``."""
@@ -63,45 +65,36 @@ BASELINE = {"fp32": "ddp", "bf16": "ddp-masters"}
 
 _DEEPSPEED = partial(_theirs, "deepspeed_zero", "DeepSpeedZeRO")
 _COLOSSALAI = partial(_theirs, "colossal", "ColossalAI")
+_FAIRSCALE = partial(_theirs, "fairscale_oss", "FairscaleOSS")
+_STAGES = (1, 2)
 
-_ALL = (
-    Contestant("ddp", "DDP, fused", DDP, FP32),
-    Contestant("ddp-foreach", "DDP, foreach", partial(DDP, implementation="foreach"), FP32),
-    Contestant("ddp-masters", "DDP with fp32 masters, fused", DDPMasters, BF16),
-    Contestant("zro", "ZeroRedundancyOptimizer, fused", ZeRORedundancy, FP32),
-    Contestant("fsdp2", "FSDP2 without reshard, fused", partial(FSDP2, reshard=False)),
-    Contestant("fsdp2-reshard", "FSDP2 with reshard, fused", partial(FSDP2, reshard=True)),
-    *(
-        Contestant(
-            f"deepspeed-{stage}", f"DeepSpeed ZeRO-{stage}, fused", partial(_DEEPSPEED, stage=stage), BOTH, "deepspeed"
-        )
-        for stage in (1, 2)
-    ),
-    *(
-        Contestant(
-            f"colossalai-{stage}",
-            f"ColossalAI's own, stage {stage}, fused",
-            partial(_COLOSSALAI, stage=stage),
-            BOTH,
-            "colossalai",
-        )
-        for stage in (1, 2)
-    ),
-    Contestant(
-        "fairscale",
-        "fairscale OSS + ShardedDDP, fused",
-        partial(_theirs, "fairscale_oss", "FairscaleOSS"),
-        FP32,
-        "fairscale",
-    ),
-    Contestant("ours-1", "ours, stage 1, fused", partial(Ours, stage=1)),
-    Contestant("ours-2", "ours, stage 2, fused", partial(Ours, stage=2)),
-    Contestant("ours-2-foreach", "ours, stage 2, foreach", partial(Ours, stage=2, implementation="foreach")),
-    Contestant(
-        "ours-2-each", "ours, stage 2, every micro-batch", partial(Ours, stage=2, reduce_each=True), accumulates=True
-    ),
-    Contestant("floor", "no communication, a rank's share of the step", Floor),
-)
+
+def _everybody() -> Iterator[Contestant]:
+    yield Contestant("ddp", "DDP, fused", DDP, FP32)
+    yield Contestant("ddp-foreach", "DDP, foreach", partial(DDP, implementation="foreach"), FP32)
+    yield Contestant("ddp-masters", "DDP with fp32 masters, fused", DDPMasters, BF16)
+    yield Contestant("zro", "ZeroRedundancyOptimizer, fused", ZeRORedundancy, FP32)
+    yield Contestant("fairscale", "fairscale OSS + ShardedDDP, fused", _FAIRSCALE, FP32, "fairscale")
+    yield Contestant("fsdp2", "FSDP2 without reshard, fused", partial(FSDP2, reshard=False))
+    yield Contestant("fsdp2-reshard", "FSDP2 with reshard, fused", partial(FSDP2, reshard=True))
+    for stage in _STAGES:
+        title, make = f"DeepSpeed ZeRO-{stage}, fused", partial(_DEEPSPEED, stage=stage)
+        yield Contestant(f"deepspeed-{stage}", title, make, needs="deepspeed")
+    for stage in _STAGES:
+        title, make = f"ColossalAI's own, stage {stage}, fused", partial(_COLOSSALAI, stage=stage)
+        yield Contestant(f"colossalai-{stage}", title, make, needs="colossalai")
+    for stage in _STAGES:
+        yield Contestant(f"ours-{stage}", f"ours, stage {stage}, fused", partial(Ours, stage=stage))
+    yield Contestant("ours-2-foreach", "ours, stage 2, foreach", partial(Ours, stage=2, implementation="foreach"))
+    each = partial(Ours, stage=2, reduce_each=True)
+    yield Contestant("ours-2-each", "ours, stage 2, every micro-batch", each, accumulates=True)
+    for stage in _STAGES:
+        title = f"ours, stage {stage}, half of the blocks dropped"
+        yield Contestant(f"ours-{stage}-drop", title, partial(OursDropping, stage=stage), alike=False)
+    yield Contestant("floor", "no communication, a rank's share of the step", Floor, alike=False)
+
+
+_ALL = tuple(_everybody())
 CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from random import Random
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 
+from ..gpt import GPT
 from .peer import Peer, Setting, adamw
 
 
@@ -44,3 +47,20 @@ class Ours(Peer):
     def held(self) -> dict[str, int]:
         """The optimizer keeps account itself."""
         return self.optimizer.memory_held()
+
+
+class OursDropping(Ours):
+    """Half of the blocks are left out of each step: others each time, the same on all ranks (Fan et al., 2020)."""
+
+    model: GPT
+
+    def __init__(self, setting: Setting, stage: int) -> None:
+        super().__init__(setting, stage)
+        self._blocks = list(self.model.blocks)
+        self._draw = Random(0)
+
+    def forward_backward(self, batches: Sequence[Tensor]) -> Tensor:
+        """With half of the blocks."""
+        chosen = self._draw.sample(range(len(self._blocks)), len(self._blocks) // 2)
+        self.model.blocks = nn.ModuleList(self._blocks[number] for number in sorted(chosen))
+        return super().forward_backward(batches)

@@ -83,7 +83,7 @@ class Peer:
     # ---- what a library does its own way ----
 
     def handed_over(self) -> float:
-        """Bytes that this rank has handed to others so far; NaN: ask the loopback interface, which sees all of it."""
+        """Bytes that this rank has handed to others so far, by the library's own account; NaN where it has none."""
         return float("nan")
 
     def reducing(self, last: bool) -> AbstractContextManager[object]:

@@ -1,0 +1,43 @@
+"""What every benchmark leaves behind: a table on the terminal, JSON, and a picture where matplotlib is there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+Draw = Callable[[Any, Mapping[str, Any]], None]
+
+
+def heading(header: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """What was run, and on what."""
+    return "\n".join(f"{name:20} {value}" for name, value in {**run, **header}.items())
+
+
+def publish(path: Path, content: Mapping[str, Any], table: str, draw: Draw | None = None) -> None:
+    """Print the table under its heading and write ``content``; ``draw(figure, content)`` makes the picture.
+
+    ``content`` has a ``header`` and a ``run``, which the heading shows, and whatever was measured.
+    """
+    print(f"{heading(content['header'], content['run'])}\n\n{table}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {path}")
+    if draw is not None:
+        _picture(path.with_suffix(".png"), content, draw)
+
+
+def _picture(path: Path, content: Mapping[str, Any], draw: Draw) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+        return
+    figure = Figure(layout="constrained")
+    draw(figure, content)
+    title = ", ".join(f"{name} {value}" for name, value in content["run"].items())
+    figure.suptitle(title, fontsize=9, wrap=True)
+    figure.savefig(path, dpi=110)
