@@ -15,6 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _COLLECTIVES = (
     "all_reduce",
+    "all_gather",
+    "all_to_all_single",
+    "reduce_scatter",
     "all_gather_into_tensor",
     "all_gather_single",
     "reduce_scatter_tensor",
@@ -64,7 +67,9 @@ def fake_world(size: int) -> Iterator[Calls]:
     functions = [getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)]
     calls = Calls()
     try:
-        with _replaced(functions, lambda function: _silent(function, calls), "torch.distributed", "lowlevel_zero"):
+        with _replaced(
+            functions, lambda function: _silent(function, calls), "torch.distributed", "lowlevel_zero", "colossalai"
+        ):
             yield calls
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""How much memory a rank takes at most: each contestant in processes of its own: ``python -m benchmarks.peak --help``."""
+"""How much memory a rank takes at most, each contestant alone: ``python -m benchmarks.peak --help``."""
 
 from __future__ import annotations
 

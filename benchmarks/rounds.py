@@ -77,7 +77,7 @@ class Record:
         after_backward: bytes held, by owner.
         after_step: the same when gradients are gone.
         turns: one a round.
-        peak_rss: bytes of this process at most, and before it made its first contestant.
+        peak_rss: bytes of this process at most, and at most before it made its first contestant.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -91,8 +91,10 @@ def run_course(rank: int, world_size: int, course: Course) -> dict[str, Record]:
     """All rounds on this rank."""
     records = {name: Record() for name in course.names}
     batches = make_batches(SIZES[course.setting.size], course.setting.micro_batches, rank)
+    for name in course.names:
+        CONTESTANTS[name].prepare()
     gc.freeze()  # what torch left behind at its import is no garbage, and takes long to look at
-    base = _rss()
+    base = _peak_rss()
     alive: dict[str, Peer] = {}
     for number in range(course.rounds):
         if rank == 0:
@@ -167,15 +169,6 @@ def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
 
 def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _rss() -> int:
-    """Of this process now; where the system doesn't tell, at most so far."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return _peak_rss()
 
 
 def fits(setting: Setting, contestants: int, world_size: int) -> bool:

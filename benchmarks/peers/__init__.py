@@ -53,19 +53,27 @@ class Contestant:
         """Whether what it needs is there."""
         return not self.needs or find_spec(self.needs) is not None
 
+    def prepare(self) -> None:
+        """Import what it needs, which takes time and memory, but isn't training."""
+        if self.needs:
+            import_module(f".{_FILES[self.needs]}", __package__)
 
-def _theirs(file: str, name: str, setting: Setting, **options: Any) -> Peer:
-    """A contestant from ``file``, which imports a library that may not be there, and takes long."""
-    make: Callable[..., Peer] = getattr(import_module(f".{file}", __package__), name)
+
+# By what each imports, which may not be there.
+_FILES = {"deepspeed": "deepspeed_zero", "colossalai": "colossal", "fairscale": "fairscale_oss"}
+
+
+def _theirs(package: str, name: str, setting: Setting, **options: Any) -> Peer:
+    make: Callable[..., Peer] = getattr(import_module(f".{_FILES[package]}", __package__), name)
     return make(setting, **options)
 
 
 # The one that all ratios are taken to: what a user leaves who comes here.
 BASELINE = {"fp32": "ddp", "bf16": "ddp-masters"}
 
-_DEEPSPEED = partial(_theirs, "deepspeed_zero", "DeepSpeedZeRO")
-_COLOSSALAI = partial(_theirs, "colossal", "ColossalAI")
-_FAIRSCALE = partial(_theirs, "fairscale_oss", "FairscaleOSS")
+_DEEPSPEED = partial(_theirs, "deepspeed", "DeepSpeedZeRO")
+_COLOSSALAI = partial(_theirs, "colossalai", "ColossalAI")
+_FAIRSCALE = partial(_theirs, "fairscale", "FairscaleOSS")
 _STAGES = (1, 2)
 
 

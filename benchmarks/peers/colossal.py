@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .peer import Peer, Setting, account, adamw
 
@@ -49,8 +50,15 @@ class _Anywhere(LowLevelZeroOptimizer):  # type: ignore[misc]  # ColossalAI ship
         """Don't ask for a GPU."""
 
 
+def low_level_zero(inner: Optimizer, stage: int) -> Optimizer:
+    """Their optimizer around ``inner``, on CUDA or on the host, without overlap: that is of several streams."""
+    if get_accelerator().name == "cpu":
+        set_accelerator(_Host())
+    return _Anywhere(inner, partition_grad=stage == 2)
+
+
 class ColossalAI(Peer):
-    """ColossalAI's ``LowLevelZeroOptimizer`` around AdamW, without overlap, which is of CUDA streams.
+    """ColossalAI's ``LowLevelZeroOptimizer`` around AdamW.
 
     Args:
         setting: what all have in common.
@@ -58,10 +66,8 @@ class ColossalAI(Peer):
     """
 
     def __init__(self, setting: Setting, stage: int) -> None:
-        if get_accelerator().name == "cpu":
-            set_accelerator(_Host())
         model = setting.model()
-        super().__init__(model, _Anywhere(adamw(model.parameters()), partition_grad=stage == 2))
+        super().__init__(model, low_level_zero(adamw(model.parameters()), stage))
         self._stage = stage
 
     def reducing(self, last: bool) -> AbstractContextManager[object]:
