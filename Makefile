@@ -12,7 +12,7 @@ PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test lint clean
+.PHONY: help demo booster test peers bench lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,11 @@ booster: $(COLOSSALAI_INSTALLED)  ## train a small Llama through ColossalAI's Bo
 
 test: $(COLOSSALAI_INSTALLED)  ## run the tests (options: make test ARGS="-k floors")
 	@$(BIN)/python -m pytest $(ARGS)
+
+peers: $(PEERS_INSTALLED)  ## install what the benchmarks compare with
+
+bench: $(PEERS_INSTALLED)  ## measure speed and memory beside others, 25 minutes (a look: make bench ARGS=--quick)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 
 lint: $(LINTERS_INSTALLED)  ## check style, format and types
 	$(BIN)/ruff check .

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +22,7 @@ def header() -> dict[str, str]:
     versions = {"torch": torch.__version__} | {name: _version(name) for name in _PEERS if _version(name)}
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": "python " + shlex.join(sys.orig_argv[1:]),
         "code": _commit(),
         "python": platform.python_version(),
         **versions,

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks import collectives, report, step
+from benchmarks import bars, collectives, cuda, overhead, peak, readme, report, scale, step
+from benchmarks.fake import fake_world
 from benchmarks.peers import CONTESTANTS
+from benchmarks.peers.reachable import reachable_tensors
+from benchmarks.plan import PARTS
+from ranks import run_ranks
 
 # Ranks inherit the tests' filters; what a peer is warned of is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -89,3 +95,124 @@ def test_collectives_are_compared(tmp_path: Path) -> None:
         (name, dtype) for name in collectives.COLLECTIVES for dtype in ("fp32", "bf16")
     ]
     assert all(row["ratios"][way]["median"] > 0 for row in rows for way in collectives.WAYS[1:])
+
+
+def test_overhead_is_counted_per_parameter(tmp_path: Path) -> None:
+    out = tmp_path / "overhead.json"
+    overhead.main(["--parameters=20", "--rounds=2", "--steps=1", "--world-sizes", "1", "8", f"--out={out}"])
+    alone, many = json.loads(out.read_text())["rows"]
+    assert alone["overhead"] == pytest.approx(alone["ours"] - alone["plain"], rel=0.5)
+    assert alone["collectives"] == 0
+    assert many["collectives"] > 0
+    assert (tmp_path / "overhead.png").exists()
+
+
+def test_the_profile_shows_where_time_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    overhead.main(["--parameters=20", "--steps=1", "--world-sizes", "8", "--profile=5"])
+    assert "at 8 ranks" in capsys.readouterr().out
+
+
+def test_scale_holds_less_the_more_ranks_there_are(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    scale.main(["--size=tiny", "--rounds=1", "--world-sizes", "8", "64", f"--out={out}"])
+    rows = {(row["name"], row["world size"]): row for row in json.loads(out.read_text())["rows"]}
+    assert set(rows) == {(name, size) for name in scale.NAMES for size in (8, 64)}
+    for name in scale.NAMES:
+        assert rows[name, 64]["bytes after step"] < rows[name, 8]["bytes after step"]
+        assert rows[name, 64]["collectives"] > 0
+
+
+def test_a_fake_world_undoes_itself() -> None:
+    def look(rank: int, world_size: int) -> tuple[int, int, bool]:
+        real = dist.all_reduce
+        with fake_world(4096) as calls:
+            dist.all_reduce(torch.ones(1))
+            size = dist.get_world_size()
+        return size, calls.count, dist.all_reduce is real and not dist.is_initialized()
+
+    assert run_ranks(look, 1, init=False) == [(4096, 1, True)]
+
+
+def test_peak_memory_grows_in_training(tmp_path: Path) -> None:
+    out = tmp_path / "peak.json"
+    peak.main(["--size=tiny", "--contestants", "ours-2", f"--out={out}"])
+    for row in json.loads(out.read_text())["contestants"].values():
+        assert row["peak rss"] > row["before"] > 0
+
+
+def test_the_gpu_benchmark_runs_without_what_only_cuda_tells(tmp_path: Path) -> None:
+    out = tmp_path / "cuda.json"
+    small = ["--size=tiny", "--world-sizes", "1", "8", "--steps=1", "--copied=1000"]
+    cuda.main([*small, "--device=cpu", "--contestants", "ours-2", "colossalai-2", f"--out={out}"])
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["name"] for row in rows} == {"ours-2", "colossalai-2"}
+    for row in rows:
+        assert row["to copying"] == pytest.approx(row["step ms"] / row["copying ms"])
+        assert "launches" not in row
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_benchmark_refuses_to_run_without_one() -> None:
+    with pytest.raises(SystemExit, match="expected a GPU that torch can use, found none"):
+        cuda.main(["--size=tiny"])
+
+
+def test_tensors_are_found_wherever_a_library_keeps_them() -> None:
+    kept, hidden, elsewhere = torch.ones(1), torch.ones(2, requires_grad=True), torch.ones(3)
+    hidden.sum().backward()
+
+    class Library:
+        def __init__(self) -> None:
+            self.stores = {1: [kept, kept]}
+            self.hook = lambda: hidden
+
+    found = list(reachable_tensors(Library()))
+    assert [any(each is tensor for each in found) for tensor in (kept, hidden, hidden.grad, elsewhere)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert sum(each is kept for each in found) == 1
+
+
+def test_every_part_of_the_plan_is_a_benchmark_that_takes_its_arguments() -> None:
+    modules = {
+        "step": step,
+        "peak": peak,
+        "overhead": overhead,
+        "scale": scale,
+        "collectives": collectives,
+        "cuda": cuda,
+    }
+    assert {bar.part for bar in bars.BARS} <= {part.name for part in PARTS}
+    for part in PARTS:
+        for quick in (False, True):
+            modules[part.module]._parse(part.command(quick)[1:])
+
+
+def test_bars_are_judged_and_shown(tmp_path: Path) -> None:
+    assert "not measured" in bars.report(tmp_path)
+    content = _measure(tmp_path, "--contestants", "ours-1", "ours-2", "ours-2-drop")
+    (tmp_path / f"{bars.FP32}.json").write_text(json.dumps(content))
+    judged = {(verdict.part, verdict.what): verdict for verdict in bars.verdicts(tmp_path)}
+    verdict = judged[bars.FP32, "ours-2 / ddp"]
+    assert verdict.measured == content["contestants"]["ours-2"]["ratios"]["whole"]["median"]
+    assert verdict.holds == (verdict.measured <= 0.97)
+    assert judged[bars.FP32, "ours-2-drop / ours-2"].measured is not None
+    assert judged[bars.FP32, "ours-2 / deepspeed-2"].measured is None
+    assert judged[bars.FP32, "ours-1, held after step / the least"].measured == pytest.approx(1, abs=0.02)
+    assert "measured bars hold" in bars.report(tmp_path)
+
+
+def test_results_go_between_the_markers(tmp_path: Path) -> None:
+    content = _measure(tmp_path, "--contestants", "ours-2")
+    (tmp_path / "step-mine.json").write_text(json.dumps(content))
+    block = "<!-- bench: {} -->\nold\n<!-- /bench -->\n"
+    text = "before\n" + block.format("step-mine") + "between\n" + block.format("scale") + "after\n"
+    shown = readme.filled(text, tmp_path)
+    assert "| ours, stage 2, fused | " in shown
+    assert shown.count("old") == 1, "what has no result stays"
+    assert readme.filled(shown, tmp_path) == shown
+    assert shown.startswith("before\n")
+    assert shown.endswith("after\n")

@@ -1,0 +1,176 @@
+"""What was measured beside what is asked for: ``python -m benchmarks.bars [folder]``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .gpt import SIZES, make_model
+from .output import RESULTS
+from .report import ratio
+
+FP32, BF16, FOUR = "step-25m-fp32-1x-2r", "step-25m-bf16-1x-2r", "step-25m-fp32-1x-4r"
+SHARDING = ("zro", "fairscale", "fsdp2", "fsdp2-reshard", "deepspeed-1", "deepspeed-2", "colossalai-1", "colossalai-2")
+
+
+class Bar(NamedTuple):
+    """A whole step's time beside another's; ``{}`` in a name stands for the stage.
+
+    Attributes:
+        part: whose result tells.
+        ours: the contestant that is judged.
+        other: whom it is compared with.
+        most: the largest ratio allowed in stages 1 and 2; None: not asked for.
+    """
+
+    part: str
+    ours: str
+    other: str
+    most: tuple[float | None, float | None]
+
+
+BARS = (
+    Bar(FP32, "ours-{}", "ddp", (1.05, 0.97)),
+    Bar(BF16, "ours-{}", "ddp-masters", (0.95, 0.92)),
+    Bar(FP32, "ours-{}", "zro", (0.85, 0.80)),
+    Bar(FP32, "ours-{}", "fairscale", (0.87, 0.80)),
+    Bar(FP32, "ours-{}", "fsdp2", (0.65, 0.60)),
+    Bar(BF16, "ours-{}", "fsdp2", (None, 0.82)),
+    Bar(FP32, "ours-{}", "deepspeed-{}", (0.55, 0.50)),
+    Bar(BF16, "ours-{}", "deepspeed-{}", (None, 0.83)),
+    Bar(FP32, "ours-{}", "colossalai-{}", (0.60, 0.50)),
+    Bar(BF16, "ours-{}", "colossalai-{}", (None, 0.80)),
+    Bar(FOUR, "ours-{}", "ddp", (1.00, 0.85)),
+    Bar(FP32, "ours-{}-drop", "ours-{}", (0.75, 0.75)),
+)
+
+
+class Verdict(NamedTuple):
+    """One line of the report; ``measured`` is None where there is no result."""
+
+    part: str
+    what: str
+    measured: float | None
+    bar: float
+    spread: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the bar is reached."""
+        return self.measured is not None and self.measured <= self.bar
+
+
+def verdicts(folder: Path) -> list[Verdict]:
+    """Every bar, judged by the results in ``folder``."""
+    found = [verdict for stage in (1, 2) for bar in BARS for verdict in _time(folder, bar, stage)]
+    found += [verdict for stage in (1, 2) for verdict in _dropped_bytes(folder, stage)]
+    found += [verdict for part in (FP32, BF16) for stage in (1, 2) for verdict in _held(folder, part, stage)]
+    return [*found, *_peak(folder), *_overhead(folder)]
+
+
+def report(folder: Path) -> str:
+    """A line a bar, and how many hold."""
+    judged = verdicts(folder)
+    lines = [f"{'':64}{'measured':>9}{'bar':>7}         min-max"]
+    for verdict in judged:
+        told = "-" if verdict.measured is None else f"{verdict.measured:.2f}"
+        end = ("holds " if verdict.holds else "MISSES") if verdict.measured is not None else "not measured"
+        lines.append(
+            f"{verdict.part + ': ' + verdict.what:64}{told:>9}{verdict.bar:7.2f}  {end} {verdict.spread}".rstrip()
+        )
+    known = [verdict for verdict in judged if verdict.measured is not None]
+    lines.append(f"{sum(verdict.holds for verdict in known)} of {len(known)} measured bars hold; {len(judged)} in all")
+    return "\n".join(lines)
+
+
+def _read(folder: Path, part: str) -> dict[str, Any]:
+    path = folder / f"{part}.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return content
+
+
+def _rows(folder: Path, part: str) -> dict[str, Any]:
+    rows: dict[str, Any] = _read(folder, part).get("contestants", {})
+    return rows
+
+
+# ---- each kind of bar ----
+
+
+def _time(folder: Path, bar: Bar, stage: int) -> Iterator[Verdict]:
+    most = bar.most[stage - 1]
+    if most is None:
+        return
+    rows, ours, other = _rows(folder, bar.part), bar.ours.format(stage), bar.other.format(stage)
+    what = f"{ours} / {other}"
+    if ours in rows and other in rows:
+        spread = ratio(rows[ours], rows[other])
+        yield Verdict(bar.part, what, spread.median, most, f"{spread.least:.2f}-{spread.most:.2f}")
+    else:
+        yield Verdict(bar.part, what, None, most)
+
+
+def _dropped_bytes(folder: Path, stage: int) -> Iterator[Verdict]:
+    """Bytes sent to those of a run without drops, as a share of what the used parameters' elements allow."""
+    rows, what = _rows(folder, FP32), f"bytes of ours-{stage}-drop / of its used share"
+    sent = [rows.get(name, {}).get("sent by its own account") for name in (f"ours-{stage}-drop", f"ours-{stage}")]
+    dropped, whole = sent
+    measured = dropped / whole / _used_share(_read(folder, FP32)["run"]["size"]) if dropped and whole else None
+    yield Verdict(FP32, what, measured, 1.01)
+
+
+def _used_share(size: str) -> float:
+    """Of all elements, those that are left when half of the blocks are dropped."""
+    model = make_model(SIZES[size])
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    elements = sum(p.numel() for p in model.parameters())
+    return 1 - block * (len(model.blocks) - len(model.blocks) // 2) / elements
+
+
+def _held(folder: Path, part: str, stage: int) -> Iterator[Verdict]:
+    """Bytes held to what sharding must hold and the wires, which are told apart."""
+    content = _read(folder, part)
+    row = content.get("contestants", {}).get(f"ours-{stage}")
+    for moment in ("held after backward", "held after step"):
+        measured = None
+        if row:
+            must = _must_hold(content["run"], stage, moment) * row["elements"]
+            measured = sum(row[moment].values()) / (must + row[moment].get("wires", 0))
+        yield Verdict(part, f"ours-{stage}, {moment} / the least", measured, 1.02)
+
+
+def _must_hold(run: dict[str, Any], stage: int, moment: str) -> float:
+    """Bytes of an element: parameter, gradient or its slice, master if it isn't the parameter itself, states."""
+    width = 4 if run["dtype"] == "fp32" else 2
+    share = 1 / run["ranks"]
+    gradient = width * (1 if stage == 1 else share) if moment == "held after backward" else 0
+    return width + gradient + (8 if run["dtype"] == "fp32" else 12) * share
+
+
+def _peak(folder: Path) -> Iterator[Verdict]:
+    """What a rank takes since its start, to the least of any sharding peer's."""
+    rows = _rows(folder, "peak")
+    since = {name: row["peak rss"] - row["before"] for name, row in rows.items()}
+    others = [since[name] for name in SHARDING if name in since]
+    for stage in (1, 2):
+        known = bool(others) and f"ours-{stage}" in since
+        measured = since[f"ours-{stage}"] / min(others) if known else None
+        yield Verdict("peak", f"ours-{stage} / the least of any sharding peer's", measured, 1.0)
+
+
+def _overhead(folder: Path) -> Iterator[Verdict]:
+    rows = {row["world size"]: row for row in _read(folder, "overhead").get("rows", [])}
+    for size, row in rows.items():
+        yield Verdict("overhead", f"us per parameter and step, {size} ranks", row["overhead"], 5.0)
+    first, last = rows.get(8), rows.get(4096)
+    for name in ("the rest", "overhead"):
+        measured = last[name] / first[name] if first and last else None
+        what = "without packing" if name == "the rest" else "packing of padding included"
+        yield Verdict("overhead", f"4,096 ranks / 8 ranks, {what}", measured, 1.1)
+
+
+if __name__ == "__main__":
+    print(report(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS))
