@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(line)
     folder = options.out or (RESULTS / "scratch-quick" if options.quick else RESULTS)
     failed = [part.name for part in chosen if not _run(part, options.quick, folder)]
-    print("\n" + bars.report(folder))
+    print("\n" + ("A quick look: these figures mean nothing.\n" if options.quick else "") + bars.report(folder))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
@@ -41,10 +41,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that all runs; figures mean nothing")
     parser.add_argument("--list", action="store_true", help="say what would run")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts, or how their names begin")
-    for name, kind in (("sizes", str), ("dtypes", str), ("micro-batches", int), ("ranks", int)):
-        values = sorted(
-            {getattr(whole, name.rstrip("s") if kind is str else name.replace("-", "_")) for whole in WHOLE}
-        )
+    for name, field in (("sizes", "size"), ("dtypes", "dtype"), ("micro-batches", "micro_batches"), ("ranks", "ranks")):
+        values = sorted({getattr(whole, field) for whole in WHOLE})
+        kind = type(values[0])
         parser.add_argument(f"--{name}", nargs="+", type=kind, default=values, choices=values, help="of whole steps")
     parser.add_argument("--out", type=Path, help="folder for JSON and pictures")
     return parser.parse_args(arguments)

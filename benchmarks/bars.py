@@ -78,9 +78,8 @@ def report(folder: Path) -> str:
     for verdict in judged:
         told = "-" if verdict.measured is None else f"{verdict.measured:.2f}"
         end = ("holds " if verdict.holds else "MISSES") if verdict.measured is not None else "not measured"
-        lines.append(
-            f"{verdict.part + ': ' + verdict.what:64}{told:>9}{verdict.bar:7.2f}  {end} {verdict.spread}".rstrip()
-        )
+        name = f"{verdict.part}: {verdict.what}"
+        lines.append(f"{name:64}{told:>9}{verdict.bar:7.2f}  {end} {verdict.spread}".rstrip())
     known = [verdict for verdict in judged if verdict.measured is not None]
     lines.append(f"{sum(verdict.holds for verdict in known)} of {len(known)} measured bars hold; {len(judged)} in all")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def _block(name: str, folder: Path) -> str | None:
     content = json.loads(path.read_text(encoding="utf-8"))
     lines = [_told(content), "", *_TABLES[name.split("-")[0]](content)]
     if path.with_suffix(".png").exists():
-        lines += ["", f"![{name}]({path.with_suffix('.png').resolve().relative_to(_ROOT)})"]
+        lines += ["", f"![{name}]({relpath(path.with_suffix('.png'), _ROOT)})"]
     return "\n".join(lines)
 
 

@@ -142,7 +142,7 @@ def test_peak_memory_grows_in_training(tmp_path: Path) -> None:
 
 def test_the_gpu_benchmark_runs_without_what_only_cuda_tells(tmp_path: Path) -> None:
     out = tmp_path / "cuda.json"
-    small = ["--size=tiny", "--world-sizes", "1", "8", "--steps=1", "--copied=1000"]
+    small = ["--size=tiny", "--world-sizes", "8", "--steps=1", "--copied=1000"]
     cuda.main([*small, "--device=cpu", "--contestants", "ours-2", "colossalai-2", f"--out={out}"])
     rows = json.loads(out.read_text())["rows"]
     assert {row["name"] for row in rows} == {"ours-2", "colossalai-2"}
@@ -177,18 +177,11 @@ def test_tensors_are_found_wherever_a_library_keeps_them() -> None:
 
 
 def test_every_part_of_the_plan_is_a_benchmark_that_takes_its_arguments() -> None:
-    modules = {
-        "step": step,
-        "peak": peak,
-        "overhead": overhead,
-        "scale": scale,
-        "collectives": collectives,
-        "cuda": cuda,
-    }
+    modules = {module.__name__: module for module in (step, peak, overhead, scale, collectives, cuda)}
     assert {bar.part for bar in bars.BARS} <= {part.name for part in PARTS}
     for part in PARTS:
         for quick in (False, True):
-            modules[part.module]._parse(part.command(quick)[1:])
+            modules[f"benchmarks.{part.module}"]._parse(part.command(quick)[1:])
 
 
 def test_bars_are_judged_and_shown(tmp_path: Path) -> None:
@@ -208,11 +201,13 @@ def test_bars_are_judged_and_shown(tmp_path: Path) -> None:
 def test_results_go_between_the_markers(tmp_path: Path) -> None:
     content = _measure(tmp_path, "--contestants", "ours-2")
     (tmp_path / "step-mine.json").write_text(json.dumps(content))
-    block = "<!-- bench: {} -->\nold\n<!-- /bench -->\n"
+    (tmp_path / "step.png").rename(tmp_path / "step-mine.png")
+    block = "<!-- bench: {} -->\nwhat was here\n<!-- /bench -->\n"
     text = "before\n" + block.format("step-mine") + "between\n" + block.format("scale") + "after\n"
     shown = readme.filled(text, tmp_path)
     assert "| ours, stage 2, fused | " in shown
-    assert shown.count("old") == 1, "what has no result stays"
+    assert "step-mine.png)" in shown
+    assert shown.count("what was here") == 1, "what has no result stays"
     assert readme.filled(shown, tmp_path) == shown
     assert shown.startswith("before\n")
     assert shown.endswith("after\n")

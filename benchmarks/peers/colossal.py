@@ -14,7 +14,7 @@ from .peer import Peer, Setting, account, adamw
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from colossalai.accelerator import get_accelerator, set_accelerator
+    from colossalai.accelerator import set_accelerator
     from colossalai.zero.low_level import LowLevelZeroOptimizer
 
     from lowlevel_zero.plugin.host_accelerator import HostAccelerator
@@ -52,7 +52,7 @@ class _Anywhere(LowLevelZeroOptimizer):  # type: ignore[misc]  # ColossalAI ship
 
 def low_level_zero(inner: Optimizer, stage: int) -> Optimizer:
     """Their optimizer around ``inner``, on CUDA or on the host, without overlap: that is of several streams."""
-    if get_accelerator().name == "cpu":
+    if inner.param_groups[0]["params"][0].device.type == "cpu":
         set_accelerator(_Host())
     return _Anywhere(inner, partition_grad=stage == 2)
 
