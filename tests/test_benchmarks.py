@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bars, collectives, cuda, overhead, peak, readme, report, scale, step
+from benchmarks import bars, collectives, cuda, overhead, peak, peers, readme, report, scale, step
 from benchmarks.fake import fake_world
 from benchmarks.peers import CONTESTANTS
 from benchmarks.peers.reachable import reachable_tensors
@@ -211,3 +211,13 @@ def test_results_go_between_the_markers(tmp_path: Path) -> None:
     assert readme.filled(shown, tmp_path) == shown
     assert shown.startswith("before\n")
     assert shown.endswith("after\n")
+
+
+def test_a_library_that_is_not_installed_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda package: None)
+    assert "fairscale is not installed, and so left out: make peers" in peers.left_out()
+    names = [each.name for each in peers.taking_part(peers.Setting("tiny", "fp32", 1), None)]
+    assert "ours-2" in names
+    assert not any(name.startswith(("deepspeed", "colossalai", "fairscale")) for name in names)
+    with pytest.raises(ValueError, match="deepspeed-2: deepspeed is not installed: make peers"):
+        peers.taking_part(peers.Setting("tiny", "fp32", 1), ["deepspeed-2"])

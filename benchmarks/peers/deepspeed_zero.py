@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import deepspeed
 
-# Elements. Its default of 5e8 is one bucket for the whole model, filled after backward.
+# Elements. Of 5e6, 25e6 and its default of 5e8, which is one bucket for the whole model, this was the fastest.
 _BUCKET = 5_000_000
 
 
