@@ -161,14 +161,12 @@ def _draw(figure: Any, content: Mapping[str, Any]) -> None:
 
 
 def _curves(rows: list[dict[str, Any]]) -> list[Curve]:
-    curves: dict[str, list[dict[str, Any]]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        curves.setdefault(f"{row['ranks']} ranks, {row['dtype']}", []).append(row)
-    return [_curve(name, points) for name, points in curves.items()]
-
-
-def _curve(name: str, rows: list[dict[str, Any]]) -> Curve:
-    return Curve(name, [row["elements"] for row in rows], [row["ratio"]["median"] for row in rows])
+        for way, spread in row["ratios"].items():
+            name = f"{way}, {row['ranks']} ranks, {row['dtype']}"
+            points.setdefault(name, []).append((row["elements"], spread["median"]))
+    return [Curve(name, *zip(*some, strict=True)) for name, some in points.items()]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import LowLevelZeroOptimizer, transport
 from lowlevel_zero.bookkeeping import wire
 from ranks import run_ranks
 
@@ -38,7 +38,7 @@ from .picture import Curve, draw_curves
 from .report import Spread
 from .rounds import settle
 
-_PACKING = (wire.pack, wire.unpack)
+_PACKING = (wire.pack, transport.unpack)
 
 
 @dataclass(frozen=True)

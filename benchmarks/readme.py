@@ -123,13 +123,14 @@ def _collectives(content: dict[str, Any]) -> list[str]:
             str(row["ranks"]),
             row["dtype"],
             f"{row['elements']:,}",
-            f"{1e3 * row['native seconds']:.2f}",
-            f"{1e3 * row['our seconds']:.2f}",
-            f"{row['ratio']['median']:.2f}",
+            *(f"{1e3 * seconds:.2f}" for seconds in row["seconds"].values()),
+            *(f"{spread['median']:.2f}" for spread in row["ratios"].values()),
         ]
         for row in content["rows"]
     ]
-    return _markdown(["", "ranks", "dtype", "elements", "gloo's, ms", "ours, ms", "ratio"], cells)
+    first = content["rows"][0]
+    times, ratios = [f"{way}, ms" for way in first["seconds"]], [f"{way} / native" for way in first["ratios"]]
+    return _markdown(["", "ranks", "dtype", "elements", *times, *ratios], cells)
 
 
 def _cuda(content: dict[str, Any]) -> list[str]:
