@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="All benchmarks, laid out for 25 minutes on two quiet cores. Table, JSON and picture of each: results/",
+        description="All benchmarks, laid out for 25 minutes on two quiet cores. Results: results/",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that all runs; figures mean nothing")
     parser.add_argument("--list", action="store_true", help="say what would run")
