@@ -16,6 +16,7 @@ from torch.optim import AdamW
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
+from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from ranks import run_ranks
 
 
@@ -195,6 +196,26 @@ def test_masters_follow_what_is_loaded_between_step_and_forward() -> None:
             return [p.detach().clone() for p in model.parameters()]
 
         assert all(map(torch.equal, run(True), run(False)))
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_step_writes_is_not_taken_for_an_edit(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """Masters would be made to agree with their parameters at every step, which takes longer than the step."""
+
+    def work(_rank: int, _size: int) -> None:
+        layer = nn.Linear(4, 2).bfloat16()  # its storage needs no padding, and is kept
+        optimizer = LowLevelZeroOptimizer(AdamW(layer.parameters()), overlap_allgather=overlap)
+        settled = []
+        monkeypatch.setattr(ShardedParameter, "_settle", lambda record, *_: settled.append(record.name))
+        for step in range(3):
+            optimizer.backward(layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+            optimizer.step()
+            assert settled == (["param_groups[0]['params'][0]"] if step == 2 else [])
+            if step == 1:
+                with torch.no_grad():
+                    layer.weight.mul_(2)
 
     run_ranks(work, 2)
 

@@ -39,7 +39,10 @@ class Gather:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-            arrived(record.p for record in self.records)
+            if self.awaited:
+                arrived(record.p for record in self.records)
+            for record in self.records:
+                record.note_version()
 
 
 class GatherStore:
@@ -60,7 +63,6 @@ class GatherStore:
         for record in records:
             # The write goes past p: without this, a backward through the old values would go unnoticed.
             torch.autograd.graph.increment_version(record.p)
-            record.note_version()
             record.stepped = True
         awaited = self._overlap and all(can_be_awaited(record.p) for record in records)
         pending = self._group.gather([record.p32 for record in records], [record.rows for record in records])

@@ -110,6 +110,7 @@ class ShardedParameter:
         """Give ``p32`` at least fp32's precision: a copy of the row, or the row itself if it has that already."""
         self.p32 = self.row.to(torch.promote_types(self.p.dtype, torch.float32))
         self.shares_storage = self.p32 is self.row
+        self.note_version()
 
     def refresh_master(self) -> None:
         """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
