@@ -128,10 +128,11 @@ class ShardGroup:
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
         """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
 
-        ``rows`` are on one device and of one dtype. One of ``own`` may be its very row; else it is free again when
-        this returns.
+        ``rows`` are on one device and of one dtype. All of ``own`` may be their very rows; else they are free again
+        when this returns.
         """
-        self._sent["gather"] += sum(self._bytes_to_others(each[0]) for each in rows)
+        elements = sum(each.numel() for each in rows) // self.size
+        self._sent["gather"] += (self.size - 1) * elements * rows[0].element_size()
         return self._transport(rows[0].device).gather(own, rows)
 
     def traffic(self) -> dict[str, int]:

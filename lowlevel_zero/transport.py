@@ -149,11 +149,9 @@ def unpack(wire: Tensor, rows: Sequence[Tensor]) -> None:
 
 
 def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
-    """Copy each of ``own`` into its row of ``rows``, unless it is that row."""
-    pairs = [(mine, each[rank]) for mine, each in zip(own, rows, strict=True)]
-    pairs = [(mine, row) for mine, row in pairs if mine.data_ptr() != row.data_ptr()]
-    if pairs:
-        torch._foreach_copy_([row for _, row in pairs], [mine for mine, _ in pairs])
+    """Copy ``own`` into their rows of ``rows``, unless they are those rows."""
+    if own[0].data_ptr() != rows[0][rank].data_ptr():
+        torch._foreach_copy_([each[rank] for each in rows], list(own))
 
 
 def _then(pending: Pending[Tensor], act: Callable[[Tensor], None]) -> Pending[None]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ..collectives import ShardGroup
 from ..transport import Pending
@@ -60,9 +61,9 @@ class GatherStore:
 
     def start(self, records: Sequence[ShardedParameter]) -> None:
         """Start gathering ``records``, which are of one kind; alike on every rank."""
+        # The write goes past p: without this, a backward through the old values would go unnoticed.
+        _increment_versions([record.p for record in records])
         for record in records:
-            # The write goes past p: without this, a backward through the old values would go unnoticed.
-            torch.autograd.graph.increment_version(record.p)
             record.stepped = True
         awaited = self._overlap and all(can_be_awaited(record.p) for record in records)
         pending = self._group.gather([record.p32 for record in records], [record.rows for record in records])
@@ -85,3 +86,22 @@ class GatherStore:
         while len(self._under_way) > leave:
             self._under_way[0].finish()
             self._under_way.popleft()
+
+
+def _increment_versions(tensors: list[Tensor]) -> None:
+    if _MANY_AT_ONCE:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _takes_many() -> bool:
+    try:
+        torch.autograd.graph.increment_version([])
+    except TypeError:  # torch 2.4, say
+        return False
+    return True
+
+
+_MANY_AT_ONCE = _takes_many()
