@@ -63,6 +63,7 @@ class ShardGroup:
         on_gloo = self._on_gloo(torch.device("cpu"))
         self._wires = _Wires(self.group, Exchange(self.group) if on_gloo else self._native)
         self._sent = {"reduce": 0, "gather": 0}
+        self._messages = self.group
 
     def own_wires(self) -> None:
         """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
@@ -85,10 +86,21 @@ class ShardGroup:
         self._wires.busy = True
         self._wires.share(self, not plain)
 
+    def own_messages(self) -> None:
+        """Before the first ``maximum``, give what the hosts tell each other of rounds an order of its own."""
+        if self._backends.get("cpu") == "gloo":
+            self._messages = self._wires.group
+        elif self.size > 1:
+            self._messages = _message_group(self.group)
+
     def release(self) -> None:
         """Let another instance have this one's wires, all of which have been waited for."""
         self._wires.transport.rest(for_good=True)
         self._wires.busy = False
+
+    def abandon(self, under_way: Sequence[Pending[Tensor]]) -> None:
+        """The instance dies with wires that nobody has waited for, so it keeps its order of wires; let them travel."""
+        _keep(under_way)
 
     # ---- what the group can do ----
 
@@ -178,6 +190,19 @@ class ShardGroup:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._control)
         return cast("list[int]", agreed.tolist())
 
+    def maximum(self, values: Tensor) -> Pending[Tensor]:
+        """Start the element-wise maximum over the ranks of a few bytes on the host, in place.
+
+        In one order with an optimizer's wires on the host, and beside them otherwise: all ranks make these calls
+        in the same order among their rounds, but not among calls of ``largest``.
+        """
+        if self.size == 1:
+            return Pending((), (values,), lambda: values)
+        work = cast(dist.Work, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages, async_op=True))
+        pending = Pending((work,), (values,), lambda: values)
+        _keep([pending])
+        return pending
+
     def alike(self, values: Sequence[int]) -> bool:
         """Whether every rank has the same ``values``."""
         bounds = self.largest([*values, *(-value for value in values)])
@@ -243,6 +268,11 @@ def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+# What nobody may ever wait for, kept until it is done. gloo stops reading from a peer when it has no tensor any more
+# for what comes, and whoever destroys the process group then waits forever for what was to be read after it.
+_kept: list[Pending[Tensor]] = []
 
 
 @dataclass
@@ -298,6 +328,19 @@ def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group not in _control_groups:
         _control_groups[group] = _gloo_like(group)
     return _control_groups[group]
+
+
+def _message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A third one, where wires don't travel over gloo: for what tells of rounds; made once per group."""
+    if "fake" in _backends_by_device(group).values():
+        return group
+    if group not in _message_groups:
+        _message_groups[group] = _gloo_like(group)
+    return _message_groups[group]
+
+
+def _keep(under_way: Sequence[Pending[Tensor]]) -> None:
+    _kept[:] = [*(pending for pending in _kept if not pending.done()), *under_way]
 
 
 def _gloo_like(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -194,6 +194,8 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
                 self._gathers.finish()
                 if self._reducer.idle:
                     self._group.release()
+                else:
+                    self._group.abandon(self._reducer.under_way())
 
     # ---- backward: gradients become each rank's slice of their sum ----
 
@@ -221,7 +223,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
         self._refuse_unfrozen()
-        with self._round():
+        with self._round(tensor, inputs):
             if tensor.requires_grad:
                 torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
             elif not self._warned:
@@ -229,11 +231,11 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
                 _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", self._group.rank)
 
     @contextmanager
-    def _round(self) -> Iterator[None]:
+    def _round(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
         """One backward of this optimizer's own, and the reductions that go with it."""
         context = self._options.backward_context
         failed = True
-        self._reducer.begin()
+        self._reducer.begin(loss, inputs)
         try:
             with nullcontext() if context is None else context():
                 yield

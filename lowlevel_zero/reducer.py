@@ -9,6 +9,8 @@ A *round* is one backward's reductions, bucket by bucket in the plan's order; ev
   a wire, since its peers may be waiting to agree.
 - Gradients that came after their bucket had left (a weight in two nested backwards) get a further round, on
   all ranks, since the last wire of a round tells of them.
+- Once a step has shown a dropped parameter, rounds open with a message (see ``forecast``): they leave out what
+  nobody will use, and these messages are all that the ranks need to agree on about rounds.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
   discriminator) stay in ``p.grad``, as in plain torch, until this one's next round, or ``zero_grad``.
 """
@@ -16,6 +18,7 @@ A *round* is one backward's reductions, bucket by bucket in the plan's order; ev
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 from weakref import ReferenceType, ref
@@ -25,12 +28,14 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from .bookkeeping.bucket_plan import BucketPlan, Item, make_plan
+from .bookkeeping.bucket_plan import BucketPlan, Item, completed, make_plan
 from .bookkeeping.bucket_store import IN_FLIGHT, BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .collectives import ShardGroup
+from .forecast import Forecast, Message
 from .options import ZeroOptions
+from .transport import Pending
 
 
 class _BackwardCount(threading.local):
@@ -68,6 +73,9 @@ class Reducer:
         self._in_flight = IN_FLIGHT if options.keeps_row_only else None
         self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
+        self._forecast = Forecast(parameters, group)
+        self._message: Message | None = None
+        gradients.counts = not self._on_host
         self._hooks: list[RemovableHandle] = []
         self._graph_task = -1
         self._nested_seen = False
@@ -95,6 +103,7 @@ class Reducer:
         self._ordered = False
 
     def _replan(self, order: list[int]) -> None:
+        self._travelling = sum(record.split.numel > 0 for record in self._records)
         items = [Item(record.split, record.kind, record.wire_dtype == record.p.dtype) for record in self._records]
         self._buckets.follow(make_plan(items, order, self._options.bucket_size))
 
@@ -105,20 +114,22 @@ class Reducer:
 
     # ---- rounds ----
 
-    def begin(self) -> None:
+    def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a round of its own, after one that an error may have left open."""
+        reached = self._forecast.reached(loss, inputs) if self.sync and self._forecast.on else None
         self._driving.append(self)
         self._backwards.value += 1
         if self.sync:
             self._close()
             self._driven = True
-            self._open()
+            self._open(reached)
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the round stays open, for ``zero_grad`` to discard."""
         self._driving.remove(self)
         if self.sync and not failed:
             self._close()
+            self._forecast.lacked |= len(self._buckets.contributed()) < self._travelling
             self._last_backward = self._backwards.value
 
     def arrive(self, index: int) -> None:
@@ -134,7 +145,7 @@ class Reducer:
             self._graph_task = task
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
         self._buckets.arrive(self._records[index])
-        if self._options.overlap_communication:
+        if self._options.overlap_communication and self._chosen(wait=False):
             self._buckets.start_ready()
             self._take_some()
 
@@ -154,21 +165,43 @@ class Reducer:
         elif self not in self._driving:
             self._close()
 
-    def _open(self) -> None:
+    def _open(self, reached: set[int] | None = None) -> None:
+        """Open a round in whose backward these gradients are foreseen; None: any may come."""
         self._take_some(leave=0)
         self._graph_task = -1
-        self._buckets.open_round()
+        self._buckets.open_round(reached)
+        message = None
+        if self._forecast.on:
+            message = self._forecast.open_round(None if reached is None else reached.union(self._leftovers()))
+        if reached is None:
+            self._buckets.choose()
+        else:
+            self._message = message
+
+    def _leftovers(self) -> list[int]:
+        """What can travel of that which ``p.grad`` holds."""
+        bucket_of = self.plan.bucket_of
+        return [record.index for record in self._records if bucket_of[record.index] >= 0 and record.p.grad is not None]
+
+    def _chosen(self, wait: bool) -> bool:
+        """Whether the ranks' choice of what travels in the open round is known."""
+        if self._message is not None and (wait or self._message.done()):
+            self._buckets.choose(self._message.wait().used)
+            self._message = None
+        return self._message is None
 
     def _close(self) -> None:
         """Start what is left of an open round."""
         if not self._buckets.open:
             return
+        self._chosen(wait=True)
         self._buckets.close_round()
         self._rounds += 1
         if self._first_order is None:
             self._first_order = self._buckets.arrivals
         for index in self._buckets.contributed():
             self._records[index].worked = True
+        self._forecast.learn(self._buckets.unexpected)
         self._take_some()
 
     def _further_round(self) -> None:
@@ -206,11 +239,12 @@ class Reducer:
         for reductions here anyway, the ranks always agree on their rounds. On a device they do unless all are
         known to have run the same: to have called ``backward`` of this optimizer, and none of another's since.
         """
-        if self._on_host or not self._driven or self._last_backward != self._backwards.value:
+        by_messages = self._forecast.on
+        if by_messages or self._on_host or not self._driven or self._last_backward != self._backwards.value:
             self._complete_rounds(with_leftovers=True)
         self.drain()
         self._refuse_unforeseen()
-        while self._watch_late and self._gradients.late():
+        while self._watch_late and not self._forecast.on and self._gradients.late():
             self._further_round()
             self.drain()
         self._gradients.resolve()
@@ -218,15 +252,31 @@ class Reducer:
     def _complete_rounds(self, with_leftovers: bool) -> None:
         """Close the open round, and see to it that all ranks have run as many as the one that ran most."""
         self._close()
+        if self._forecast.on:
+            self._join_rounds(with_leftovers)
+            return
         leftovers = with_leftovers and any(record.p.grad is not None for record in self._records)
-        (most,) = self._group.largest([self._rounds + leftovers])
+        most, lacked = self._group.largest([self._rounds + leftovers, self._forecast.lacked])
+        self._forecast.saw(lacked=bool(lacked))
         while self._rounds < most:
             self._further_round()
+
+    def _join_rounds(self, with_leftovers: bool) -> None:
+        """Run the rounds that others have opened, and those of leftovers, until no rank opens another."""
+        while True:
+            leftovers = self._leftovers() if with_leftovers else []
+            said = (self._forecast.open_round(leftovers) if leftovers else self._forecast.no_round()).wait()
+            if not said.opens:
+                self._forecast.saw(said.lacked, said.missed)
+                return
+            self._buckets.open_round(())
+            self._buckets.choose(said.used)
+            self._close()
 
     def _refuse_unforeseen(self) -> None:
         """Where the "late" flag isn't read (on a device, it would have to be waited for), don't lose a gradient."""
         late = self._buckets.late
-        if late and not self._watch_late:
+        if late and not (self._watch_late or self._forecast.on):
             raise RuntimeError(
                 f"{self._records[late[0]].name}: its gradient came again after it had been reduced, which the first "
                 "step gave no sign of: switch reentrant activation checkpointing on before the first step, or pass "
@@ -249,9 +299,14 @@ class Reducer:
         self.drain()
 
     def end_step(self) -> None:
-        """Between steps: count rounds anew and, once, take over the order in which gradients came on rank 0."""
+        """Between steps: forecast or not, and once take over the order in which gradients came on rank 0."""
+        self._forecast.look(self._gradients.take_fewest(), self._driven)
+        was_on = self._forecast.on
+        self._forecast.end_step()
         if self._rounds and not self._ordered:
             self._adopt_order()
+        elif self._ordered and self._forecast.on and not was_on:
+            self._follow_order()
         self._bare = not self._driven
         self._forget_rounds()
 
@@ -262,17 +317,30 @@ class Reducer:
         self._last_backward = -1
 
     def _adopt_order(self) -> None:
-        """Order buckets as rank 0's first backward did; what it lacked follows in order of registration."""
+        """Order buckets as rank 0's first backward did."""
         came = dict.fromkeys(self._first_order or [record.index for record in reversed(self._records)])
-        order = [*came, *(record.index for record in self._records if record.index not in came)]
-        self._replan(self._group.from_rank_zero(order))
+        lacked = [record.index for record in self._records if record.index not in came]
+        count, *order = self._group.from_rank_zero([len(came), *came, *lacked])
+        self._came, self._lacked_first = order[:count], order[count:]
+        self._follow_order()
         self._ordered = True
         self._watch_late = self._on_host or bool(self._group.largest([self._nested_seen])[0])
+
+    def _follow_order(self) -> None:
+        """What didn't come takes its place among the others if forecasts tell when it will; else it is last."""
+        if self._forecast.on:
+            self._replan(completed(self._came, len(self._records)))
+        else:
+            self._replan(self._came + self._lacked_first)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight or about to be."""
         return not (self._buckets.open or self._buckets.held())
+
+    def under_way(self) -> list[Pending[Tensor]]:
+        """Reductions in flight."""
+        return self._buckets.under_way()
 
     def held(self) -> list[Tensor]:
         """Tensors of reductions in flight."""

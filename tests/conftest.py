@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
+
+from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.forecast import Forecast
 
 # peft looks for a model's files on the network, even for one that was made from a config.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,3 +27,20 @@ def _seeds() -> None:
     """Each test draws the same numbers, in whichever order tests run; forked ranks inherit the state."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def forecasting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecasts are on from the start, and stay on."""
+    build = Forecast.__init__
+
+    def built(self: Forecast, parameters: Any, group: ShardGroup) -> None:
+        build(self, parameters, group)
+        group.own_messages()
+        self.on = True
+
+    def end_step(self: Forecast) -> None:
+        self._begin_step()
+
+    monkeypatch.setattr(Forecast, "__init__", built)
+    monkeypatch.setattr(Forecast, "end_step", end_step)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lowlevel_zero.bookkeeping.bucket_plan import FLAG_SHARE, Bucket, BucketPlan, Item, make_plan
+from lowlevel_zero.bookkeeping.bucket_plan import FLAG_SHARE, Bucket, BucketPlan, Item, completed, make_plan, narrowed
 from lowlevel_zero.partition import EvenSplit
 
 
@@ -158,3 +158,51 @@ def test_any_plan_fills_buckets_of_one_kind_to_their_size(seed: int) -> None:
         held = sum(items[index].split.padded_numel for index in bucket.members)
         assert held <= bucket_size or len(bucket.members) == 1
         assert [index for index in order if index in bucket.members] == list(bucket.members)
+
+
+NARROWED = {
+    "a member leaves its bucket": ((0, 1, 1), [Row((1,), (150,), (1,)), Row((2,), (200,), (2,), last=True)]),
+    "a bucket that is empty goes": ((0, 0, 1), [Row((2,), (200,), (2,), last=True)]),
+    "the last one goes": ((1, 1, 0), [Row((0, 1), (150, 150), (0, 1), last=True)]),
+    "all of it": ((0, 0, 0), [Row((), (), (), last=True)]),
+}
+
+
+@pytest.mark.parametrize(("used", "expected"), NARROWED.values(), ids=NARROWED.keys())
+def test_a_narrowed_plan_is_the_table_s(used: tuple[int, ...], expected: list[Row]) -> None:
+    plan = plan_of(Case([300, 300, 400], 700, []))
+    rows = [
+        Row(each.members, each.sizes, each.flags, each.in_place, each.last) for each in narrowed(plan, used).buckets
+    ]
+    assert rows == expected
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_narrowed_plan_has_what_is_used_in_the_same_order_and_company(seed: int) -> None:
+    items, order, bucket_size = random_items(seed)
+    plan = make_plan(items, order, bucket_size)
+    used = [random.Random(seed * 100 + index).random() < 0.5 for index in range(len(items))]
+    narrow = narrowed(plan, used)
+    kept = [tuple(index for index in bucket.members if used[index]) for bucket in plan.buckets]
+    assert [bucket.members for bucket in narrow.buckets if bucket.members] == [members for members in kept if members]
+    assert sorted(index for bucket in narrow.buckets for index in bucket.flags) == sorted(sum(kept, ()))
+    for bucket in narrow.buckets:
+        assert bucket.sizes == tuple(items[index].split.slice_size for index in bucket.members)
+        assert all(narrow.bucket_of[index] == bucket.position for index in bucket.members)
+    assert all(position < 0 for index, position in enumerate(narrow.bucket_of) if not used[index])
+    assert narrowed(plan, [True] * len(items)) == plan
+
+
+@pytest.mark.parametrize(
+    ("came", "expected"),
+    [
+        ([4, 3, 2, 1, 0], [4, 3, 2, 1, 0]),
+        ([4, 2, 0], [4, 3, 2, 1, 0]),
+        ([2, 4, 0], [2, 1, 4, 3, 0]),
+        ([1, 0], [4, 3, 2, 1, 0]),
+        ([], [4, 3, 2, 1, 0]),
+        ([0, 3], [4, 0, 3, 2, 1]),
+    ],
+)
+def test_an_order_is_completed_where_backward_would_have_come_by(came: list[int], expected: list[int]) -> None:
+    assert completed(came, 5) == expected

@@ -24,11 +24,11 @@ class Call(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A sequence, and how it is run."""
+    """A sequence, and how it is run; ``bare`` None: each rank draws for each call whether its backward is bare."""
 
     calls: list[Call]
     world_size: int
-    bare: bool
+    bare: bool | None
     momentum: bool
     options: dict[str, Any]
 
@@ -140,10 +140,10 @@ def sharded(rank: int, world_size: int, case: Case) -> Seen:
     seen: list[list[Tensor | None]] = []
     for call in case.calls:
         if call.name == "backward":
-            backward(optimizer, loss_of(model, call, rank), case.bare)
+            backward(optimizer, loss_of(model, call, rank), is_bare(case, call, rank))
         elif call.name == "no_sync":
             with optimizer.no_sync():
-                backward(optimizer, loss_of(model, call, rank), case.bare)
+                backward(optimizer, loss_of(model, call, rank), is_bare(case, call, rank))
         elif call.name == "step":
             optimizer.step()
         elif call.name == "gradients":
@@ -153,6 +153,10 @@ def sharded(rank: int, world_size: int, case: Case) -> Seen:
         else:
             edit_or_clear(call, model, optimizer)
     return values(model), seen
+
+
+def is_bare(case: Case, call: Call, rank: int) -> bool:
+    return case.bare if case.bare is not None else random.Random(call.seed * 17 + rank).random() < 0.5
 
 
 def edit_or_clear(call: Call, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -173,13 +177,30 @@ def backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, bare: bool) -> None
 @pytest.mark.parametrize("first", range(0, 100, 10))
 def test_ten_random_sequences(first: int) -> None:
     for seed in range(first, first + 10):
+        check(draw(seed), f"seed {seed}")
+
+
+@pytest.mark.parametrize("first", range(100, 140, 10))
+def test_ten_random_sequences_by_the_optimizer_s_own_backward(first: int) -> None:
+    """Long enough for forecasts to begin in their midst."""
+    for seed in range(first, first + 10):
         case = draw(seed)
-        expected, expected_seen = alone(case)
-        for got, seen in run_ranks(sharded, case.world_size, case, timeout=30):
-            for one, other in zip(expected, got, strict=True):
-                torch.testing.assert_close(other, one, rtol=1e-4, atol=3e-5, msg=f"seed {seed}: {case}")
-            for ones, others in zip(expected_seen, seen, strict=True):
-                check_seen(ones, others, f"seed {seed}: {case}")
+        check(case._replace(calls=case.calls * 3, bare=False), f"seed {seed}")
+
+
+@pytest.mark.parametrize("first", range(200, 240, 10))
+def test_ten_random_sequences_in_which_each_rank_goes_its_own_way(first: int, forecasting: None) -> None:
+    for seed in range(first, first + 10):
+        check(draw(seed)._replace(bare=None), f"seed {seed}")
+
+
+def check(case: Case, what: str) -> None:
+    expected, expected_seen = alone(case)
+    for got, seen in run_ranks(sharded, case.world_size, case, timeout=30):
+        for one, other in zip(expected, got, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=3e-5, msg=f"{what}: {case}")
+        for ones, others in zip(expected_seen, seen, strict=True):
+            check_seen(ones, others, f"{what}: {case}")
 
 
 def check_seen(expected: list[Tensor | None], got: list[Tensor | None], what: str) -> None:

@@ -32,6 +32,7 @@ HOUSE = (
         ("bookkeeping.bucket_store", "bookkeeping.gradient_store", "bookkeeping.gather_store"),
     ),
     ("floor 2, its public names", ("bookkeeping.__init__",)),
+    ("floor 3, under the reducer", ("forecast",)),
     ("floor 3", ("grad_norm", "state", "reducer", "stepping", "construction")),
     ("floor 3, thin over the others", ("sharding", "caller_names")),
     ("floor 4", ("optimizer",)),

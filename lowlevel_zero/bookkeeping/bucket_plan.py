@@ -66,7 +66,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets in their order, and the bucket of each parameter (-1: an empty parameter has none)."""
+    """The buckets in their order, and the bucket of each parameter (-1: an empty or left out one has none)."""
 
     buckets: tuple[Bucket, ...]
     bucket_of: tuple[int, ...]
@@ -79,12 +79,40 @@ def make_plan(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> 
     bucket is alone in its own. Kinds fill side by side: alternating dtypes don't cut buckets short.
     """
     groups = _fill(items, order, bucket_size)
-    buckets = _add_flags([_bucket(at, group, items, bucket_size) for at, group in enumerate(groups)])
-    bucket_of = [-1] * len(items)
-    for bucket in buckets:
+    return _finished([_bucket(at, group, items, bucket_size) for at, group in enumerate(groups)], len(items))
+
+
+def completed(came: Sequence[int], count: int) -> list[int]:
+    """``came`` and, each behind the next higher one, those of ``range(count)`` that it lacks: backward goes down."""
+    absent = set(range(count)).difference(came)
+    order = []
+    for index in (count, *came):
+        order += [index] if index < count else []
+        while index - 1 in absent:
+            index -= 1
+            order.append(index)
+    return order
+
+
+def narrowed(plan: BucketPlan, used: Sequence[int]) -> BucketPlan:
+    """``plan`` without the parameters whose entry in ``used`` is 0, their flags, and buckets that hold no other."""
+    buckets: list[Bucket] = []
+    for bucket in plan.buckets:
+        kept = [(index, size) for index, size in zip(bucket.members, bucket.sizes, strict=True) if used[index]]
+        if kept:
+            members, sizes = zip(*kept, strict=True)
+            buckets.append(Bucket(len(buckets), members, sizes, in_place=bucket.in_place))
+    return _finished(buckets, len(plan.bucket_of))
+
+
+def _finished(buckets: list[Bucket], count: int) -> BucketPlan:
+    """The plan of these buckets, with their flags, for ``count`` parameters."""
+    flagged = _add_flags(buckets)
+    bucket_of = [-1] * count
+    for bucket in flagged:
         for index in bucket.members:
             bucket_of[index] = bucket.position
-    return BucketPlan(tuple(buckets), tuple(bucket_of))
+    return BucketPlan(tuple(flagged), tuple(bucket_of))
 
 
 def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor
 
 from ..collectives import ShardGroup
 from ..transport import Pending
-from .bucket_plan import Bucket, BucketPlan
+from .bucket_plan import Bucket, BucketPlan, narrowed
 from .parameter_store import ShardedParameter
 from .wire import pack
 
 # A reduction in flight holds a wire: enough of them to keep the network busy, few enough for stage 2's memory.
 IN_FLIGHT = 3
+
+# Narrowed plans that are kept: few sets of parameters come again and again, or ever new ones.
+_PLANS_KEPT = 64
 
 
 class Reduction(NamedTuple):
@@ -42,10 +45,11 @@ class BucketStore:
         keeps_row_only: reduce-scatter, not all-reduce.
 
     Attributes:
-        plan: the buckets.
+        plan: the buckets of all parameters.
         open: a round has begun and not all its buckets have started.
         arrivals: indices in the order in which gradients came in this round.
-        late: indices of parameters whose bucket had left when a gradient came in this round.
+        unexpected: those of them that nobody expected.
+        late: indices of parameters whose bucket had left when a gradient came in this round, or was left out.
     """
 
     def __init__(self, records: Sequence[ShardedParameter], group: ShardGroup, keeps_row_only: bool) -> None:
@@ -53,27 +57,60 @@ class BucketStore:
         self._group = group
         self._keeps_row_only = keeps_row_only
         self._in_flight: deque[Reduction] = deque()
+        self._narrowed: dict[bytes, BucketPlan] = {}
+        self._round: BucketPlan | None = None
         self.plan = BucketPlan((), ())
         self.open = False
         self.arrivals: list[int] = []
+        self.unexpected: list[int] = []
         self.late: list[int] = []
 
     def follow(self, plan: BucketPlan) -> None:
         """Use ``plan`` from the next round on."""
         assert not self.open and not self._in_flight
         self.plan = plan
+        self._narrowed.clear()
 
     # ---- a round: gradients arrive, buckets start ----
 
-    def open_round(self) -> None:
-        """Expect a gradient of every parameter."""
+    def open_round(self, expected: Collection[int] | None = None) -> None:
+        """Expect a gradient of these parameters; None: of every one. Nothing starts before ``choose``."""
         self.open = True
         self.arrivals = []
+        self.unexpected = []
         self.late = []
         self._next = 0
+        self._round = None
         self._has_gradient: list[bool] = [False] * len(self._records)
         self._seen = [False] * len(self._records)
-        self._missing = [len(bucket.members) for bucket in self.plan.buckets]
+        self._expected = [expected is None] * len(self._records)
+        for index in expected or ():
+            self._expected[index] = True
+
+    def choose(self, used: bytes | None = None) -> None:
+        """Let those parameters travel in this round whose byte isn't 0.
+
+        None: let all of them travel, and expect them, in a round in which no gradient has come yet.
+        """
+        if used is None:
+            self._round = self.plan
+            self._missing = [len(bucket.members) for bucket in self.plan.buckets]
+            return
+        self._round = self._plan_of(used)
+        self._missing = [sum(map(self._is_awaited, bucket.members)) for bucket in self._round.buckets]
+        self.late = [index for index in self.arrivals if self._round.bucket_of[index] < 0]
+
+    def _plan_of(self, used: bytes) -> BucketPlan:
+        if used not in self._narrowed:
+            if len(self._narrowed) == _PLANS_KEPT:
+                self._narrowed.clear()
+            plan = narrowed(self.plan, used)
+            self._narrowed[used] = plan if plan.bucket_of != self.plan.bucket_of else self.plan
+        return self._narrowed[used]
+
+    def _is_awaited(self, index: int) -> bool:
+        """Whether its bucket waits for a gradient of this parameter; for all of backward where it may come again."""
+        return self._expected[index] and (self._records[index].repeats or not self._seen[index])
 
     def arrive(self, record: ShardedParameter) -> None:
         """Note that backward has a gradient for a parameter.
@@ -81,28 +118,37 @@ class BucketStore:
         A second one in the same round (a weight that two nested backwards share) stays in ``p.grad``: with
         the first if the bucket hasn't started, else for a further round, which the "late" flag asks for.
         """
-        position = self.plan.bucket_of[record.index]
-        if position < 0:
+        index = record.index
+        if self.plan.bucket_of[index] < 0:
             return
-        if self._seen[record.index]:
+        if self._seen[index]:
             record.repeats = True
-            if position < self._next:
-                self.late.append(record.index)
-            return
-        self._seen[record.index] = True
-        self.arrivals.append(record.index)
-        if not record.repeats:
+        else:
+            self.arrivals.append(index)
+            if not self._expected[index]:
+                self.unexpected.append(index)
+        if self._round is not None:
+            self._place(self._round.bucket_of[index], record)
+        self._seen[index] = True
+
+    def _place(self, position: int, record: ShardedParameter) -> None:
+        """Let the bucket at ``position``, -1 if it is left out, know of a gradient."""
+        if position < self._next:
+            self.late.append(record.index)
+        elif self._expected[record.index] and not (self._seen[record.index] or record.repeats):
             self._missing[position] -= 1
 
     def start_ready(self) -> None:
         """Start what is complete, as far as the plan's order goes; the last bucket waits for the round's end."""
-        while self._next < len(self.plan.buckets) - 1 and self._missing[self._next] == 0:
-            self._start(self.plan.buckets[self._next])
+        assert self._round is not None
+        while self._next < len(self._round.buckets) - 1 and self._missing[self._next] == 0:
+            self._start(self._round.buckets[self._next])
 
     def close_round(self) -> None:
         """Start all that is left, complete or not: backward has ended."""
-        while self._next < len(self.plan.buckets):
-            self._start(self.plan.buckets[self._next])
+        assert self._round is not None
+        while self._next < len(self._round.buckets):
+            self._start(self._round.buckets[self._next])
         self.open = False
 
     def contributed(self) -> list[int]:
@@ -120,9 +166,13 @@ class BucketStore:
             done.append(Reduced(bucket, total.view(-1, bucket.row)))
         return done
 
+    def under_way(self) -> list[Pending[Tensor]]:
+        """The reductions in flight."""
+        return [reduction.pending for reduction in self._in_flight]
+
     def held(self) -> list[Tensor]:
         """The tensors of reductions in flight."""
-        return [tensor for reduction in self._in_flight for tensor in reduction.pending.tensors]
+        return [tensor for pending in self.under_way() for tensor in pending.tensors]
 
     # ---- starting one bucket ----
 

@@ -23,6 +23,9 @@ class GradientStore:
         records: the parameters, by index.
         rank: this process's rank.
         raw_unit: makes what a gradient as reductions leave it is to be multiplied with to be averaged and unscaled.
+
+    Attributes:
+        counts: keep what ``take_fewest`` tells.
     """
 
     def __init__(self, records: Sequence[ShardedParameter], rank: int, raw_unit: Callable[[], float | Tensor]) -> None:
@@ -31,6 +34,8 @@ class GradientStore:
         self.raw_unit = raw_unit
         self._sums: list[GradientSum] = []
         self._flags: list[tuple[tuple[int, ...], Tensor]] = []
+        self._fewest: list[Tensor] = []
+        self.counts = False
         self._late: Tensor | None = None
 
     # ---- what reductions leave ----
@@ -165,7 +170,15 @@ class GradientStore:
                 record.drop_gradient()
         if unknown:
             self._sums = [total for total in self._sums if self.working(total)]
+        if self.counts:
+            self._fewest += [flags.amin() for _, flags in self._flags]
         self._flags.clear()
+
+    def take_fewest(self) -> Tensor | None:
+        """On how few ranks a parameter had a gradient, in any round since the last call, 0-d; None: no flags came."""
+        fewest, self._fewest = self._fewest, []
+        device = fewest[0].device if fewest else None
+        return torch.stack([each.to(device, torch.float32) for each in fewest]).amin() if fewest else None
 
     # ---- what callers see ----
 
@@ -193,6 +206,7 @@ class GradientStore:
         """Forget all gradients."""
         self._sums.clear()
         self._flags.clear()
+        self._fewest.clear()
         self._late = None
         for record in self._records:
             record.drop_gradient()

@@ -1,0 +1,567 @@
+"""Forecasts: what nobody will use doesn't travel, what wasn't foreseen isn't lost, and all ranks change together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import test_backward
+import test_layer_drop
+import torch
+from oracle import check_close
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import forecast as forecasts
+from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.forecast import CREDIT, PRICE_OF_A_MISS, Forecast
+from ranks import run_ranks
+
+STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
+over_stages = pytest.mark.parametrize("stage", STAGES)
+LAYERS = 6
+TIMEOUT = 30.0
+
+
+# What is trained
+
+
+class Hidden(torch.autograd.Function):
+    """Runs a layer, and its backward by hand: the outer graph shows none of the layer's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.run(x), grad)
+        assert x.grad is not None
+        return x.grad, None
+
+
+class Swallowing(torch.autograd.Function):
+    """Adds a weight times nothing: it is in the graph, and gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def run_layer(layer: nn.Module, x: Tensor, way: str) -> Tensor:
+    def run(x: Tensor) -> Tensor:
+        return x + torch.tanh(layer(x))
+
+    if way == "hidden":
+        out: Tensor = Hidden.apply(x, run)
+    elif way == "swallowed":
+        out = Swallowing.apply(x, layer.weight)
+    elif way == "plain":
+        out = run(x)
+    else:
+        out = checkpoint(run, x, use_reentrant=way == "reentrant")
+    return out
+
+
+class Tower(nn.Module):
+    """Residual layers between two others; each may be left out, or run in a way that misleads a forecast."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, kept: set[int], way: str = "plain") -> Tensor:
+        hidden = self.first(x)
+        for place in sorted(kept):
+            hidden = run_layer(self.layers[place], hidden, way)
+        out: Tensor = self.last(hidden)
+        return out
+
+
+Kept = Callable[[int, int, int], "set[int] | None"]
+"""``kept(step, at, rank)``: the layers that a backward of a step goes through, or None: it touches nothing at all."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """``backwards`` a step, of which ``call(step, at, rank)`` says how: driven, bare, or driven under no_sync."""
+
+    kept: Kept
+    world_size: int = 2
+    steps: int = 8
+    backwards: int = 1
+    way: Callable[[int, int, int], str] = lambda step, at, rank: "plain"
+    call: Callable[[int, int, int], str] = lambda step, at, rank: "driven"
+    on_device: bool = False
+    clip: float = 0.0
+    width: int = 6
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def model(self) -> Tower:
+        return Tower(self.width)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    def loss(self, model: nn.Module, step: int, at: int, rank: int) -> Tensor:
+        kept = self.kept(step, at, rank)
+        if kept is None:
+            return torch.zeros(())
+        x = torch.randn(3, self.width, generator=torch.Generator().manual_seed(100 * step + 10 * at + rank))
+        loss: Tensor = model(x, kept, self.way(step, at, rank)).square().mean()
+        return loss
+
+
+def alone(run: Training) -> dict[str, Tensor]:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for step in range(run.steps):
+        for at in range(run.backwards):
+            for rank in range(run.world_size):
+                loss = run.loss(model, step, at, rank) / run.world_size
+                if loss.requires_grad:
+                    loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@dataclass
+class Seen:
+    """A run as one rank of several: parameters at the end; by step, the wires' elements, and whether it forecasts."""
+
+    parameters: dict[str, Tensor]
+    reduced: list[list[int]]
+    gathered: list[list[int]]
+    on: list[bool]
+
+
+def sharded(rank: int, world_size: int, run: Training) -> Seen:
+    model = run.model()
+    optimizer = wrapped(run, model)
+    seen = Seen({}, [], [], [])
+    for step in range(run.steps):
+        with wires("all_reduce", "reduce_scatter") as reduced, wires("gather") as gathered:
+            for at in range(run.backwards):
+                backward(optimizer, run.loss(model, step, at, rank), run.call(step, at, rank))
+            optimizer.step()
+        optimizer.zero_grad()
+        seen.reduced.append([size for size in reduced if size > 1])  # one: the norm
+        seen.gathered.append(gathered)
+        seen.on.append(forecast_of(optimizer).on)
+    seen.parameters = parameters_of(model)
+    return seen
+
+
+def wrapped(run: Training, model: nn.Module) -> LowLevelZeroOptimizer:
+    options = {"reduce_bucket_size": 1, "clip_grad_norm": run.clip, **run.options}
+    optimizer = LowLevelZeroOptimizer(run.optimizer(model), model=model, **options)
+    if run.on_device:
+        test_backward.as_on_a_device(optimizer)
+        optimizer._gradients.counts = True
+    return optimizer
+
+
+def backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, call: str) -> None:
+    if call == "driven":
+        optimizer.backward(loss)
+    elif call == "no_sync":
+        with optimizer.no_sync():
+            optimizer.backward(loss)
+    elif loss.requires_grad:
+        loss.backward()
+
+
+def forecast_of(optimizer: LowLevelZeroOptimizer) -> Forecast:
+    return optimizer._reducer._forecast
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@contextmanager
+def wires(*names: str) -> Iterator[list[int]]:
+    """The elements of every wire that goes through one of the group's collectives."""
+    sizes: list[int] = []
+
+    def counting(collective: Any) -> Any:
+        def count(group: ShardGroup, *args: Any) -> Any:
+            sizes.append(sum(part.numel() for part in args[-1]))  # the rows of a wire, or those to be gathered
+            return collective(group, *args)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(ShardGroup, name, counting(getattr(ShardGroup, name)))
+        yield sizes
+
+
+def check(run: Training, tolerance: float = 2e-6) -> list[Seen]:
+    """The oracle's numbers on all ranks, which forecast at the same steps."""
+    ranks: list[Seen] = run_ranks(sharded, run.world_size, run, timeout=TIMEOUT)
+    check_close(alone(run), [seen.parameters for seen in ranks], tolerance)
+    assert all(seen.on == ranks[0].on for seen in ranks)
+    return ranks
+
+
+def everything(step: int, at: int, rank: int) -> set[int]:
+    return set(range(LAYERS))
+
+
+def draw(*numbers: int) -> random.Random:
+    return random.Random(" ".join(map(str, numbers)))
+
+
+def random_kept(seed: int, nothing: float = 0.0) -> Kept:
+    def kept(step: int, at: int, rank: int) -> set[int] | None:
+        rng = draw(seed, step, at, rank)
+        return None if rng.random() < nothing else {place for place in range(LAYERS) if rng.random() < 0.5}
+
+    return kept
+
+
+# What it spares
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@over_stages
+def test_bytes_shrink_by_exactly_the_dropped_share(stage: str, on_device: bool, world_size: int) -> None:
+    """Layers of 6 x 50 x 50: all flags fit into the wires, and one bucket may lose some of its members."""
+    dropped = {1, 2, 5}
+
+    def kept(step: int, at: int, rank: int) -> set[int]:
+        return set(range(LAYERS)) - (dropped if step else set())
+
+    options = {"reduce_bucket_size": 6000, **STAGES[stage]}
+    run = Training(kept, world_size, steps=5, width=60, on_device=on_device, options=options)
+    late = world_size  # a column
+    flags = 2 * world_size  # of a layer
+    layer = 60 * 60 + 60
+    for seen in check(run, 2e-5):
+        whole, *_, spared = map(sum, seen.reduced)
+        assert whole - spared == len(dropped) * (layer + flags)
+        padded = sum(-(-p.numel() // world_size) * world_size + world_size for p in run.model().parameters())
+        assert whole == padded + late
+        assert sum(seen.gathered[0]) - sum(seen.gathered[-1]) == len(dropped) * layer
+        # The drop shows in step 1; a device's flags are read in step 2.
+        assert seen.on == ([False, False, True, True, True] if on_device else [False, True, True, True, True])
+
+
+@over_stages
+def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(stage: str) -> None:
+    def train(rank: int, world_size: int, always_whole: bool) -> list[list[str]]:
+        model = Tower()
+        events: list[str] = []
+        model.first.weight.register_post_accumulate_grad_hook(lambda p: events.append("the last gradient"))
+        optimizer = LowLevelZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model=model, reduce_bucket_size=1, **STAGES[stage]
+        )
+        by_step = []
+        for _ in range(3):
+            events.clear()
+            if always_whole:
+                forecast_of(optimizer).on = False
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("all_reduce", "reduce_scatter"):
+                    patch.setattr(ShardGroup, name, telling(getattr(ShardGroup, name), events))
+                optimizer.backward(model(torch.ones(2, 6), {0, 1, 4}).square().mean())
+            by_step.append(list(events))
+            optimizer.step()
+            optimizer.zero_grad()
+        return by_step
+
+    def telling(collective: Any, events: list[str]) -> Any:
+        return lambda group, wire: events.append("wire") or collective(group, wire)
+
+    early = {
+        whole: [events.index("the last gradient") for events in run_ranks(train, 1, whole)[0]]
+        for whole in (True, False)
+    }
+    all_but_one = 2 * (2 + 3) - 1  # weights and biases of the first, the last and three layers
+    assert early[False][1:] == [all_but_one, all_but_one]
+    assert max(early[True]) < all_but_one
+
+
+def test_what_never_comes_on_any_rank_has_no_bucket_and_all_of_it_none_but_one() -> None:
+    seen, _ = check(Training(lambda step, at, rank: None if step > 2 else {0}, steps=5))
+    assert len(seen.reduced[0]) > len(seen.reduced[1])
+    assert seen.reduced[-1] == [2]  # one column tells whether anything came late
+
+
+# When it is on
+
+
+def no_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a forecast")
+
+    monkeypatch.setattr(ShardGroup, "maximum", refuse)
+    monkeypatch.setattr(forecasts, "_leaves", refuse)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("call", ["driven", "bare"])
+def test_a_run_without_drops_pays_nothing(call: str, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_forecasts(monkeypatch)
+    run = Training(everything, 2, steps=4, backwards=2, call=lambda step, at, rank: call, on_device=on_device)
+    for seen in check(run):
+        assert not any(seen.on)
+
+
+def test_bare_backwards_alone_never_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_forecasts(monkeypatch)
+    for on_device in (False, True):
+        check(Training(random_kept(0), steps=5, call=lambda step, at, rank: "bare", on_device=on_device))
+
+
+@over_stages
+def test_without_drops_a_forecast_changes_no_bit(stage: str, forecasting: None) -> None:
+    run = Training(everything, 3, steps=4, options={"reduce_bucket_size": 50, **STAGES[stage]})
+    foreseen = run_ranks(sharded, 3, run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forecast, "on", property(lambda self: False, lambda self, on: None), raising=False)
+        whole = run_ranks(sharded, 3, run)
+    assert not any(whole[0].on)
+    assert all(foreseen[0].on)
+    assert whole[0].reduced == foreseen[0].reduced
+    for name, value in whole[0].parameters.items():
+        assert torch.equal(value, foreseen[0].parameters[name]), name
+
+
+def test_one_rank_s_drop_switches_all_on() -> None:
+    run = Training(lambda step, at, rank: {0, 2} if (step, rank) == (1, 2) else everything(step, at, rank), 3, steps=4)
+    assert check(run)[0].on == [False, True, True, True]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_a_run_that_stops_dropping_is_left_in_peace_and_watched(on_device: bool) -> None:
+    """Until it has been left in peace for long enough, even a drop is let pass."""
+    stop, again = 3, CREDIT + 8
+    steps = again + CREDIT
+
+    def kept(step: int, at: int, rank: int) -> set[int]:
+        return {0, 1, 2} if step < stop or step >= again else everything(step, at, rank)
+
+    (seen, _) = check(Training(kept, steps=steps, on_device=on_device, options=STAGES["stage2"]), 2e-5)
+    changes = [step for step, (before, after) in enumerate(pairwise([False, *seen.on])) if before != after]
+    on, off, on_again = changes
+    assert (on, off) == (1 if on_device else 0, stop + CREDIT - 1)
+    assert on_again == off + CREDIT + 1
+
+
+# What it doesn't foresee
+
+
+WAYS = ["reentrant", "non-reentrant", "hidden", "swallowed"]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("way", WAYS)
+@over_stages
+def test_what_the_graph_hides_or_shows_in_vain(stage: str, way: str, on_device: bool, forecasting: None) -> None:
+    run = Training(random_kept(1), 2, way=lambda *_: way, on_device=on_device, options=STAGES[stage])
+    check(run)
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+@over_stages
+def test_ways_that_change_by_rank_and_step(stage: str, world_size: int, backwards: int) -> None:
+    def way(step: int, at: int, rank: int) -> str:
+        return draw(7, step, at, rank).choice([*WAYS, "plain"])
+
+    check(Training(random_kept(2), world_size, backwards=backwards, way=way, options=STAGES[stage]), 5e-6)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "hidden"])
+def test_what_came_unforeseen_is_foreseen_from_then_on(way: str, forecasting: None) -> None:
+    """The first step needs a further round, of what had been left out alone; the others don't."""
+    seen, _ = check(Training(lambda *_: {1, 3}, steps=3, way=lambda *_: way))
+    first, *others = seen.reduced
+    assert others[0] == others[1]
+    assert sum(first) == sum(others[0]) + 2  # one more column that tells whether anything came late
+    assert len(first) == len(others[0]) + 1
+
+
+def test_a_gradient_that_only_one_rank_has_unforeseen_is_reduced_on_all(forecasting: None) -> None:
+    check(Training(lambda *_: {1, 3}, 3, steps=4, way=lambda step, at, rank: "hidden" if rank == 1 else "plain"))
+
+
+def test_what_is_shown_in_vain_stays_bit_for_bit(forecasting: None) -> None:
+    seen, _ = check(Training(lambda *_: {1, 3}, steps=3, way=lambda *_: "swallowed"))
+    start = Tower().state_dict()
+    for place in (1, 3):
+        assert torch.equal(seen.parameters[f"layers.{place}.weight"], start[f"layers.{place}.weight"])
+    assert not torch.equal(seen.parameters["first.weight"], start["first.weight"])
+
+
+def test_forecasts_that_fail_often_are_given_up_by_all_ranks() -> None:
+    """Each step hides another layer, on one rank alone."""
+    fails = CREDIT // PRICE_OF_A_MISS
+
+    def way(step: int, at: int, rank: int) -> str:
+        return "hidden" if step > 0 and rank == 1 else "plain"
+
+    (seen, _) = check(Training(lambda step, at, rank: {step % LAYERS}, steps=fails + 4, way=way))
+    assert seen.on == [True] * fails + [False] * 4
+
+
+# Whatever may be called, in whatever mixture
+
+
+def random_calls(seed: int, names: list[str]) -> Callable[[int, int, int], str]:
+    return lambda step, at, rank: draw(seed, step, at, rank, 5).choice(names)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_drops(seed: int) -> None:
+    rng = random.Random(seed)
+    options = {
+        "partition_grad": seed % 2 == 0,
+        "reduce_bucket_size": rng.choice([1, 40, 100, 2000]),
+        "overlap_communication": rng.random() < 0.7,
+    }
+    run = Training(
+        random_kept(seed, nothing=0.2),
+        world_size=2 + seed % 3,
+        steps=10,
+        backwards=1 + seed % 3,
+        clip=rng.choice([0.0, 0.1]),
+        options=options,
+    )
+    seen, *_ = check(run, 5e-6)
+    assert seen.on[2:] == [True] * 8
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_drops_under_no_sync(seed: int, on_device: bool, forecasting: None) -> None:
+    """Leftovers count as used, also where the last backward of a step is under no_sync."""
+    calls = random_calls(seed, ["driven", "no_sync"])
+    same_on_all = lambda step, at, rank: calls(step, at, 0)  # noqa: E731
+    run = Training(
+        random_kept(seed, nothing=0.1),
+        2 + seed % 2,
+        backwards=3,
+        call=same_on_all,
+        on_device=on_device,
+        options=STAGES["stage2" if seed % 2 else "stage1"],
+    )
+    check(run, 5e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@over_stages
+def test_any_mixture_of_calls_on_any_rank(stage: str, world_size: int, forecasting: None) -> None:
+    """Driven here, bare there, under no_sync or not at all elsewhere; buckets are small, and waited for in stage 2."""
+    calls = random_calls(world_size, ["driven", "bare", "no_sync", "none"])
+    kept = random_kept(world_size, nothing=0.2)
+
+    def kept_if_called(step: int, at: int, rank: int) -> set[int] | None:
+        return None if calls(step, at, rank) == "none" else kept(step, at, rank)
+
+    def call(step: int, at: int, rank: int) -> str:
+        return "bare" if calls(step, at, rank) == "none" else calls(step, at, rank)
+
+    check(Training(kept_if_called, world_size, backwards=3, call=call, options=STAGES[stage]), 5e-6)
+
+
+over_moves = pytest.mark.parametrize("to_none", [True, False], ids=["to_none", "to_zeros"])
+
+
+@over_moves
+@pytest.mark.parametrize("moves", test_backward.ANYWHERE)
+def test_zero_grad_and_step_anywhere(moves: Callable[..., None], to_none: bool, forecasting: None) -> None:
+    test_backward.test_zero_grad_and_step_anywhere(moves, "stage2", False, to_none)
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
+@pytest.mark.parametrize("moves", test_backward.GANS)
+def test_gan(moves: Callable[..., None], bare: bool, forecasting: None) -> None:
+    test_backward.test_gan(moves, "stage2", bare)
+
+
+@pytest.mark.parametrize("drop", test_backward.HALVES.values(), ids=test_backward.HALVES.keys())
+@pytest.mark.parametrize("drive", ["first", "second", "bare"])
+def test_two_optimizers_over_halves_of_a_model(drive: str, drop: Callable[[int], Any], forecasting: None) -> None:
+    test_backward.test_two_optimizers_over_halves_of_a_model(drive, drop)
+
+
+@pytest.mark.parametrize("script", [test_backward.two_losses, test_backward.same_loss_twice, test_backward.some_inputs])
+@over_stages
+def test_several_backwards_before_a_step(script: Any, stage: str, forecasting: None) -> None:
+    test_backward.check(script, 3, **STAGES[stage])
+
+
+@over_stages
+def test_backward_by_grad(stage: str, forecasting: None) -> None:
+    test_backward.test_backward_by_grad(stage)
+
+
+@over_stages
+def test_training_goes_on_after_an_exception_in_backward(stage: str, forecasting: None) -> None:
+    test_backward.test_training_goes_on_after_an_exception_in_backward(stage, False)
+
+
+@over_stages
+def test_a_group_can_be_added(stage: str, forecasting: None) -> None:
+    test_layer_drop.test_a_group_can_be_added_while_one_rank_alone_has_gradients(stage)
+
+
+@pytest.mark.parametrize("pattern", test_layer_drop.PATTERNS)
+def test_pattern(pattern: str, forecasting: None) -> None:
+    test_layer_drop.test_pattern(pattern, 3, "stage2", False)
+
+
+# The walk
+
+
+def reached(loss: Tensor, model: nn.Module, inputs: Any = None) -> set[str]:
+    """Names of what a forecast finds."""
+    found: set[str] = set()
+
+    def look(rank: int, world_size: int) -> set[str]:
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        indices = forecast_of(optimizer).reached(loss, inputs)
+        return {record.name for record in optimizer._parameters if record.index in indices}
+
+    (found,) = run_ranks(look, 1)
+    return found
+
+
+def test_the_walk_finds_what_backward_would_give_a_gradient() -> None:
+    model = Tower()
+    loss = model(torch.ones(2, 6), {1, 4}, "non-reentrant").square().mean() + model.layers[2].bias[0]
+    used = {f"{name}.{kind}" for name in ("first", "layers.1", "layers.4", "last") for kind in ("weight", "bias")}
+    assert reached(loss, model) == used | {"layers.2.bias"}
+    assert reached(loss, model, model.first.bias) == {"first.bias"}
+    assert reached(loss, model, [model.layers[2].bias, model.layers[3].bias]) == {"layers.2.bias"}
+
+
+def test_a_loss_that_is_a_parameter_and_one_that_is_nothing() -> None:
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    assert reached(model.scale, model) == {"scale"}
+    assert reached(torch.zeros(()), model) == set()
