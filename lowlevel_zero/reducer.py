@@ -18,7 +18,7 @@ A *round* is one backward's reductions, bucket by bucket in the plan's order; ev
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 from weakref import ReferenceType, ref
@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from .bookkeeping.bucket_plan import BucketPlan, Item, completed, make_plan
 from .bookkeeping.bucket_store import IN_FLIGHT, BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
-from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .collectives import ShardGroup
 from .forecast import Forecast, Message
 from .options import ZeroOptions
@@ -96,7 +96,7 @@ class Reducer:
         """Take records that have no hook yet into hooks and plan, which starts anew in reverse order."""
         me = ref(self)
         for record in self._records[len(self._hooks) :]:
-            hook = partial(_on_gradient, me, record.index)
+            hook = _hook(me, record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._replan([record.index for record in reversed(self._records)])
         self._first_order: list[int] | None = None
@@ -132,28 +132,28 @@ class Reducer:
             self._forecast.lacked |= len(self._buckets.contributed()) < self._travelling
             self._last_backward = self._backwards.value
 
-    def arrive(self, index: int) -> None:
-        """A gradient of parameter ``index`` has been accumulated into ``p.grad``."""
+    def arrive(self, record: ShardedParameter) -> None:
+        """A gradient has been accumulated into ``p.grad``."""
         if not self.sync or (self._driving and self._driving[-1] is not self):
             return
         if not self._buckets.open:
             self._uneven = True
-            self._refuse_unscaled(index)
+            self._refuse_unscaled(record)
             self._open()
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
-        self._buckets.arrive(self._records[index])
-        if self._options.overlap_communication and self._chosen(wait=False):
+        may_start = self._buckets.arrive(record)
+        if may_start and self._options.overlap_communication and self._chosen(wait=False):
             self._buckets.start_ready()
             self._take_some()
 
-    def _refuse_unscaled(self, index: int) -> None:
+    def _refuse_unscaled(self, record: ShardedParameter) -> None:
         """A bare backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
         if self._half and self not in self._driving:
             raise RuntimeError(
-                f"{self._records[index].name}: expected the backward of a model with fp16 parameters through "
+                f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
                 "loss.backward()"
             )
@@ -347,11 +347,15 @@ class Reducer:
         return self._buckets.held()
 
 
-def _on_gradient(reducer: ReferenceType[Reducer], index: int, p: Tensor) -> None:
+def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable[[Tensor], None]:
     """The hook of one parameter. It holds the reducer weakly: a parameter outlives its optimizer."""
-    alive = reducer()
-    if alive is not None:
-        alive.arrive(index)
+
+    def on_gradient(_: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.arrive(record)
+
+    return on_gradient
 
 
 def _on_graph_task_end(reducer: ReferenceType[Reducer]) -> None:

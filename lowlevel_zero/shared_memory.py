@@ -18,7 +18,7 @@ from torch import Tensor
 from .arena import Address, Arena, OthersArena, Slot
 from .exchange import GATHER, REDUCE, Exchange, sum_rows
 from .mail import Header, Subject
-from .transport import Pending, keep_own
+from .transport import Pending, keep_own, lay_end_to_end
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class SharedMemory(Exchange):
         """Each rank copies what it lacks out of the others' slots, straight to where it belongs."""
         sizes = [each.numel() for each in own]
         packed = self._packed(sum(sizes), rows[0].dtype)
-        torch._foreach_copy_(packed.wire.split_with_sizes(sizes), list(own))
+        lay_end_to_end(packed.wire, own)
         keep_own(own, rows, self.rank)  # from own, not the slot: an fp32 master is its row already
 
         def finish(theirs: list[Header]) -> None:

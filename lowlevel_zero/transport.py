@@ -15,6 +15,9 @@ _RENAMED = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
 _all_gather_single = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor")
 
+# Elements of a tensor that are copied faster than the copy is set up.
+_TINY = 4096
+
 T = TypeVar("T")
 
 
@@ -87,8 +90,8 @@ class Transport(ABC):
             return _then(self.all_gather(rows[0]), lambda wire: None)
         sizes = [each.numel() for each in own]
         wire = rows[0].new_empty(self.size, sum(sizes))
-        torch._foreach_copy_(wire[self.rank].split_with_sizes(sizes), list(own))
-        return _then(self.all_gather(wire), lambda wire: unpack(wire, rows))
+        lay_end_to_end(wire[self.rank], own)
+        return _then(self.all_gather(wire), lambda wire: unpack(wire, rows, sizes))
 
     def held(self) -> list[Tensor]:
         """Memory that is kept from wire to wire."""
@@ -143,9 +146,19 @@ class Native(Transport):
         return Pending((work,), (wire,), lambda: wire)
 
 
-def unpack(wire: Tensor, rows: Sequence[Tensor]) -> None:
+def unpack(wire: Tensor, rows: Sequence[Tensor], sizes: list[int]) -> None:
     """Copy the columns of ``wire`` (``[size, row]``) out into ``rows``, each ``[size, s]``: one multi-tensor call."""
-    torch.split_with_sizes_copy(wire, [each.shape[1] for each in rows], dim=1, out=list(rows))
+    torch.split_with_sizes_copy(wire, sizes, dim=1, out=list(rows))
+
+
+def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Copy 1-D ``pieces`` of one dtype into ``into``, cast to its dtype."""
+    if pieces[0].dtype == into.dtype:
+        torch.cat(list(pieces), out=into)
+    elif into.numel() < _TINY * len(pieces):
+        into.copy_(torch.cat(list(pieces)))  # one more pass, but not several microseconds a piece
+    else:
+        torch._foreach_copy_(into.split_with_sizes([piece.numel() for piece in pieces]), list(pieces))
 
 
 def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:

@@ -103,7 +103,7 @@ def test_unpacking_undoes_packing(world_size: int, numels: list[int]) -> None:
     pack(wire, flats)
     sizes = [slice_size(numel, world_size) for numel in numels]
     homes = [torch.full((world_size * size,), -7.0) for size in sizes]
-    unpack(wire, [home.view(world_size, size) for home, size in zip(homes, sizes, strict=True)])
+    unpack(wire, [home.view(world_size, size) for home, size in zip(homes, sizes, strict=True)], sizes)
     for home, flat in zip(homes, flats, strict=True):
         assert torch.equal(home[: flat.numel()], flat)
         assert home[flat.numel() :].eq(0).all()

@@ -112,31 +112,37 @@ class BucketStore:
         """Whether its bucket waits for a gradient of this parameter; for all of backward where it may come again."""
         return self._expected[index] and (self._records[index].repeats or not self._seen[index])
 
-    def arrive(self, record: ShardedParameter) -> None:
-        """Note that backward has a gradient for a parameter.
+    def arrive(self, record: ShardedParameter) -> bool:
+        """Note that backward has a gradient for a parameter; whether that may let a bucket start.
 
         A second one in the same round (a weight that two nested backwards share) stays in ``p.grad``: with
         the first if the bucket hasn't started, else for a further round, which the "late" flag asks for.
         """
         index = record.index
         if self.plan.bucket_of[index] < 0:
-            return
+            return False
         if self._seen[index]:
             record.repeats = True
         else:
+            self._seen[index] = True
             self.arrivals.append(index)
             if not self._expected[index]:
                 self.unexpected.append(index)
-        if self._round is not None:
-            self._place(self._round.bucket_of[index], record)
-        self._seen[index] = True
+            elif self._round is not None and not record.repeats:
+                return self._complete(self._round.bucket_of[index], index)
+        if self._round is None:
+            return True
+        if self._round.bucket_of[index] < self._next:
+            self.late.append(index)
+        return False
 
-    def _place(self, position: int, record: ShardedParameter) -> None:
-        """Let the bucket at ``position``, -1 if it is left out, know of a gradient."""
+    def _complete(self, position: int, index: int) -> bool:
+        """One gradient less to wait for; whether the bucket at ``position``, -1 if it is left out, has all."""
         if position < self._next:
-            self.late.append(record.index)
-        elif self._expected[record.index] and not (self._seen[record.index] or record.repeats):
-            self._missing[position] -= 1
+            self.late.append(index)
+            return False
+        self._missing[position] -= 1
+        return self._missing[position] == 0
 
     def start_ready(self) -> None:
         """Start what is complete, as far as the plan's order goes; the last bucket waits for the round's end."""

@@ -16,7 +16,7 @@ class GradientStore:
     """Keeps what reductions leave, by bucket: summed over the ranks and times the loss scale.
 
     The first micro-batch's is kept as the reduction left it, in the wire's dtype; further ones are added in
-    fp32. Each record's ``g`` is its part of its bucket's sum, so that averaging, unscaling, clipping and adding
+    fp32. A record's ``g`` is its part of its bucket's sum, so that averaging, unscaling, clipping and adding
     take one operation a bucket, however many parameters it has.
 
     Args:
@@ -71,25 +71,22 @@ class GradientStore:
         self._show(new)
 
     def _show(self, total: GradientSum) -> None:
-        """Let the members see their parts."""
-        for index, part in zip(total.members, total.parts(), strict=True):
-            record = self._records[index]
-            record.g = part
-            record.sum = total
+        """Let the members see where their gradients are."""
+        for index in total.members:
+            self._records[index].sum = total
 
     def _merge(self, new: GradientSum) -> None:
         """Add, member by member, a bucket of other members than those that the sums so far are of."""
-        for index, size, part in zip(new.members, new.sizes, new.parts(), strict=True):
+        for index, size in zip(new.members, new.sizes, strict=True):
             record = self._records[index]
-            addend = GradientSum((index,), (size,), part, new.rows_of(index))
+            addend = GradientSum((index,), (size,), new.part_of(index), new.rows_of(index))
             if record.sum is None:
                 self._keep(addend)
                 continue
             self._promote(record.sum)
             rows = record.sum.rows_of(index)
-            assert record.g is not None
             if rows is None or addend.whole is None:
-                record.g += part
+                record.sum.part_of(index).add_(addend.row)
             else:
                 rows += addend.whole
 
@@ -104,10 +101,10 @@ class GradientStore:
         if wide is held:
             return
         total.unit = None
-        total.take(self._rank, wide, None if total.whole is None else wide)
-        for index, part in zip(total.members, total.parts(), strict=True):
-            if self._records[index].sum is total:
-                self._records[index].g = part
+        if total.whole is None:
+            total.hold(wide)
+        else:
+            total.hold(wide[self._rank], wide)
 
     # ---- what the step takes ----
 
@@ -130,22 +127,23 @@ class GradientStore:
     def hand_over(self, total: GradientSum, working: Sequence[ShardedParameter], scale: Scale) -> None:
         """Give each ``p32`` its raw ``g``, scaled, as gradient: in place where dtypes allow it."""
         dtype = working[0].p32.dtype
-        if total.row.dtype == dtype and not (scale.by_optimizer and scale.may_skip):
-            if not scale.by_optimizer:
-                total.row.mul_(scale.unit)
-            total.whole = None
+        row = total.row
+        if row.dtype == dtype and not (scale.by_optimizer and scale.may_skip):
+            total.hold(row)
             total.unit = 1.0
-            for record in working:
-                record.p32.grad = record.g
-            return
-        total.unit = scale.unit
-        row = total.row.to(torch.promote_types(total.row.dtype, torch.float32), copy=True)
+        else:
+            total.unit = scale.unit
+            row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
         if not scale.by_optimizer:
             row.mul_(scale.unit)
-        for index, part in zip(total.members, row.to(dtype).split_with_sizes(total.sizes), strict=True):
-            record = self._records[index]
-            if record.sum is total:
-                record.p32.grad = part
+        gradients = row.to(dtype).split_with_sizes(total.sizes)
+        if len(working) == len(gradients):
+            for record, gradient in zip(working, gradients, strict=True):
+                record.p32.grad = gradient
+            return
+        gradient_of = dict(zip(total.members, gradients, strict=True))
+        for record in working:
+            record.p32.grad = gradient_of[record.index]
 
     # ---- who had one ----
 
@@ -158,7 +156,7 @@ class GradientStore:
 
         What this rank used it knows; only if there is anything else it reads the flags, all in one copy.
         """
-        unknown = [record for record in self._records if record.g is not None and not record.worked]
+        unknown = [record for record in self._records if record.sum is not None and not record.worked]
         if unknown and self._flags:
             indices = [index for flagged, _ in self._flags for index in flagged]
             device = self._flags[0][1].device
@@ -184,9 +182,9 @@ class GradientStore:
 
     def averaged(self, record: ShardedParameter) -> Tensor | None:
         """The slice of the averaged, unscaled gradient, ``[s]``, fp32 at least, or None; a new tensor."""
-        if record.g is None or record.sum is None:
+        if record.sum is None:
             return None
-        return _at_least_fp32(record.g) * self._unit(record.sum)
+        return _at_least_fp32(record.sum.part_of(record.index)) * self._unit(record.sum)
 
     def averaged_rows(self, record: ShardedParameter) -> Tensor | None:
         """The same of every rank, ``[world_size, s]``, where it is kept (stage 1, before the step), or None."""
@@ -214,18 +212,15 @@ class GradientStore:
     def zero(self) -> None:
         """Make all gradients zeros; a parameter that has one goes on having one."""
         for total in self._sums:
-            total.take(self._rank, torch.zeros_like(total.row), None)
+            total.hold(torch.zeros_like(total.row))
             total.unit = None
-            for index, part in zip(total.members, total.parts(), strict=True):
-                if self._records[index].sum is total:
-                    self._records[index].g = part
 
 
 def _add(total: GradientSum, addend: GradientSum) -> None:
     if total.whole is None or addend.whole is None:
-        total.row += addend.row
+        total.row.add_(addend.row)
     else:
-        total.whole += addend.whole
+        total.whole.add_(addend.whole)
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:

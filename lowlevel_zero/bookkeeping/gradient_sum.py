@@ -32,29 +32,41 @@ class GradientSum:
         unit: what ``row`` is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
     """
 
-    __slots__ = ("members", "row", "sizes", "unit", "whole")
+    __slots__ = ("_parts", "_row", "_whole", "members", "sizes", "unit")
 
     def __init__(
         self, members: tuple[int, ...], sizes: tuple[int, ...], row: Tensor, whole: Tensor | None = None
     ) -> None:
         self.members = members
         self.sizes = sizes
-        self.row = row
-        self.whole = whole
         self.unit: float | Tensor | None = None
+        self.hold(row, whole)
 
-    def parts(self) -> tuple[Tensor, ...]:
-        """Each member's ``g``, ``[s]``: views of the row."""
-        return self.row.split_with_sizes(self.sizes)
+    @property
+    def row(self) -> Tensor:
+        """This rank's."""
+        return self._row
+
+    @property
+    def whole(self) -> Tensor | None:
+        """All ranks', or None."""
+        return self._whole
+
+    def hold(self, row: Tensor, whole: Tensor | None = None) -> None:
+        """Hold other tensors; ``row`` is one of ``whole``'s."""
+        self._row = row
+        self._whole = whole
+        self._parts: dict[int, Tensor] | None = None
+
+    def part_of(self, index: int) -> Tensor:
+        """One member's ``g``, ``[s]``: a view of the row."""
+        if self._parts is None:
+            self._parts = dict(zip(self.members, self._row.split_with_sizes(self.sizes), strict=True))
+        return self._parts[index]
 
     def rows_of(self, index: int) -> Tensor | None:
         """One member's rows of all ranks, ``[world_size, s]``, where they are kept; a view."""
-        if self.whole is None:
+        if self._whole is None:
             return None
         at = self.members.index(index)
-        return self.whole.narrow(1, sum(self.sizes[:at]), self.sizes[at])
-
-    def take(self, rank: int, row: Tensor, whole: Tensor | None) -> None:
-        """Hold other tensors: ``whole``'s row of ``rank``, or ``row`` where there is no whole."""
-        self.whole = whole
-        self.row = row if whole is None else whole[rank]
+        return self._whole.narrow(1, sum(self.sizes[:at]), self.sizes[at])

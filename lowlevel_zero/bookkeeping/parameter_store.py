@@ -8,7 +8,8 @@ name      is                                                         shape      
 p         working parameter: what the model computes with            the model's         the model's
 padded    the storage behind p; row r belongs to rank r              [world_size * s]    p's
 p32       master slice: the optimizer's copy of this rank's row      [s]                 fp32 (or p's)
-g         this rank's slice of the gradient, summed over the ranks   [s]                 the wire's, or fp32
+g         this rank's slice of the gradient, summed over the ranks:  [s]                 the wire's, or fp32
+          its part of the bucket's ``sum``
 ========  =========================================================  ==================  =====================
 """
 
@@ -44,7 +45,7 @@ class ShardedParameter:
         split: how its elements are shared.
         rank: the rank whose row is ours.
         wire_dtype: the dtype in which its gradient travels.
-        sum: what ``g`` is a part of, or None where there is no ``g``.
+        sum: what ``g`` is a part of, or None: there is no ``g``.
         worked: a rank is known to have had a gradient for it since gradients were last cleared.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
@@ -54,9 +55,9 @@ class ShardedParameter:
     """
 
     __slots__ = (
+        "_address",
         "_offered",
         "_version",
-        "g",
         "group",
         "index",
         "name",
@@ -89,13 +90,13 @@ class ShardedParameter:
         self.rank = rank
         self.wire_dtype = wire_dtype or p.dtype
         self.padded = _rehome(p, split)
+        self._address = p.data_ptr()
         self.rows = self.padded.view(split.world_size, split.slice_size)
         self.row = self.rows[rank]
         self.p32: Tensor = self.row
         self.shares_storage = True
         self.note_version()
         self._offered: Tensor | None = None
-        self.g: Tensor | None = None
         self.sum: GradientSum | None = None
         self.worked = False
         self.stepped = False
@@ -149,7 +150,7 @@ class ShardedParameter:
         Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises
         ``RuntimeError`` where ``p`` was taken away from its storage.
         """
-        if self.p.data_ptr() != self.padded.data_ptr() or self.p.dtype != self.padded.dtype:
+        if self.p.data_ptr() != self._address:
             raise RuntimeError(
                 f"{self.name}: expected it where this optimizer put it, found it over other memory "
                 f"({self.p.dtype}, {self.p.device}): move or convert a model before constructing the optimizer, "
@@ -158,7 +159,7 @@ class ShardedParameter:
         if not self.shares_storage and (self.p._version != self._version or self._offered is not None):
             self._settle(self.p32, self._offered)
             self._offered = None
-        self.note_version()
+            self.note_version()
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """The elements of a tensor of ``p``'s shape in the order in which ``padded`` holds them, ``[numel]``."""
@@ -193,8 +194,8 @@ class ShardedParameter:
         return self.flatten(gradient)
 
     def drop_gradient(self) -> None:
-        """Forget ``g`` and what it was a part of."""
-        self.g = self.sum = None
+        """Forget ``g``."""
+        self.sum = None
         self.worked = False
 
 
@@ -253,7 +254,7 @@ class ParameterStore:
 
     def working(self) -> list[ShardedParameter]:
         """The mapping p <-> p32 <-> g of this step: those that have a ``g``; a dropped layer's don't."""
-        return [record for record in self.records if record.g is not None]
+        return [record for record in self.records if record.sum is not None]
 
 
 def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
