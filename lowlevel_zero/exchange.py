@@ -14,7 +14,7 @@ from torch import Tensor
 from .transport import Native, Pending
 
 # Tags of messages between two ranks: reductions and gathers have an order of their own each.
-REDUCE, GATHER = 7001, 7002
+REDUCE, GATHER, SUMMED = 7001, 7002, 7003
 
 
 class Exchange(Native):
