@@ -13,6 +13,7 @@ from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .collectives import ShardGroup
+from .grad_norm import GlobalNorm
 from .loss_scaler import LossScaler
 from .memory import held_bytes
 from .reducer import Reducer
@@ -24,7 +25,7 @@ class CallerNames:
 
     optim: Optimizer
     _group: ShardGroup
-    _norm: Tensor | None
+    _norm: GlobalNorm | None
     _scaler: LossScaler | None
     _parameters: ParameterStore
     _gradients: GradientStore
@@ -38,7 +39,7 @@ class CallerNames:
         """
         if norm_type != 2:
             raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
-        return None if self._norm is None else self._norm.item()
+        return None if self._norm is None else self._norm.value.item()
 
     @torch.no_grad()
     def get_param_grad(self, working_param: Tensor) -> Tensor | None:

@@ -162,12 +162,12 @@ class ShardGroup:
         """Nothing is under way on this rank, for a while: give memory back that wires took."""
         self._wires.transport.rest()
 
-    def sum_scalar(self, value: Tensor) -> Tensor:
-        """``value`` (0-d) summed over the ranks, in place; on CUDA without a host synchronisation."""
-        if self._on_gloo(value.device):
-            dist.all_reduce(value, group=self._wires.group)
-            return value
-        return self._native.all_reduce(value).wait()
+    def sum_scalar(self, value: Tensor) -> Pending[Tensor]:
+        """Start summing ``value`` (0-d) over the ranks, in place; on CUDA without a host synchronisation."""
+        if not self._on_gloo(value.device):
+            return self._native.all_reduce(value)
+        work = dist.all_reduce(value, group=self._wires.group, async_op=True)
+        return Pending((cast(dist.Work, work),), (value,), lambda: value)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""

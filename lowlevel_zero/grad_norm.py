@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .collectives import ShardGroup
+from .transport import Pending
 
 
-def global_norm(slices: Sequence[Tensor], unit: float | Tensor, group: ShardGroup, device: torch.device) -> Tensor:
-    """L2 norm of a gradient of which each rank holds ``slices``: 0-d, on ``device``, fp32 (fp64 if a slice is).
+class GlobalNorm:
+    """L2 norm of a gradient of which each rank holds slices: measured piece by piece, then summed over the ranks.
 
-    Squares are summed slice by slice in the order given, then over the ranks: one reduction of one number. It
-    is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times ``unit``. An element that
-    is inf or NaN on any rank makes it so on all.
+    It is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times ``unit``. An element that is
+    inf or NaN on any rank makes it so on all. Squares are summed in the order in which pieces are added.
+
+    Args:
+        group: the ranks.
+        device: where the norm shall be.
+        unit: what it is multiplied with.
     """
-    dtype = torch.float64 if any(piece.dtype == torch.float64 for piece in slices) else torch.float32
-    squares = torch.zeros((), dtype=dtype, device=device)
-    if slices:
-        norms = [torch.linalg.vector_norm(piece, dtype=dtype).to(device) for piece in slices]
-        squares += torch.stack(norms).square().sum()
-    return group.sum_scalar(squares).sqrt() * unit
+
+    def __init__(self, group: ShardGroup, device: torch.device, unit: float | Tensor) -> None:
+        self._group = group
+        self._device = device
+        self._unit = unit
+        self._norms: list[Tensor] = []
+        self._pending: Pending[Tensor] | None = None
+        self._value: Tensor | None = None
+
+    def add(self, piece: Tensor) -> None:
+        """Measure one more piece of this rank's, in fp32 at least."""
+        dtype = torch.promote_types(piece.dtype, torch.float32)
+        self._norms.append(torch.linalg.vector_norm(piece, dtype=dtype).to(self._device))
+
+    def start(self) -> None:
+        """All pieces have been added: start summing over the ranks, one number; all ranks call it."""
+        dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in self._norms) else torch.float32
+        squares = torch.zeros((), dtype=dtype, device=self._device)
+        if self._norms:
+            squares += torch.stack([norm.to(dtype) for norm in self._norms]).square().sum()
+        self._pending = self._group.sum_scalar(squares)
+
+    @property
+    def value(self) -> Tensor:
+        """0-d, fp32 (fp64 if a piece is)."""
+        if self._value is None:
+            assert self._pending is not None, "not started"
+            self._value = self._pending.wait().sqrt() * self._unit
+        return self._value
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

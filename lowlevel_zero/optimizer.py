@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
-from .bookkeeping.gradient_sum import GradientSum
+from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ParameterStore
 from .caller_names import CallerNames
 from .collectives import ShardGroup
@@ -28,7 +28,7 @@ from .construction import (
     parameter_names,
 )
 from .elementwise import check_elementwise
-from .grad_norm import clip_factor, global_norm
+from .grad_norm import GlobalNorm, clip_factor
 from .loss_scaler import LossScaler
 from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undelivered
 from .reducer import Reducer
@@ -183,7 +183,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients)
         self._gathers = GatherStore(self._group, self._options.overlap_allgather)
         self._stepper = Stepper(self.optim, self._gradients, self._gathers)
-        self._norm: Tensor | None = None
+        self._norm: GlobalNorm | None = None
         self._warned = False
         self._log_start()
 
@@ -191,7 +191,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         if "_gathers" in self.__dict__:
             self._reducer.remove_hooks()
             with suppress(RuntimeError):  # others have gone
-                self._gathers.finish()
+                self._finish_last_step()
                 if self._reducer.idle:
                     self._group.release()
                 else:
@@ -261,6 +261,12 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
                 "after unfreezing it"
             )
 
+    def _finish_last_step(self) -> None:
+        """Wait for what a step has left under way."""
+        self._gathers.finish()
+        if self._norm is not None:
+            _ = self._norm.value
+
     def _name_of(self, p: Tensor) -> str:
         named = self._model.named_parameters() if self._model is not None else ()
         return next((name for name, other in named if other is p), f"a {tuple(p.shape)} parameter")
@@ -284,24 +290,37 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         if not self._reducer.sync:
             return loss
         self._refuse_unfrozen()
-        self._gathers.finish()
+        self._finish_last_step()
         self._reducer.finish()
         sums = self._gradients.sums()
         for record in self._parameters.working():
             record.follow_edits()
-        unit = self._gradients.raw_unit()
-        self._norm = self._global_norm(sums, unit)
-        if self._options.clip_grad_norm > 0:
-            unit = unit * clip_factor(self._norm, self._options.clip_grad_norm)
-        overflow = None if self._scaler is None else ~self._norm.isfinite()
-        if sums and not self._skips(overflow):
-            self._stepper.step(sums, unit, overflow)
+        self._norm = norm = GlobalNorm(self._group, self._device, self._gradients.raw_unit())
+        if self._options.clip_grad_norm > 0 or self._scaler is not None:
+            self._step_by_norm(sums, norm)
+        else:
+            self._stepper.step(sums, Scale(self._gradients.raw_unit()), norm)
+        if not self._options.overlap_allgather:
+            self._finish_last_step()
         self._reducer.end_step()
         self._group.rest()
         return loss
 
-    def _global_norm(self, sums: list[GradientSum], unit: float | Tensor) -> Tensor:
-        return global_norm([total.row for total in sums], unit, self._group, self._device)
+    def _step_by_norm(self, sums: list[GradientSum], norm: GlobalNorm) -> None:
+        """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
+        value = self._measured(sums, norm)
+        unit = self._gradients.raw_unit()
+        if self._options.clip_grad_norm > 0:
+            unit = unit * clip_factor(value, self._options.clip_grad_norm)
+        overflow = None if self._scaler is None else ~value.isfinite()
+        if sums and not self._skips(overflow):
+            self._stepper.step(sums, Scale(unit, overflow), None)
+
+    def _measured(self, sums: list[GradientSum], norm: GlobalNorm) -> Tensor:
+        for total in sums:
+            norm.add(total.row)
+        norm.start()
+        return norm.value
 
     def _skips(self, overflow: Tensor | None) -> bool:
         """Whether the step is skipped, as far as the host has to know, which waits for the device; fp16 alone."""
@@ -344,7 +363,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         check_max_norm("max_norm", max_norm)
         self._reducer.finish()
         sums = self._gradients.sums()
-        norm = self._global_norm(sums, self._gradients.raw_unit())
+        norm = self._measured(sums, GlobalNorm(self._group, self._device, self._gradients.raw_unit()))
         self._gradients.scale(sums, clip_factor(norm, max_norm))
         return norm
 

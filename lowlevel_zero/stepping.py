@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
+from .grad_norm import GlobalNorm
 
 # torch's own, whose state is per parameter, step counters included.
 _BY_PARAMETER = {
@@ -57,31 +58,35 @@ class Stepper:
         self._gradients = gradients
         self._gathers = gathers
 
-    def step(self, sums: Sequence[GradientSum], unit: float | Tensor, overflow: Tensor | None) -> None:
+    def step(self, sums: Sequence[GradientSum], scale: Scale, norm: GlobalNorm | None) -> None:
         """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be.
 
         Args:
             sums: what has been summed.
-            unit: what averages, unscales and clips it.
-            overflow: 0-d; where it is true, an optimizer that scales gradients leaves everything as it is.
+            scale: how that becomes gradients.
+            norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
         """
-        scale = Scale(unit, scales_gradients(self._optim), overflow is not None)
-        # The other way round than gradients came: first what the next forward wants first.
-        sums = sums[::-1]
-        working = [self._gradients.working(total) for total in sums]
-        with _scaling(self._optim, scale, overflow, sums[0].row.device):
-            if steps_in_parts(self._optim):
-                for total, part in zip(sums, working, strict=True):
-                    self._gradients.hand_over(total, part, scale)
+        in_parts = steps_in_parts(self._optim)
+        by_optimizer = scales_gradients(self._optim)
+        parts = []
+        with _scaling(self._optim, scale) if by_optimizer else nullcontext():
+            for total in reversed(sums):  # first what came last, which the next forward wants first
+                part = self._gradients.working(total)
+                if norm is not None:
+                    norm.add(total.row)
+                self._gradients.hand_over(total, part, scale, by_optimizer)
+                if in_parts:
                     self._step_part(part)
                     self._gathers.start(part)
-            else:
-                for total, part in zip(sums, working, strict=True):
-                    self._gradients.hand_over(total, part, scale)
+                else:
+                    parts.append(part)
+            if parts:
                 self._optim.step()
-                for part in working:
-                    _release_gradients(part)
-                    self._gathers.start(part)
+        for part in parts:
+            _release_gradients(part)
+            self._gathers.start(part)
+        if norm is not None:
+            norm.start()
         self._gathers.end_step()
 
     def _step_part(self, part: Sequence[ShardedParameter]) -> None:
@@ -102,13 +107,11 @@ class Stepper:
 
 
 @contextmanager
-def _scaling(optim: Any, scale: Scale, overflow: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Tell ``optim`` what to multiply its gradients with, and when to do nothing, if it is to see to that itself."""
-    if not scale.by_optimizer:
-        yield
-        return
+def _scaling(optim: Any, scale: Scale) -> Iterator[None]:
+    """Tell ``optim`` what to multiply its gradients with, and when to do nothing."""
+    device = next(p.device for group in optim.param_groups for p in group["params"])
     optim.grad_scale = torch.as_tensor(1.0 / scale.unit, dtype=torch.float32, device=device)
-    optim.found_inf = None if overflow is None else overflow.float()
+    optim.found_inf = None if scale.overflow is None else scale.overflow.float()
     try:
         yield
     finally:

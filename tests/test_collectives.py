@@ -103,7 +103,7 @@ def test_reductions_may_be_taken_in_another_order_than_they_were_started() -> No
 
 @over_world_sizes
 def test_sum_scalar(world_size: int) -> None:
-    totals = run_ranks(lambda rank, _: ShardGroup().sum_scalar(torch.tensor(rank + 0.5)).item(), world_size)
+    totals = run_ranks(lambda rank, _: ShardGroup().sum_scalar(torch.tensor(rank + 0.5)).wait().item(), world_size)
     assert totals == [sum(rank + 0.5 for rank in range(world_size))] * world_size
 
 

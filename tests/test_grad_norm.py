@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lowlevel_zero.collectives import ShardGroup
-from lowlevel_zero.grad_norm import clip_factor, global_norm
+from lowlevel_zero.grad_norm import GlobalNorm, clip_factor
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -19,6 +20,14 @@ SIZES = [7, 1, 0, 130]
 def slices_of(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+
+
+def global_norm(slices: Sequence[Tensor], unit: float | Tensor, group: ShardGroup, device: torch.device) -> Tensor:
+    norm = GlobalNorm(group, device, unit)
+    for piece in slices:
+        norm.add(piece)
+    norm.start()
+    return norm.value
 
 
 def by_torch(gradients: list[Tensor], max_norm: float = math.inf) -> tuple[float, list[Tensor]]:

@@ -124,17 +124,22 @@ class GradientStore:
         for total in sums:
             total.unit = self._unit(total) * factor
 
-    def hand_over(self, total: GradientSum, working: Sequence[ShardedParameter], scale: Scale) -> None:
-        """Give each ``p32`` its raw ``g``, scaled, as gradient: in place where dtypes allow it."""
+    def hand_over(
+        self, total: GradientSum, working: Sequence[ShardedParameter], scale: Scale, by_optimizer: bool
+    ) -> None:
+        """Give each ``p32`` its raw ``g``, scaled, as gradient: in place where dtypes allow it.
+
+        ``by_optimizer``: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips.
+        """
         dtype = working[0].p32.dtype
         row = total.row
-        if row.dtype == dtype and not (scale.by_optimizer and scale.may_skip):
+        if row.dtype == dtype and not (by_optimizer and scale.overflow is not None):
             total.hold(row)
             total.unit = 1.0
         else:
             total.unit = scale.unit
             row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
-        if not scale.by_optimizer:
+        if not by_optimizer:
             row.mul_(scale.unit)
         gradients = row.to(dtype).split_with_sizes(total.sizes)
         if len(working) == len(gradients):

@@ -12,13 +12,11 @@ class Scale(NamedTuple):
 
     Attributes:
         unit: what they are to be multiplied with to be averaged, unscaled and clipped.
-        by_optimizer: the optimizer multiplies, in its own kernel, and writes the gradients back so.
-        may_skip: unless it finds an overflow, and leaves everything as it is.
+        overflow: 0-d; where it is true, an optimizer that scales gradients itself leaves everything as it is.
     """
 
     unit: float | Tensor
-    by_optimizer: bool = False
-    may_skip: bool = False
+    overflow: Tensor | None = None
 
 
 class GradientSum:
