@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -37,9 +36,9 @@ class Odd(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight).square().mean()
 
 
-def sharded(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
+def sharded(model: nn.Module, overlap: bool = True) -> LowLevelZeroOptimizer:
     return LowLevelZeroOptimizer(
-        AdamW(model.parameters(), lr=0.05), model=model, reduce_bucket_size=40, overlap_allgather=True, **options
+        AdamW(model.parameters(), lr=0.05), model=model, reduce_bucket_size=40, overlap_allgather=overlap
     )
 
 
@@ -251,7 +250,8 @@ def test_parameters_of_a_class_of_their_own_are_there_when_the_step_ends() -> No
     run_ranks(work, 2)
 
 
-def test_compiled_code_stays_whole() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_compiled_code_stays_whole(overlap: bool) -> None:
     def work(_rank: int, _size: int) -> None:
         from torch._dynamo.utils import counters
 
@@ -259,7 +259,7 @@ def test_compiled_code_stays_whole() -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
         plain = copy.deepcopy(model)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        optimizers = sharded(model), sharded(plain)
+        optimizers = sharded(model, overlap=overlap), sharded(plain, overlap=overlap)
         for step in range(4):
             x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step))
             for optimizer, each in zip(optimizers, (compiled, plain), strict=True):

@@ -1,0 +1,81 @@
+"""What a profiler sees of a step: reductions in the midst of backward, gathers in the midst of the next forward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.profiler import ProfilerActivity, profile
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from ranks import run_ranks
+
+LAYERS = 6
+
+
+class Seen(NamedTuple):
+    """When what happened, in one step and the forward after it: starts, in the profiler's microseconds."""
+
+    forward: list[float]
+    backward: list[float]
+    packed: list[float]
+    gathered: list[float]
+
+
+def trace(overlap_communication: bool, overlap_allgather: bool) -> Seen:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(LAYERS)))
+    optimizer = LowLevelZeroOptimizer(
+        AdamW(model.parameters(), lr=0.01),
+        partition_grad=True,
+        reduce_bucket_size=1000,
+        overlap_communication=overlap_communication,
+        overlap_allgather=overlap_allgather,
+    )
+    x = torch.randn(8, 30)
+    for _ in range(2):  # until the order of buckets is known
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    model(x)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss = model(x).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        model(x)
+    started: dict[str, list[float]] = {}
+    for event in profiler.events() or ():
+        started.setdefault(event.name, []).append(event.time_range.start)
+    return Seen(
+        forward=sorted(started["aten::linear"])[LAYERS:],
+        backward=sorted(started["autograd::engine::evaluate_function: AddmmBackward0"]),
+        packed=sorted(started["aten::_chunk_cat"]),
+        gathered=sorted(started["aten::split_with_sizes_copy"]),
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_reductions_overlap_backward(overlap: bool) -> None:
+    def work(_rank: int, _size: int) -> None:
+        seen = trace(overlap_communication=overlap, overlap_allgather=False)
+        assert len(seen.backward) == LAYERS
+        assert len(seen.packed) >= LAYERS
+        between = [time for time in seen.packed if seen.backward[0] < time < seen.backward[-1]]
+        assert len(between) >= LAYERS - 2 if overlap else not between
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gathers_overlap_the_next_forward(overlap: bool) -> None:
+    def work(_rank: int, _size: int) -> None:
+        seen = trace(overlap_communication=True, overlap_allgather=overlap)
+        assert len(seen.forward) == LAYERS
+        assert len(seen.gathered) >= LAYERS
+        between = [time for time in seen.gathered if seen.forward[0] < time < seen.forward[-1]]
+        assert len(between) >= LAYERS - 2 if overlap else not between
+
+    run_ranks(work, 2)
