@@ -13,8 +13,11 @@ from torch import Tensor
 
 from .transport import Native, Pending
 
+# Elements that fit a core's cache several times.
+_BLOCK = 2**16
+
 # Tags of messages between two ranks: reductions and gathers have an order of their own each.
-REDUCE, GATHER, SUMMED = 7001, 7002, 7003
+REDUCE, GATHER = 7001, 7002
 
 
 class Exchange(Native):
@@ -52,15 +55,29 @@ class Exchange(Native):
 
 
 def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
-    """The sum of two rows or more, from the first on, 16-bit ones in fp32; fresh, or, of two, ``into``.
+    """The sum of two rows or more, 1-D, from the first on, 16-bit ones in fp32; fresh, or, of two, ``into``.
 
-    Two 16-bit numbers are added right as they are: their sum is rounded once either way.
+    Two 16-bit numbers are added right as they are: their sum is rounded once either way. More rows are added a
+    block at a time, so that the sum stays in the cache.
     """
     first, second, *others = rows
     if not others:
         return torch.add(first, second, out=into)
-    wide = torch.promote_types(first.dtype, torch.float32)
-    total = torch.add(first, second) if wide == first.dtype else first.to(wide).add_(second)
-    for row in others:
-        total += row
-    return total.to(first.dtype)
+    total = torch.empty_like(first)
+    blocks = [torch.split(row, _BLOCK) for row in (total, *rows)]  # type: ignore[no-untyped-call]
+    for block, one, other, *more in zip(*blocks, strict=True):
+        _sum_block(block, one, other, more)
+    return total
+
+
+def _sum_block(total: Tensor, first: Tensor, second: Tensor, others: Sequence[Tensor]) -> None:
+    wide = torch.promote_types(total.dtype, torch.float32)
+    if wide == total.dtype:
+        torch.add(first, second, out=total)
+        for row in others:
+            total += row
+    else:
+        exact = first.to(wide).add_(second)
+        for row in others:
+            exact += row
+        total.copy_(exact)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arena import Address, Arena, OthersArena, Slot
-from .exchange import GATHER, REDUCE, SUMMED, Exchange, sum_rows
+from .exchange import GATHER, REDUCE, Exchange, sum_rows
 from .mail import Header, Subject
 from .transport import Pending, keep_own, lay_end_to_end
 
@@ -53,7 +53,7 @@ class SharedMemory(Exchange):
         for _, of in self.peers:
             own.mail.watch(of, addresses[of].process)
         self._handed_out: list[Packed] = []
-        self._serials = {REDUCE: 0, GATHER: 0, SUMMED: 0}
+        self._serials = {REDUCE: 0, GATHER: 0}
         self._timeout = _timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -70,21 +70,18 @@ class SharedMemory(Exchange):
         start = self.rank * own.numel() * wire.element_size()
 
         def finish(theirs: list[Header]) -> Tensor:
-            return sum_rows([own, *self.views(theirs, own.numel(), wire.dtype, start)])
+            return sum_rows([own, *self._views(theirs, own.numel(), wire.dtype, start)])
 
         return self._send(packed, REDUCE, finish)
 
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
-        """The same bits on all ranks: two sum both wires; more sum a row each, and copy the others' sums."""
+        """Each rank sums all wires, in rank order: the sums are the same bit for bit."""
         packed = self._take_or_copy(wire, range(self.size))
-        if self.size > 2:
-            summing = RowByRow(self, packed)
-            return Pending((), (packed.wire,), summing.finish, summing.done)
 
         def finish(theirs: list[Header]) -> Tensor:
-            (view,) = self.views(theirs, wire.numel(), wire.dtype)
-            pair = (packed.wire.view(-1), view)
-            return sum_rows(pair if self.rank == 0 else pair[::-1]).view(wire.shape)
+            views = self._views(theirs, wire.numel(), wire.dtype)
+            by_rank = dict(zip((of for _, of in self.peers), views, strict=True)) | {self.rank: packed.wire.view(-1)}
+            return sum_rows([by_rank[rank] for rank in range(self.size)]).view(wire.shape)
 
         return self._send(packed, REDUCE, finish)
 
@@ -96,7 +93,7 @@ class SharedMemory(Exchange):
         keep_own(own, rows, self.rank)  # from own, not the slot: an fp32 master is its row already
 
         def finish(theirs: list[Header]) -> None:
-            views = self.views(theirs, sum(sizes), rows[0].dtype)
+            views = self._views(theirs, sum(sizes), rows[0].dtype)
             for (_, of), view in zip(self.peers, views, strict=True):
                 torch.split_with_sizes_copy(view, sizes, out=[each[of] for each in rows])
 
@@ -132,90 +129,27 @@ class SharedMemory(Exchange):
 
     def _send(self, packed: Packed, kind: int, finish: Callable[[list[Header]], T]) -> Pending[T]:
         """Tell the peers where a wire lies; ``finish`` gets where theirs do, turn by turn, and reads them."""
-        expected = self.tell(packed, kind)
-
-        def read() -> T:
-            theirs = self.wait(expected)
-            result = finish(theirs)
-            self.release(packed, theirs)
-            return result
-
-        return Pending((), (packed.wire,), read, lambda: self.has(expected))
-
-    def tell(self, packed: Packed, kind: int) -> list[Subject]:
-        """Tell the peers where a wire lies; gives what they will tell of theirs, turn by turn."""
         serial = self._serials[kind]
         self._serials[kind] += 1
         for arena in self._theirs:
             arena.mail.tell(Subject(kind, self.rank, serial), Header(packed.slot.offset, packed.slot.number))
-        return [Subject(kind, of, serial) for _, of in self.peers]
+        expected = [Subject(kind, of, serial) for _, of in self.peers]
 
-    def has(self, expected: Sequence[Subject]) -> bool:
-        """Whether the peers have told all of this."""
-        return self._own.mail.has(expected)
+        def read() -> T:
+            theirs = self._own.mail.wait(expected, self._timeout)
+            result = finish(theirs)
+            self._own.finish(packed.slot)
+            for arena, header in zip(self._theirs, theirs, strict=True):
+                arena.mail.tell_read(header.slot)
+            return result
 
-    def wait(self, expected: Sequence[Subject]) -> list[Header]:
-        """What the peers have told, when they have; each once."""
-        return self._own.mail.wait(expected, self._timeout)
+        return Pending((), (packed.wire,), read, lambda: self._own.mail.has(expected))
 
-    def release(self, packed: Packed, theirs: Sequence[Header]) -> None:
-        """This rank has read what it wanted of its own wire and of the peers'."""
-        self._own.finish(packed.slot)
-        for arena, header in zip(self._theirs, theirs, strict=True):
-            arena.mail.tell_read(header.slot)
-
-    def views(self, theirs: Sequence[Header], numel: int, dtype: torch.dtype, start: int = 0) -> list[Tensor]:
+    def _views(self, theirs: Sequence[Header], numel: int, dtype: torch.dtype, start: int = 0) -> list[Tensor]:
         """What the peers' slots hold from byte ``start`` on, turn by turn."""
         return [
             arena.view(header.offset + start, numel, dtype) for arena, header in zip(self._theirs, theirs, strict=True)
         ]
-
-
-class RowByRow:
-    """An all-reduce in two turns: each rank sums its own row of all wires, then copies what the others have summed.
-
-    The sum takes the place of a row that nobody else reads, the rank's own in its own wire.
-    """
-
-    def __init__(self, ways: SharedMemory, packed: Packed) -> None:
-        self._ways = ways
-        self._packed = packed
-        self._wires = ways.tell(packed, REDUCE)
-        self._theirs: list[Header] = []
-        self._sums: list[Subject] | None = None
-
-    def done(self) -> bool:
-        """Whether ``finish`` would return at once; takes the first turn as soon as it can."""
-        if self._sums is None and self._ways.has(self._wires):
-            self._sum()
-        return self._sums is not None and self._ways.has(self._sums)
-
-    def finish(self) -> Tensor:
-        """The sum, ``[size, row]``; a fresh tensor."""
-        if self._sums is None:
-            self._sum()
-        assert self._sums is not None
-        self._ways.wait(self._sums)
-        wire, ways = self._packed.wire, self._ways
-        total = torch.empty_like(wire)
-        total[ways.rank].copy_(wire[ways.rank])
-        for place, (_, of) in enumerate(ways.peers):
-            total[of].copy_(self._rows_of(of)[place])
-        ways.release(self._packed, self._theirs)
-        return total
-
-    def _sum(self) -> None:
-        ways = self._ways
-        self._theirs = ways.wait(self._wires)
-        by_rank = dict(zip((of for _, of in ways.peers), self._rows_of(ways.rank), strict=True))
-        own = by_rank[ways.rank] = self._packed.wire[ways.rank]
-        own.copy_(sum_rows([by_rank[rank] for rank in range(ways.size)]))
-        self._sums = ways.tell(self._packed, SUMMED)
-
-    def _rows_of(self, rank: int) -> list[Tensor]:
-        """One row of each peer's wire, turn by turn."""
-        wire = self._packed.wire
-        return self._ways.views(self._theirs, wire.shape[1], wire.dtype, rank * wire[0].numel() * wire.element_size())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
