@@ -36,7 +36,7 @@ HOUSE = (
     ("floor 3", ("state", "reducer", "stepping", "construction")),
     ("floor 3, thin over the others", ("sharding", "caller_names")),
     ("floor 4", ("optimizer",)),
-    ("floor 5", ("checkpoint", "accessors")),
+    ("floor 5", ("checkpoint.*", "accessors")),
     ("floor 6, the plugin", ("plugin.*",)),
     ("the public names", ("__init__",)),
     ("floor 6, what a user would write", ("demo.*", "__main__")),

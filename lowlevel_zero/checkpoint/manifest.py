@@ -1,0 +1,179 @@
+"""The manifest: what a checkpoint holds and the sizes and checksums of its files, as one JSON file written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+FORMAT = 1
+MANIFEST = "lowlevel_zero.json"
+OBJECTS = "objects.pt"
+METADATA = ".metadata"
+
+_READ_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A parameter or buffer of the model, which is stored flat, in memory order and without padding.
+
+    Attributes:
+        shape: the tensor's.
+        stride: its dense strides: ``torch.as_strided(flat, shape, stride)`` is the tensor.
+        dtype: as in ``"float32"``.
+        kind: ``"trainable"``, ``"frozen"`` (a parameter without optimizer state) or ``"buffer"``.
+        group: index of its param group; None: it is in none.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    kind: str
+    group: int | None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor in the file."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch's."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+class FileSum(NamedTuple):
+    """How long a file is, and what it adds up to.
+
+    Attributes:
+        bytes: its length.
+        crc32: ``zlib.crc32`` of all of it.
+    """
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a checkpoint.
+
+    Attributes:
+        version: of this package, when it was saved.
+        torch: torch's version.
+        world_size: ranks that saved it.
+        stage: 1 or 2.
+        saved: ISO time, UTC.
+        serial: higher in what was saved later.
+        tensors: parameters and persistent buffers of the model by name; stored as ``model.<name>``.
+        tied: other names of tensors that have several: alias to name.
+        states: by parameter the keys of its optimizer state, stored as ``optimizer.<name>.<key>``.
+        files: every other file, by name.
+    """
+
+    version: str
+    torch: str
+    world_size: int
+    stage: int
+    saved: str
+    serial: int
+    tensors: dict[str, SavedTensor]
+    tied: dict[str, str]
+    states: dict[str, list[str]]
+    files: dict[str, FileSum]
+
+    def to_text(self) -> str:
+        """The manifest as JSON, with a digest of itself."""
+        content = {"format": FORMAT, **asdict(self)}
+        content["files"] = {name: list(file) for name, file in self.files.items()}
+        return json.dumps({**content, "digest": _digest(content)}, indent=1)
+
+    def first_missing(self, folder: Path) -> str | None:
+        """What is wrong with the first file that isn't there, whole; None: all have their sizes."""
+        for name, file in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            size = path.stat().st_size
+            if size != file.bytes:
+                return f"{name} has {size:,} bytes instead of {file.bytes:,}"
+        return None
+
+    def first_damaged(self, folder: Path, names: list[str]) -> str | None:
+        """The first of the files ``names`` whose content isn't what was written, or None; reads them whole."""
+        for name in names:
+            if checksum(folder / name) != self.files[name].crc32:
+                return f"{name} is not what was written: its checksum differs"
+        return None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint ``folder``.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it is of a later format.
+        OSError: it can't be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        digest = content.pop("digest")
+        if content["format"] != FORMAT:
+            raise ValueError(f"{folder}: expected format {FORMAT}, got {content['format']}: saved by a later version")
+        if digest != _digest(content):
+            raise ValueError(f"{path}: damaged: it is not what was written")
+        return _manifest(content)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's: {error!r}") from error
+
+
+def whole_manifest(folder: Path) -> Manifest | None:
+    """The manifest of ``folder`` if it is a checkpoint whose files all have their sizes, else None."""
+    try:
+        manifest = read_manifest(folder)
+        return manifest if manifest.first_missing(folder) is None else None
+    except (ValueError, OSError):
+        return None
+
+
+def checksum(path: Path) -> int:
+    """``zlib.crc32`` of a file, read in pieces."""
+    total = 0
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            total = zlib.crc32(piece, total)
+    return total
+
+
+def _manifest(content: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        version=content["version"],
+        torch=content["torch"],
+        world_size=content["world_size"],
+        stage=content["stage"],
+        saved=content["saved"],
+        serial=content["serial"],
+        tensors={name: _saved_tensor(entry) for name, entry in content["tensors"].items()},
+        tied=content["tied"],
+        states=content["states"],
+        files={name: FileSum(*file) for name, file in content["files"].items()},
+    )
+
+
+def _saved_tensor(entry: Mapping[str, Any]) -> SavedTensor:
+    return SavedTensor(tuple(entry["shape"]), tuple(entry["stride"]), entry["dtype"], entry["kind"], entry["group"])
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
