@@ -21,7 +21,7 @@ HOUSE = (
     ("floor 1, under the others", ("transport", "arena")),
     ("floor 1, without the backend's collectives", ("exchange",)),
     ("floor 1, without messages", ("shared_memory",)),
-    ("floor 1", ("collectives",)),
+    ("floor 1", ("collectives", "roll_call")),
     ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),
     (
         "floor 2, under the stores",

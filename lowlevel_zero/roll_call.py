@@ -1,0 +1,122 @@
+"""The roll call: all ranks tell each other that they have come, through the group's store, before they communicate.
+
+A collective that one rank alone calls hangs until the process group's timeout, half an hour later. A roll call
+fails within seconds and says who didn't come. It goes in *attempts*. Each attempt has one cell that is written
+once, by compare-and-set: with "go" by the last rank to arrive, or with "off" by the first that has waited too
+long. So all that take part in an attempt see the same outcome, however close the last arrival and the deadline
+are. An attempt that is off stays off: who comes later finds it so, and starts the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+_GO, _OFF = "go", "off"
+_FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.05  # seconds between looks at the store
+
+# By group and room: attempts that this rank knows to be over. All ranks count alike.
+_over: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
+
+
+def call_roll(group: dist.ProcessGroup, room: str, timeout: float = 20.0) -> None:
+    """Return when every rank of ``group`` has called this with the same ``room``.
+
+    Args:
+        group: the ranks that are to come.
+        room: what they come for, as in ``"save_checkpoint"``; part of the message.
+        timeout: seconds to wait for the last.
+
+    Raises:
+        TimeoutError: somebody didn't come. Raised by all that did, once the first of them has waited for
+            ``timeout`` seconds; the message names them. A later call finds everything as if nothing had been.
+    """
+    size = dist.get_world_size(group)
+    if size == 1 or dist.get_backend(group) == "fake":
+        return
+    attempt = _enter(group, room)
+    if attempt.arrive() == size:
+        attempt.decide(_GO)
+    deadline = time.monotonic() + timeout
+    pause = _FIRST_LOOK
+    while (outcome := attempt.outcome()) is None:
+        if time.monotonic() > deadline:
+            outcome = attempt.decide(_OFF)
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, _SLOWEST_LOOK)
+    _over[group][room] += 1
+    if outcome == _OFF:
+        raise TimeoutError(_who_came(attempt, room, size, timeout))
+    attempt.forget_earlier()
+
+
+class _Attempt:
+    """One attempt at a roll call, as the store has it."""
+
+    def __init__(self, group: dist.ProcessGroup, room: str, number: int) -> None:
+        self._store = _store_of(group)
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+        self._room = room
+        self._number = number
+
+    def arrive(self) -> int:
+        """Enter this rank; how many have come so far."""
+        self._store.set(self._key(f"rank {self._rank}"), "here")
+        return int(self._store.add(self._key("count"), 1))
+
+    def decide(self, outcome: str) -> str:
+        """Settle the attempt unless it has been; what was settled."""
+        return str(self._store.compare_set(self._key("outcome"), "", outcome), "ascii")
+
+    def outcome(self) -> str | None:
+        """What was settled; None: nothing yet."""
+        key = self._key("outcome")
+        return str(self._store.get(key), "ascii") if self._store.check([key]) else None
+
+    def came(self) -> list[int]:
+        """The ranks that have arrived."""
+        return [rank for rank in range(self._size) if self._store.check([self._key(f"rank {rank}")])]
+
+    def forget_earlier(self) -> None:
+        """Remove the attempt before this one, which nobody will look at any more: all have come to this one."""
+        if self._rank == 0 and self._number > 0:
+            before = self._key("", self._number - 1)
+            for name in ("count", "outcome", *(f"rank {rank}" for rank in range(self._size))):
+                self._store.delete_key(before + name)
+
+    def _key(self, name: str, number: int | None = None) -> str:
+        return f"lowlevel_zero/roll call/{self._room}/{self._number if number is None else number}/{name}"
+
+
+def _enter(group: dist.ProcessGroup, room: str) -> _Attempt:
+    """The first attempt that this rank doesn't know, and finds not, to be over."""
+    rooms = _over.setdefault(group, {})
+    rooms.setdefault(room, 0)
+    while True:
+        attempt = _Attempt(group, room, rooms[room])
+        if attempt.outcome() is None:
+            return attempt
+        rooms[room] += 1
+
+
+def _who_came(attempt: _Attempt, room: str, size: int, timeout: float) -> str:
+    came = attempt.came()
+    missing = sorted(set(range(size)) - set(came))
+    return (
+        f"{room}: expected all {size} ranks, got {_listed(came)} and, within {timeout:g} seconds, not "
+        f"{_listed(missing)}: call it on every rank"
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """The key-value store over which ``group`` was made: the one place that knows where torch keeps it."""
+    return dist.distributed_c10d._get_process_group_store(group)
