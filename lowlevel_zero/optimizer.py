@@ -33,14 +33,14 @@ from .loss_scaler import LossScaler
 from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undelivered
 from .reducer import Reducer
 from .sharding import broadcast_rest, convert, shard_groups
-from .state import Pinned, State, load_whole_state_dict, whole_state_dict
+from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
 
 
-class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
+class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
     Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
@@ -367,7 +367,7 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
         self._gradients.scale(sums, clip_factor(norm, max_norm))
         return norm
 
-    # ---- parameters and state ----
+    # ---- more parameters ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
@@ -416,20 +416,6 @@ class LowLevelZeroOptimizer(CallerNames, WrappingOptimizer):
                 "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
                 "scaled: construct the optimizer with them"
             )
-
-    def state_dict(self, pinned_state_dicts: Pinned | None = None, only_on_master: bool = False) -> State:
-        """A plain torch optimizer's state dict with whole tensors on the host; every rank calls it.
-
-        Args:
-            pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
-            only_on_master: leave the states empty on all ranks but the first.
-        """
-        return whole_state_dict(self.optim, self._parameters, self._group, pinned_state_dicts, only_on_master)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a plain torch optimizer's state dict, whole tensors; each rank takes its slices of them."""
-        load_whole_state_dict(self.optim, self._parameters, state_dict)
 
     def _log_start(self) -> None:
         if self._group.rank == 0:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -42,6 +42,20 @@ class _BackwardCount(threading.local):
     """How many ``optimizer.backward`` calls this thread has seen, of whichever optimizer."""
 
     value = 0
+
+
+class PlanState(NamedTuple):
+    """What the first steps have taught about the order of gradients, by parameter index.
+
+    Attributes:
+        order: in which buckets are filled.
+        reentrant: gradients may come again after their bucket has left.
+        repeats: parameters whose gradient came more than once in one backward.
+    """
+
+    order: list[int]
+    reentrant: bool
+    repeats: list[int]
 
 
 class Reducer:
@@ -106,6 +120,22 @@ class Reducer:
         self._travelling = sum(record.split.numel > 0 for record in self._records)
         items = [Item(record.split, record.kind, record.wire_dtype == record.p.dtype) for record in self._records]
         self._buckets.follow(make_plan(items, order, self._options.bucket_size))
+        self._order = order
+
+    def plan_state(self) -> PlanState | None:
+        """What the plan follows from; None: no step has been taken yet."""
+        if not self._ordered:
+            return None
+        return PlanState(self._order, self._watch_late, [record.index for record in self._records if record.repeats])
+
+    def restore_plan(self, state: PlanState | None) -> None:
+        """Go on with the plan of another run, or start one anew; alike on all ranks, with no gradients around."""
+        self._first_order = None
+        self._ordered = state is not None
+        self._replan([record.index for record in reversed(self._records)] if state is None else state.order)
+        self._watch_late = state is None or self._on_host or state.reentrant
+        for record in self._records:
+            record.repeats = state is not None and record.index in state.repeats
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before."""

@@ -104,7 +104,7 @@ def whole_state_shards(
     piece: dict[int, State] = {}
     held = 0.0
     for record in parameters:
-        state = _own_state(optim, record)
+        state = own_state(optim, record)
         if not state:
             continue
         place = places[record.p]
@@ -118,7 +118,7 @@ def whole_state_shards(
     yield piece, held
 
 
-def _own_state(optim: Optimizer, record: ShardedParameter) -> State:
+def own_state(optim: Optimizer, record: ShardedParameter) -> State:
     """A parameter's state on this rank, its master among it; an optimizer without state may have masters too."""
     state = optim.state.get(record.p32, {})
     kept = (state or record.stepped) and not record.shares_storage
@@ -132,7 +132,7 @@ def _whole_state(
     whole: State = {}
     size = 0.0
     for key, value in state.items():
-        if _is_slice(key, value, record):
+        if is_slice(key, value, record):
             gathered = gather_slice(value, record, group)
             size += gathered.numel() * gathered.element_size() / 2**20
             if keep:
@@ -153,7 +153,8 @@ def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
     return held
 
 
-def _is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
+def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
+    """Whether a state is one number an element of the parameter, of which this rank holds its own."""
     return isinstance(value, Tensor) and key not in SCALARS and value.shape == record.p32.shape
 
 
@@ -183,7 +184,7 @@ def load_state_shards(
         ValueError: groups or shapes aren't this optimizer's; nothing has been changed then.
     """
     records = _records_by_place(parameters, param_groups)
-    renumbered = {record.index: at for at, record in enumerate(_in_group_order(optim, parameters))}
+    renumbered = {record.index: at for at, record in enumerate(in_group_order(optim, parameters))}
     slices: dict[int, State] = {}
     masters: list[tuple[ShardedParameter, Tensor]] = []
     for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
@@ -196,16 +197,17 @@ def load_state_shards(
         rest = {key: value for key, value in state.items() if key != MASTER}
         if rest:
             slices[renumbered[record.index]] = slice_state(rest, record)
-    _load_slices(optim, param_groups, slices)
+    load_slices(optim, param_groups, slices)
     for record, master in masters:
         record.offer_master(master)
 
 
-def _in_group_order(optim: Optimizer, parameters: ParameterStore) -> list[ShardedParameter]:
+def in_group_order(optim: Optimizer, parameters: ParameterStore) -> list[ShardedParameter]:
+    """The records as the wrapped optimizer's groups hold their slices."""
     return [parameters.of_slice(p32) for group in optim.param_groups for p32 in group["params"]]
 
 
-def _load_slices(optim: Optimizer, param_groups: Sequence[Mapping[str, Any]], state: dict[int, State]) -> None:
+def load_slices(optim: Optimizer, param_groups: Sequence[Mapping[str, Any]], state: dict[int, State]) -> None:
     """Hand slices to the wrapped optimizer's own ``load_state_dict``, which casts them to ``p32``'s dtype."""
     groups = []
     count = 0

@@ -22,6 +22,7 @@ HOUSE = (
     ("floor 1, without the backend's collectives", ("exchange",)),
     ("floor 1, without messages", ("shared_memory",)),
     ("floor 1", ("collectives", "roll_call")),
+    ("floor 1, over the collectives", ("flat_shards",)),
     ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),
     (
         "floor 2, under the stores",
@@ -34,7 +35,8 @@ HOUSE = (
     ("floor 2, its public names", ("bookkeeping.__init__",)),
     ("floor 3, under the others", ("forecast", "grad_norm")),
     ("floor 3", ("state", "reducer", "stepping", "construction")),
-    ("floor 3, thin over the others", ("sharding", "caller_names")),
+    ("floor 3, thin over the others", ("sharding", "caller_names", "sharded_state")),
+    ("floor 3, thinner still", ("state_methods",)),
     ("floor 4", ("optimizer",)),
     ("floor 5", ("checkpoint.*", "accessors")),
     ("floor 6, the plugin", ("plugin.*",)),

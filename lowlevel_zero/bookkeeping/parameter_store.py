@@ -151,15 +151,31 @@ class ShardedParameter:
         ``RuntimeError`` where ``p`` was taken away from its storage.
         """
         if self.p.data_ptr() != self._address:
+            self.check_home()
+        if not self.shares_storage and (self.p._version != self._version or self._offered is not None):
+            self._settle(self.p32, self._offered)
+            self._offered = None
+            self.note_version()
+
+    def check_home(self) -> None:
+        """Raise ``RuntimeError`` where ``p`` was taken away from its storage."""
+        if self.p.data_ptr() != self._address:
             raise RuntimeError(
                 f"{self.name}: expected it where this optimizer put it, found it over other memory "
                 f"({self.p.dtype}, {self.p.device}): move or convert a model before constructing the optimizer, "
                 "and change values in place (model.load_state_dict, p.copy_) instead of assigning p.data"
             )
-        if not self.shares_storage and (self.p._version != self._version or self._offered is not None):
-            self._settle(self.p32, self._offered)
-            self._offered = None
-            self.note_version()
+
+    def load_row(self, own: Tensor, master: Tensor | None) -> None:
+        """Take this rank's row from a checkpoint, without its padding, and ``p32``: ``master``, or ``own`` too.
+
+        The other ranks' rows are to be gathered afterwards.
+        """
+        self.row[: len(own)].copy_(own)
+        if not self.shares_storage:
+            self.p32[: len(own)].copy_(own if master is None else master)
+        self._offered = None
+        self.stepped = master is not None
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """The elements of a tensor of ``p``'s shape in the order in which ``padded`` holds them, ``[numel]``."""

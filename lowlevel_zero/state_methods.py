@@ -1,0 +1,173 @@
+"""An optimizer's state for its callers: whole, as plain torch has it, and sharded, for torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .bookkeeping.parameter_store import ParameterStore
+from .collectives import ShardGroup
+from .flat_shards import FlatShards
+from .loss_scaler import LossScaler
+from .reducer import PlanState, Reducer
+from .sharded_state import ShardedState, packed, scale_as_numbers, unpacked
+from .state import Pinned, State, load_whole_state_dict, whole_state_dict
+
+# What a plain optimizer's state dict doesn't have, and doesn't mind.
+EXTRAS = "lowlevel_zero"
+
+SETTINGS = "settings"
+
+
+class StateMethods:
+    """``state_dict``, ``sharded_state_dict`` and their inverses."""
+
+    optim: Optimizer
+    _model: nn.Module | None
+    _group: ShardGroup
+    _scaler: LossScaler | None
+    _parameters: ParameterStore
+    _reducer: Reducer
+    zero_grad: Callable[..., None]
+
+    # ---- whole ----
+
+    def state_dict(self, pinned_state_dicts: Pinned | None = None, only_on_master: bool = False) -> State:
+        """A plain torch optimizer's state dict with whole tensors on the host; every rank calls it.
+
+        Tensors are gathered one at a time. fp32 masters of 16-bit parameters are one more state of each,
+        ``master_param``; the loss scale and the bucket order are under the key ``lowlevel_zero``. Plain torch
+        ignores both.
+
+        Args:
+            pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
+            only_on_master: leave the states empty on all ranks but the first.
+        """
+        state = whole_state_dict(self.optim, self._parameters, self._group, pinned_state_dicts, only_on_master)
+        plan = self._reducer.plan_state()
+        return {
+            **state,
+            EXTRAS: {
+                "loss_scale": scale_as_numbers(self._scaler),
+                "plan": None if plan is None else plan._asdict(),
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a plain torch optimizer's state dict, whole tensors; each rank takes its slices of them.
+
+        Every rank calls it, between steps; it doesn't communicate.
+
+        Raises:
+            ValueError: its groups or shapes aren't this optimizer's. Nothing has been changed then.
+        """
+        load_whole_state_dict(self.optim, self._parameters, state_dict)
+        extras = state_dict.get(EXTRAS) or {}
+        if self._scaler is not None and extras.get("loss_scale") is not None:
+            self._scaler.load_state_dict(extras["loss_scale"])
+        plan = extras.get("plan")
+        if plan is not None and len(plan["order"]) == len(self._parameters.records) and self._reducer.idle:
+            self._reducer.restore_plan(PlanState(**plan))
+
+    # ---- sharded ----
+
+    def sharded_state_dict(self, metadata: Any = None, prefix: str = "") -> dict[str, Tensor]:
+        """This rank's slices by name, ``<parameter>.<state>``, to put into one's own ``dcp.save`` or ``dcp.load``.
+
+        What has one number an element of the parameter is a 1-D ``DTensor`` of ``numel`` elements, sharded
+        over the ranks, in memory order and without padding; so it loads at any world size. The rest are plain
+        tensors, the same on every rank; one of them, ``settings``, holds as bytes what isn't a tensor: group
+        settings, loss scale and bucket order. Tensors share memory with the optimizer's. No communication, but
+        every rank calls it, with a ``model=`` given at construction (else names are places in the groups).
+
+        To load, states that don't exist yet must have a place to be loaded into, which the checkpoint's
+        metadata tells of::
+
+            state = {"optim": optimizer.sharded_state_dict(read_metadata(path), "optim.")}
+            dcp.load(state, checkpoint_id=path)
+            optimizer.load_sharded_state_dict(state["optim"])
+
+        Args:
+            metadata: the saved checkpoint's ``torch.distributed.checkpoint.metadata.Metadata``: the result then
+                holds empty tensors of what was saved, to load into. None: what this optimizer holds, to save.
+            prefix: what the names have before them in the checkpoint, as in ``"optim."``.
+
+        Raises:
+            TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
+            ValueError: ``metadata`` has no state with that prefix.
+        """
+        sharded = self.sharded_state()
+        if metadata is None:
+            data = packed({**sharded.settings(), "shapes": self._shapes()}, "the optimizer's settings")
+            return {**sharded.tensors(), SETTINGS: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+        saved = {
+            name.removeprefix(prefix): entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if name.startswith(prefix)
+        }
+        size = getattr(saved.get(SETTINGS), "size", None)
+        if size is None:
+            raise ValueError(f"metadata: expected {prefix}{SETTINGS}, which sharded_state_dict() saved, found none")
+        return {**sharded.templates(saved), SETTINGS: torch.empty(size, dtype=torch.uint8)}
+
+    @torch.no_grad()
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take over what ``sharded_state_dict`` gave and ``dcp.load`` filled; every rank calls it.
+
+        The model may be loaded before or after. Gradients are cleared.
+
+        Raises:
+            ValueError: it is of other parameters, shapes, strides or groups. Nothing has been changed then.
+        """
+        if SETTINGS not in state_dict:
+            raise ValueError(f"state_dict: expected sharded_state_dict()'s, got one without {SETTINGS!r}")
+        settings = unpacked(bytes(state_dict[SETTINGS].tolist()))
+        self._check_shapes(settings["shapes"])
+        sharded = self.sharded_state()
+        sharded.check(settings)
+        self.zero_grad()
+        tensors = {name: tensor for name, tensor in state_dict.items() if name != SETTINGS}
+        sharded.load(tensors, settings)
+        masters = sharded.masters(tensors)
+        for record in self._parameters:
+            if record.index in masters:
+                whole = record.p32.new_zeros(record.split.slice_size)
+                whole[: len(masters[record.index])].copy_(masters[record.index])
+                record.offer_master(whole)
+
+    def sharded_state(self, names: Mapping[Tensor, str] | None = None) -> ShardedState:
+        """The optimizer's state by ``names`` of its parameters; None: by those it has for messages."""
+        return ShardedState(
+            self.optim,
+            self._parameters,
+            FlatShards(self._group),
+            self._reducer,
+            self._scaler,
+            self._own_names() if names is None else names,
+        )
+
+    def _own_names(self) -> dict[Tensor, str]:
+        """The names of the groups' parameters, frozen ones included."""
+        of_model = {p: name for name, p in self._model.named_parameters()} if self._model is not None else {}
+        names: dict[Tensor, str] = {}
+        for at, members in enumerate(self._parameters.groups):
+            for place, p in enumerate(members):
+                record = self._parameters.find(p)
+                names[p] = of_model.get(p, f"param_groups[{at}]['params'][{place}]") if record is None else record.name
+        return names
+
+    def _shapes(self) -> dict[str, list[list[int]]]:
+        return {record.name: [list(record.p.shape), list(record.p.stride())] for record in self._parameters}
+
+    def _check_shapes(self, saved: Mapping[str, list[list[int]]]) -> None:
+        for name, (shape, stride) in self._shapes().items():
+            if name in saved and saved[name] != [shape, stride]:
+                raise ValueError(
+                    f"{name}: expected state of shape {tuple(shape)} and strides {tuple(stride)}, got "
+                    f"{tuple(saved[name][0])} and {tuple(saved[name][1])}: build the model that it was saved of"
+                )
