@@ -102,6 +102,17 @@ class ShardGroup:
         """The instance dies with wires that nobody has waited for, so it keeps its order of wires; let them travel."""
         _keep(under_way)
 
+    def apart(self) -> dist.ProcessGroup:
+        """A gloo group over the same ranks, for what a thread beside training tells; made once, by all of them.
+
+        Two threads can't share a group: its collectives must come in the same order on every rank.
+        """
+        if "fake" in self._backends.values():
+            return self.group
+        if self.group not in _apart:
+            _apart[self.group] = _gloo_like(self.group)
+        return _apart[self.group]
+
     # ---- what the group can do ----
 
     def serves(self, device: torch.device) -> bool:
@@ -273,6 +284,7 @@ _message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakK
 # What nobody may ever wait for, kept until it is done. gloo stops reading from a peer when it has no tensor any more
 # for what comes, and whoever destroys the process group then waits forever for what was to be read after it.
 _kept: list[Pending[Tensor]] = []
+_apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 @dataclass

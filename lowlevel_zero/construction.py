@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +143,22 @@ def agree(
         if message is not None:
             raise RuntimeError(f"rank {rank} could not {doing}: {message}")
     raise ValueError(_first_difference([theirs for _, theirs in told]))
+
+
+@contextmanager
+def together(group: ShardGroup, doing: str) -> Iterator[list[str]]:
+    """Every rank enters; if the body raises on one of them, or their lines differ, all raise as ``agree`` does.
+
+    The body communicates on all ranks alike, whatever it raises, or not at all. It is given the list of lines to
+    fill with what has to be alike.
+    """
+    lines: list[str] = []
+    error: Exception | None = None
+    try:
+        yield lines
+    except Exception as raised:
+        error = raised
+    agree(group, lines, error, doing)
 
 
 def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:

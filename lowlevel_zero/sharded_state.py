@@ -47,8 +47,8 @@ class ShardedState:
         names: Mapping[Tensor, str],
     ) -> None:
         self._optim = optim
-        self._parameters = parameters
-        self._shards = shards
+        self.parameters = parameters
+        self.shards = shards
         self._reducer = reducer
         self._scaler = scaler
         self._names = names
@@ -62,14 +62,14 @@ class ShardedState:
             ValueError: a state's name has a dot in it.
         """
         found: dict[str, Tensor] = {}
-        for record in self._parameters:
+        for record in self.parameters:
             for key, value in own_state(self._optim, record).items():
                 if "." in key:
                     raise ValueError(f"{self._name(record)}: expected states with no dot in their names, got {key!r}")
                 if isinstance(value, Tensor):
                     sliced = is_slice(key, value, record)
                     found[f"{self._name(record)}.{key}"] = (
-                        self._shards.wrap(value, record.split.numel) if sliced else value.detach()
+                        self.shards.wrap(value, record.split.numel) if sliced else value.detach()
                     )
         return found
 
@@ -88,14 +88,14 @@ class ShardedState:
 
     def _other_states(self) -> dict[str, State]:
         states: dict[str, State] = {}
-        for record in self._parameters:
+        for record in self.parameters:
             state = own_state(self._optim, record)
             if state:
                 states[self._name(record)] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
         return states
 
     def _named(self, plan: PlanState) -> State:
-        names = [self._name(record) for record in self._parameters]
+        names = [self._name(record) for record in self.parameters]
         return {
             "order": [names[index] for index in plan.order],
             "reentrant": plan.reentrant,
@@ -110,7 +110,7 @@ class ShardedState:
         Args:
             saved: by ``<name>.<key>``, entries of ``torch.distributed.checkpoint``'s metadata.
         """
-        records = {self._name(record): record for record in self._parameters}
+        records = {self._name(record): record for record in self.parameters}
         found: dict[str, Tensor] = {}
         for full, entry in saved.items():
             name, _, key = full.rpartition(".")
@@ -119,7 +119,7 @@ class ShardedState:
                 continue
             numel, dtype, device = record.split.numel, entry.properties.dtype, record.p32.device
             if key not in SCALARS and tuple(size) == (numel,):
-                found[full] = self._shards.empty(numel, dtype, device)
+                found[full] = self.shards.empty(numel, dtype, device)
             else:
                 found[full] = torch.empty(size, dtype=dtype)
         return found
@@ -145,7 +145,7 @@ class ShardedState:
         """
         by_name = _by_name(tensors)
         slices: dict[int, State] = {}
-        for place, record in enumerate(in_group_order(self._optim, self._parameters)):
+        for place, record in enumerate(in_group_order(self._optim, self.parameters)):
             name = self._name(record)
             state = {**settings["states"].get(name, {}), **_slices(by_name.get(name, {}), record)}
             if state:
@@ -159,13 +159,13 @@ class ShardedState:
         """Loaded masters by the record's index, without padding."""
         return {
             record.index: local_part(tensors[f"{self._name(record)}.{MASTER}"])
-            for record in self._parameters
+            for record in self.parameters
             if f"{self._name(record)}.{MASTER}" in tensors
         }
 
     def _plan(self, saved: Mapping[str, Any] | None) -> PlanState | None:
         """The saved plan by index; None where it is of other parameters: then it is learnt anew."""
-        indices = {self._name(record): record.index for record in self._parameters}
+        indices = {self._name(record): record.index for record in self.parameters}
         if saved is None or set(saved["order"]) != set(indices):
             return None
         return PlanState(
@@ -180,7 +180,7 @@ class ShardedState:
         return self._names[record.p]
 
     def _group_names(self) -> list[list[str]]:
-        return [[self._names[p] for p in members] for members in self._parameters.groups]
+        return [[self._names[p] for p in members] for members in self.parameters.groups]
 
 
 _REMEDY = "build the optimizer with the groups that it was saved with"

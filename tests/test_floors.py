@@ -16,7 +16,7 @@ PACKAGE = "lowlevel_zero"
 # the files of a package listed as "name.*" share one place, and import each other as they like).
 HOUSE = (
     ("floor 0, under the others", ("trial",)),
-    ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping")),
+    ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping", "version")),
     ("floor 1, without a group", ("mail",)),
     ("floor 1, under the others", ("transport", "arena")),
     ("floor 1, without the backend's collectives", ("exchange",)),

@@ -1,6 +1,9 @@
 """Checkpoints in files: sharded, atomic, for any number of ranks."""
 
+from .folders import latest
+from .loading import load_checkpoint
 from .manifest import Manifest, read_manifest
 from .metadata import read_metadata
+from .saving import Saving, save_checkpoint
 
-__all__ = ["Manifest", "read_manifest", "read_metadata"]
+__all__ = ["Manifest", "Saving", "latest", "load_checkpoint", "read_manifest", "read_metadata", "save_checkpoint"]

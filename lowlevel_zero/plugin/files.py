@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..collectives import ShardGroup
-from ..construction import agree
+from ..construction import together
 
 
 @contextmanager
@@ -19,12 +19,8 @@ def all_or_none(doing: str) -> Iterator[None]:
 
     The body communicates on all ranks alike, whatever it raises, or not at all.
     """
-    error: Exception | None = None
-    try:
+    with together(ShardGroup(), doing):
         yield
-    except Exception as raised:
-        error = raised
-    agree(ShardGroup(), [], error, doing)
 
 
 def check_file_target(path: str) -> None:

@@ -1,0 +1,256 @@
+"""What of a model goes into a checkpoint: flat tensors by name, what they must match, and how they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..bookkeeping.parameter_store import ShardedParameter, flat_in_memory_order
+from ..collectives import ShardGroup
+from ..flat_shards import FlatShards, local_part
+from ..optimizer import LowLevelZeroOptimizer
+from ..partition import EvenSplit
+from .manifest import SavedTensor
+
+T = TypeVar("T")
+
+_EXTRA = "_extra_state"
+
+
+class Entry(NamedTuple):
+    """A parameter or persistent buffer of the model.
+
+    Attributes:
+        tensor: it.
+        record: the optimizer's, if it is trained by it.
+        saved: how it is described in a manifest.
+    """
+
+    tensor: Tensor
+    record: ShardedParameter | None
+    saved: SavedTensor
+
+
+class Contents:
+    """The tensors of a model by name, and the optimizer's state with the same names.
+
+    Args:
+        model: the module; a wrapper (a compiled or boosted one) stands for what it wraps.
+        optimizer: trains some of its parameters.
+
+    Attributes:
+        entries: parameters and persistent buffers by their first names.
+        tied: other names of those that have several.
+        state: the optimizer's.
+
+    Raises:
+        TypeError: ``model`` isn't a module, or ``optimizer`` not one of this package's.
+        ValueError: the optimizer has a parameter that isn't the model's, or a tensor can't be saved.
+        RuntimeError: a parameter was moved since the optimizer was constructed.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+        self.model = _unwrapped(model)
+        self.group: ShardGroup = optimizer._group
+        self._shards = FlatShards(self.group)
+        self.entries: dict[str, Entry] = {}
+        self.tied: dict[str, str] = {}
+        names: dict[Tensor, str] = {}
+        group_of: dict[Tensor, int] = {
+            p: at for at, members in enumerate(optimizer._parameters.groups) for p in members
+        }
+        for name, tensor, is_buffer in _tensors(self.model):
+            if tensor in names:
+                self.tied[name] = names[tensor]
+            else:
+                names[tensor] = name
+                record = optimizer._parameters.find(tensor)
+                self.entries[name] = _entry(name, tensor, record, group_of.get(tensor), is_buffer)
+        for p in group_of:
+            if p not in names:
+                raise ValueError(
+                    f"model: expected all parameters of the optimizer in it, but a {tuple(p.shape)} one isn't: pass "
+                    "the module that holds them all (an nn.ModuleDict of several)"
+                )
+        self.state = optimizer.sharded_state(names)
+
+    # ---- what is saved ----
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors as a checkpoint has them; they share memory with the model and the optimizer."""
+        found = {f"model.{name}": self._flat(entry) for name, entry in self.entries.items()}
+        return {**found, **{f"optimizer.{name}": tensor for name, tensor in self.state.tensors().items()}}
+
+    def extra_states(self) -> dict[str, Any]:
+        """What modules with ``get_extra_state`` give."""
+        return {name: module.get_extra_state() for name, module in self._with_extra_state().items()}
+
+    def _flat(self, entry: Entry) -> Tensor:
+        numel = entry.saved.numel
+        if entry.record is not None:
+            return self._shards.wrap(entry.record.row, numel)
+        start, stop = self._shards.span(numel)
+        return self._shards.wrap(flat_in_memory_order(entry.tensor, _dense(entry.tensor))[start:stop], numel)
+
+    # ---- whether it is the same model ----
+
+    def check_same(self, saved: Mapping[str, SavedTensor], tied: Mapping[str, str]) -> None:
+        """Raise ``ValueError`` for the first missing, wrong-shaped or unexpected tensor of a checkpoint."""
+        for name, entry in self.entries.items():
+            if name not in saved:
+                raise ValueError(f"{name}: the model has it, the checkpoint doesn't: it is another model's")
+            ours, theirs = entry.saved, saved[name]
+            if ours.shape != theirs.shape:
+                raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: another model's")
+            if ours.torch_dtype.is_floating_point != theirs.torch_dtype.is_floating_point:
+                raise ValueError(f"{name}: expected {ours.dtype}, the checkpoint has {theirs.dtype}: another model's")
+        for name in saved:
+            if name not in self.entries:
+                raise ValueError(f"{name}: the checkpoint has it, the model doesn't: it is another model's")
+        for name in sorted(self.tied.keys() ^ tied.keys()):
+            where = (
+                "in the model, not in the checkpoint" if name in self.tied else "in the checkpoint, not in the model"
+            )
+            raise ValueError(f"{name}: shared with another name {where}: it is another model's")
+
+    # ---- what is loaded ----
+
+    def templates(self, saved: Mapping[str, SavedTensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Empty tensors to load into, this rank's slices alone; whole ones where memory orders differ."""
+        found = {}
+        for name, entry in self.entries.items():
+            device = entry.tensor.device if entry.record is None else entry.record.padded.device
+            found[f"model.{name}"] = self._shards.empty(entry.saved.numel, saved[name].torch_dtype, device)
+        for full, template in self.state.templates(_under("optimizer.", metadata)).items():
+            found[f"optimizer.{full}"] = template
+        return {full: self._in_order_of(full, template, saved) for full, template in found.items()}
+
+    def in_own_order(self, tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Loaded tensors, those that were whole for their order's sake cut to flat shards of ours."""
+        return {full: self._reordered(full, tensor, saved) for full, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def put(self, tensors: Mapping[str, Tensor], objects: Mapping[str, Any]) -> None:
+        """Take over what was loaded, on all ranks together. Communicates, one tensor at a time."""
+        states = _under("optimizer.", tensors)
+        masters = self.state.masters(states)
+        for name, entry in self.entries.items():
+            own = local_part(tensors[f"model.{name}"])
+            if entry.record is not None:
+                self._put_row(entry.record, own, masters.get(entry.record.index))
+            elif entry.saved.numel:
+                flat = self._gathered(own, entry.saved.numel)
+                whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
+                _overwrite(entry.tensor.detach(), whole)
+        for name, module in self._with_extra_state().items():
+            if name in objects["model"]:
+                module.set_extra_state(objects["model"][name])
+        self.state.load(states, objects)
+
+    def _put_row(self, record: ShardedParameter, own: Tensor, master: Tensor | None) -> None:
+        record.load_row(own, master)
+        if record.split.numel:
+            self.group.all_gather(record.rows).wait()
+            torch.autograd.graph.increment_version(record.p)
+        record.note_version()
+
+    def _gathered(self, own: Tensor, numel: int) -> Tensor:
+        """A flat tensor of which each rank has its slice, as bytes: collectives don't know all dtypes."""
+        split = EvenSplit(numel, self.group.size)
+        device = own.device if self.group.serves(own.device) else torch.device(self.group.device_types[0])
+        wire = torch.empty(self.group.size, split.slice_size, dtype=own.dtype, device=device)
+        wire[self.group.rank, : len(own)].copy_(own)
+        self.group.all_gather(wire.view(torch.uint8)).wait()
+        return wire.view(-1)[:numel]
+
+    def _in_order_of(self, full: str, template: Tensor, saved: Mapping[str, SavedTensor]) -> Tensor:
+        name = self._owner(full)
+        if not hasattr(template, "to_local") or saved[name].stride == self.entries[name].saved.stride:
+            return template
+        return torch.empty(template.numel(), dtype=template.dtype)
+
+    def _reordered(self, full: str, tensor: Tensor, saved: Mapping[str, SavedTensor]) -> Tensor:
+        name = self._owner(full)
+        ours, theirs = self.entries[name], saved[name]
+        if hasattr(tensor, "to_local") or ours.saved.stride == theirs.stride or tuple(tensor.shape) != (theirs.numel,):
+            return tensor
+        like = torch.empty_strided(ours.saved.shape, ours.saved.stride, device="meta")
+        flat = flat_in_memory_order(torch.as_strided(tensor, theirs.shape, theirs.stride), like)
+        start, stop = self._shards.span(ours.saved.numel)
+        return self._shards.wrap(flat[start:stop].to(ours.tensor.device, copy=True), ours.saved.numel)
+
+    def _owner(self, full: str) -> str:
+        """The parameter or buffer that a tensor of a checkpoint belongs to."""
+        kind, _, rest = full.partition(".")
+        return rest if kind == "model" else rest.rpartition(".")[0]
+
+    def _with_extra_state(self) -> dict[str, nn.Module]:
+        return {
+            f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
+            for prefix, module in self.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+
+
+def check_pair(model: object, optimizer: object) -> None:
+    """Raise ``TypeError`` unless these are a module and one of this package's optimizers."""
+    if not isinstance(optimizer, LowLevelZeroOptimizer):
+        raise TypeError(
+            f"optimizer: expected a LowLevelZeroOptimizer, got {type(optimizer).__name__}: wrap it first, or use "
+            "torch.save or torch.distributed.checkpoint for a plain one"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def _under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
+    """The entries whose names start with ``prefix``, without it."""
+    return {full.removeprefix(prefix): entry for full, entry in entries.items() if full.startswith(prefix)}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside a boosted or compiled one, whose names are those without a prefix."""
+    unwrap = getattr(model, "unwrap", None)
+    module = unwrap() if callable(unwrap) else model
+    inner = getattr(module, "_orig_mod", module)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor, bool]]:
+    """Every name of every parameter and persistent buffer, and whether it is a buffer."""
+    found: list[tuple[str, Tensor, bool]] = [
+        (name, p, False) for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.append((f"{prefix}.{name}" if prefix else name, buffer, True))
+    return found
+
+
+def _entry(name: str, tensor: Tensor, record: ShardedParameter | None, group: int | None, is_buffer: bool) -> Entry:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
+    if record is not None:
+        record.check_home()
+    stride = tensor.stride() if record is not None else _dense(tensor).stride()
+    kind = "buffer" if is_buffer else "frozen" if record is None else "trainable"
+    saved = SavedTensor(tuple(tensor.shape), tuple(stride), str(tensor.dtype).removeprefix("torch."), kind, group)
+    return Entry(tensor, record, saved)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A tensor without values, of the same shape and strides, or contiguous where those leave gaps or overlap."""
+    return torch.empty_like(tensor.detach(), device="meta")
+
+
+def _overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Copy ``values``; of an expanded tensor, whose elements share memory, each element once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
