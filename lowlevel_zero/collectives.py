@@ -257,7 +257,9 @@ class ShardGroup:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    dense = tensor.detach().contiguous()
+    # A contiguous tensor of one element may have any strides, with which it can't be seen as bytes.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _take_batch(pieces: deque[Tensor]) -> list[Tensor]:

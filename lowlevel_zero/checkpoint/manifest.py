@@ -95,7 +95,7 @@ class Manifest:
         """The manifest as JSON, with a digest of itself."""
         content = {"format": FORMAT, **asdict(self)}
         content["files"] = {name: list(file) for name, file in self.files.items()}
-        return json.dumps({**content, "digest": _digest(content)}, indent=1)
+        return json.dumps({**content, "digest": _digest(content)})
 
     def first_missing(self, folder: Path) -> str | None:
         """What is wrong with the first file that isn't there, whole; None: all have their sizes."""
