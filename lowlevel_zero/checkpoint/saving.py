@@ -99,6 +99,7 @@ def save_checkpoint(
         lines += tensors
         if async_save:
             tensors = _copied(tensors, contents)
+    with together(group, f"write beside {path}"):
         if group.rank == 0:
             written.mkdir(parents=True)
     commit = _Commit(target, written, token, objects, _describe(contents, optimizer, tensors), keep)

@@ -1,0 +1,398 @@
+"""What can't be saved or loaded is refused on every rank, within seconds, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoints import AFTER, BEFORE, Pair, Training, differences
+from torch import nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, save_checkpoint
+from lowlevel_zero.checkpoint.manifest import FileSum, checksum
+from ranks import run_ranks
+
+
+def schedule_of(pair: Pair) -> Any:
+    return torch.optim.lr_scheduler.StepLR(pair.optimizer, 3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks, not to be changed."""
+    path = tmp_path_factory.mktemp("run") / "step-2"
+
+    def save(rank: int, world_size: int) -> None:
+        pair = Training().start().train(BEFORE, rank, world_size)
+        save_checkpoint(path, pair.model, pair.optimizer, scheduler=schedule_of(pair))
+
+    run_ranks(save, 2)
+    return path
+
+
+def refused(attempt: Callable[[], Any]) -> str:
+    """How ``attempt`` is refused, in seconds."""
+    start = time.monotonic()
+    try:
+        attempt()
+    except Exception as error:
+        assert time.monotonic() - start < 10
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was not refused")
+
+
+def load_refused(paths: list[Path], **options: Any) -> list[list[str]]:
+    """What each of two ranks says to each path; nothing of model, optimizer and scheduler may have changed."""
+
+    def load(rank: int, world_size: int) -> list[str]:
+        pair = Training().start().train(AFTER, rank, world_size)
+        schedule = schedule_of(pair)
+        before, before_schedule = pair.whole(), schedule.state_dict()
+        said = []
+        for path in paths:
+            load = partial(load_checkpoint, path, pair.model, pair.optimizer, scheduler=schedule, **options)
+            said.append(refused(load))
+            assert differences(before, pair.whole()) == []
+            assert schedule.state_dict() == before_schedule
+        return said
+
+    by_rank = run_ranks(load, 2)
+    return [list(said) for said in zip(*by_rank, strict=True)]
+
+
+def copied(path: Path, to: Path) -> Path:
+    to.mkdir(parents=True)
+    for file in path.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+# Damaged files
+
+
+def test_a_flipped_byte_and_a_missing_end_are_noticed_in_every_file(saved: Path, tmp_path: Path) -> None:
+    paths, names = [], []
+    for file in sorted(saved.iterdir()):
+        data = file.read_bytes()
+        flips = [0, len(data) // 3, len(data) // 2, len(data) - 1]
+        spoiled = [data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :] for at in flips]
+        spoiled += [data[: len(data) // 2], b""]
+        for number, content in enumerate(spoiled):
+            path = copied(saved, tmp_path / f"{file.name}-{number}")
+            (path / file.name).write_bytes(content)
+            paths.append(path)
+            names.append(file.name)
+        path = copied(saved, tmp_path / f"{file.name}-gone")
+        (path / file.name).unlink()
+        paths.append(path)
+        names.append(file.name)
+    assert len(names) == 5 * 7
+    for name, said in zip(names, load_refused(paths), strict=True):
+        assert any(line.startswith("ValueError") and name in line for line in said), (name, said)
+        assert all("ValueError" in line for line in said)
+    assert latest(tmp_path) is not None  # it judges by sizes alone
+
+
+def test_without_verification_sizes_and_reading_still_tell(saved: Path, tmp_path: Path) -> None:
+    short = copied(saved, tmp_path / "short")
+    (short / "__1_0.distcp").write_bytes((saved / "__1_0.distcp").read_bytes()[:-1])
+    garbled = copied(saved, tmp_path / "garbled")
+    (garbled / "__1_0.distcp").write_bytes(bytes((saved / "__1_0.distcp").stat().st_size))
+    one, two = load_refused([short, garbled], verify=False)
+    assert all("__1_0.distcp has" in line for line in one)
+    assert all("damaged, rank" in line for line in two)
+
+
+class Trap:
+    """Runs something when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_nothing_in_a_pickle_is_run(saved: Path, tmp_path: Path) -> None:
+    """Not even where the manifest vouches for it."""
+    mark = tmp_path / "run"
+    paths = []
+    for name in (".metadata", "objects.pt"):
+        path = copied(saved, tmp_path / name)
+        with (path / name).open("wb") as file:
+            if name == ".metadata":
+                pickle.dump(Trap(mark), file)
+            else:
+                torch.save({"extra": Trap(mark)}, file)
+        manifest = read_manifest(path)
+        files = {**manifest.files, name: FileSum((path / name).stat().st_size, checksum(path / name))}
+        (path / "lowlevel_zero.json").write_text(replace(manifest, files=files).to_text())
+        assert read_manifest(path).first_damaged(path, [name]) is None
+        paths.append(path)
+    for path, said in zip(paths, load_refused(paths), strict=True):
+        assert all("ValueError" in line and path.name in line for line in said)
+    assert not mark.exists()
+
+
+# What isn't a checkpoint
+
+
+def test_what_is_not_a_checkpoint_is_refused_and_told_from_one(saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / ".metadata").write_bytes(b"x")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    later = copied(saved, tmp_path / "else" / "later")
+    content = json.loads((later / "lowlevel_zero.json").read_text())
+    (later / "lowlevel_zero.json").write_text(json.dumps({**content, "format": 2}))
+    cases = {
+        file: "NotADirectoryError: .*got a file",
+        file / "below": "NotADirectoryError|FileNotFoundError",
+        saved.parent / "step-3": rf"FileNotFoundError: .*found nothing; latest\('{saved.parent}'\) finds {saved}",
+        empty / "x" / "y": "FileNotFoundError: .*finds none either",
+        saved.parent: f"ValueError: .*got a directory of them: load {saved}, which latest",
+        foreign: "ValueError: .*torch.distributed.checkpoint's own: use dcp.load",
+        empty: "ValueError: .*expected a checkpoint of lowlevel_zero",
+        later: "ValueError: .*expected format 1, got 2: saved by a later version",
+    }
+    for pattern, said in zip(cases.values(), load_refused(list(cases)), strict=True):
+        for line in said:
+            assert re.search(pattern, line), (pattern, line)
+
+
+# Another model's
+
+
+def test_another_model_is_refused_by_the_first_name_that_differs(saved: Path) -> None:
+    def with_change(change: Callable[[nn.Module], None]) -> Callable[[], Pair]:
+        class Changed(Training):
+            def start(self, seed: int = 0) -> Pair:
+                run = self.run
+                model = run.model()
+                change(model)
+                deep = [p for p in model.parameters() if p.dim() >= 2]
+                flat = [p for p in model.parameters() if p.dim() < 2]
+                optimizer = LowLevelZeroOptimizer(
+                    torch.optim.AdamW([{"params": deep}, {"params": flat, "weight_decay": 0.0}, {"params": []}]),
+                    model=model,
+                )
+                return Pair(self, model, optimizer)
+
+        return Changed().start
+
+    def surplus(model: Any) -> None:
+        model.register_parameter("added", nn.Parameter(torch.zeros(3)))
+
+    def missing(model: Any) -> None:
+        model.frozen.bias = None
+
+    def reshaped(model: Any) -> None:
+        model.frozen = nn.Linear(5, 5, bias=False)
+        model.frozen.bias = nn.Parameter(torch.zeros(1, 5))
+
+    def untied(model: Any) -> None:
+        model.layers[-1].weight = nn.Parameter(model.layers[0].weight.detach().clone())
+
+    def integer(model: Any) -> None:
+        del model.frozen.bias
+        model.frozen.register_buffer("bias", torch.zeros(5, dtype=torch.int64))
+
+    cases: list[tuple[Callable[[Any], None], str]] = [
+        (surplus, "added: the model has it, the checkpoint doesn't"),
+        (missing, "frozen.bias: the checkpoint has it, the model doesn't"),
+        (reshaped, r"frozen.bias: expected (1, 5), the checkpoint has (5,)"),
+        (untied, "layers.3.weight: the model has it, the checkpoint doesn't"),
+        (integer, "frozen.bias: expected int64, the checkpoint has float32"),
+    ]
+
+    def load(rank: int, world_size: int) -> list[str]:
+        told = []
+        for change, _ in cases:
+            pair = with_change(change)()
+            before = pair.whole()
+            told.append(refused(partial(load_checkpoint, saved, pair.model, pair.optimizer)))
+            assert differences(before, pair.whole()) == []
+        return told
+
+    for told in run_ranks(load, 2):
+        for (_, expected), line in zip(cases, told, strict=True):
+            assert line.startswith(f"ValueError: {expected}"), line
+
+
+def test_other_groups_and_a_missing_scheduler_are_refused(saved: Path, tmp_path: Path) -> None:
+    def load(rank: int, world_size: int) -> list[str]:
+        pair = Training().start()
+        model = Training().start().model
+        one = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
+        save_checkpoint(tmp_path / "plain", pair.model, pair.optimizer)
+        names = dict(pair.model.named_parameters())
+        moved = Training().start().model
+        first = [p for name, p in moved.named_parameters() if names[name].dim() >= 2 or name == "one"]
+        rest = [p for p in moved.parameters() if all(p is not q for q in first)]
+        two = LowLevelZeroOptimizer(
+            torch.optim.AdamW([{"params": first}, {"params": rest}, {"params": []}]), model=moved
+        )
+        return [
+            refused(lambda: load_checkpoint(saved, model, one)),
+            refused(lambda: load_checkpoint(saved, moved, two)),
+            refused(
+                lambda: load_checkpoint(tmp_path / "plain", pair.model, pair.optimizer, scheduler=schedule_of(pair))
+            ),
+        ]
+
+    for one, two, three in run_ranks(load, 2):
+        assert one.startswith("ValueError: expected 1 param groups, got 3: build the optimizer with the groups")
+        assert two.startswith("ValueError: one: expected it in param group 0, which was saved without it")
+        assert three.startswith("ValueError: scheduler: ")
+
+
+def test_a_scheduler_that_refuses_its_state_on_one_rank_changes_none(saved: Path) -> None:
+    def load(rank: int, world_size: int) -> tuple[str, list[str]]:
+        pair = Training().start().train(BEFORE, rank, world_size)
+        schedule = schedule_of(pair)
+        schedule.last_epoch = 17
+        own = type(schedule).load_state_dict
+
+        def fail(state: Any) -> None:
+            own(schedule, state)
+            if state["last_epoch"] != 17:
+                raise KeyError("not mine")
+
+        if rank == 1:
+            schedule.load_state_dict = fail  # type: ignore[method-assign]
+        before = pair.whole()
+        said = refused(lambda: load_checkpoint(saved, pair.model, pair.optimizer, scheduler=schedule))
+        assert schedule.last_epoch == 17
+        return said, differences(before, pair.whole())
+
+    (one, same), (two, also) = run_ranks(load, 2)
+    assert same == also == []
+    assert "rank 1 could not load the checkpoint" in one
+    assert two.startswith("KeyError")
+
+
+# What can't be saved
+
+
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("x")
+
+    def save(rank: int, world_size: int) -> list[str]:
+        pair = Training().start()
+        model, optimizer = pair.model, pair.optimizer
+        stranger = nn.Linear(2, 2)
+        schedule = schedule_of(pair)
+        schedule.where = tmp_path  # type: ignore[attr-defined]  # part of its state dict
+        told = [
+            refused(lambda: save_checkpoint(tmp_path / "a", model, optimizer, extra=Path("x"))),
+            refused(lambda: save_checkpoint(tmp_path / "a", model, optimizer, extra=Path("x") if rank else 3)),
+            refused(lambda: save_checkpoint(tmp_path / "a", model, optimizer, scheduler=schedule)),
+            refused(lambda: save_checkpoint(tmp_path / "a", stranger, optimizer)),
+            refused(lambda: save_checkpoint(tmp_path / "a", model, optimizer.optim)),  # type: ignore[arg-type]
+            refused(lambda: save_checkpoint(tmp_path / "a", optimizer, optimizer)),  # type: ignore[arg-type]
+            refused(lambda: save_checkpoint(tmp_path / "a", model, optimizer, keep=0)),
+            refused(lambda: save_checkpoint(tmp_path / f"rank{rank}", model, optimizer)),
+            refused(lambda: save_checkpoint(tmp_path / "file", model, optimizer)),
+            refused(lambda: save_checkpoint(tmp_path / "file" / "a", model, optimizer)),
+            refused(lambda: save_checkpoint(tmp_path / "full", model, optimizer)),
+        ]
+        optimizer.param_groups[0]["schedule"] = Quadratic()
+        return [*told, refused(lambda: save_checkpoint(tmp_path / "a", model, optimizer))]
+
+    expected = [
+        ("TypeError: extra: expected what torch.load(weights_only=True) takes back",) * 2,
+        ("RuntimeError: rank 1 could not save a checkpoint to", "TypeError: extra: expected what"),
+        ("TypeError: scheduler: expected what",) * 2,
+        ("ValueError: model: expected all parameters of the optimizer in it",) * 2,
+        ("TypeError: optimizer: expected a LowLevelZeroOptimizer, got AdamW",) * 2,
+        ("TypeError: model: expected a torch.nn.Module",) * 2,
+        ("ValueError: keep: expected a number of checkpoints",) * 2,
+        ("ValueError: expected the same",) * 2,
+        ("NotADirectoryError: ",) * 2,
+        ("NotADirectoryError: ",) * 2,
+        ("FileExistsError: ",) * 2,
+        ("TypeError: param_groups: expected what",) * 2,
+    ]
+    told = zip(*run_ranks(save, 2), strict=True)
+    for beginnings, lines in zip(expected, told, strict=True):
+        for beginning, line in zip(beginnings, lines, strict=True):
+            assert line.startswith(beginning), line
+    assert {place.name for place in tmp_path.iterdir()} == {"file", "full"}
+
+
+class Quadratic:
+    def __call__(self, step: int) -> float:
+        return 1.0 / (1 + step) ** 2
+
+
+def test_one_rank_alone_is_told_who_came_and_a_later_call_works(tmp_path: Path) -> None:
+    def lonely(rank: int, world_size: int) -> list[str]:
+        pair = Training().start()
+        told = []
+        for alone, call in ((0, save_checkpoint), (2, load_checkpoint)):
+            if rank == alone:
+                told.append(refused(partial(call, tmp_path / "a", pair.model, pair.optimizer, timeout=0.3)))
+            dist.barrier()
+            save_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
+            load_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
+        return told
+
+    (one,), nothing, (three,) = run_ranks(lonely, 3)
+    assert nothing == []
+    expected = "expected all 3 ranks, got rank {} and, within 0.3 seconds, not ranks {}: call it on every rank"
+    assert one == "TimeoutError: save_checkpoint: " + expected.format(0, "1, 2")
+    assert three == "TimeoutError: load_checkpoint: " + expected.format(2, "0, 1")
+
+
+def test_a_rank_that_waits_in_training_is_not_told_so_by_a_hang(tmp_path: Path) -> None:
+    """The others are in a collective of the data path when one rank saves alone."""
+
+    def lonely(rank: int, world_size: int) -> str:
+        pair = Training().start()
+        told = ""
+        if rank == 0:
+            told = refused(lambda: save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, timeout=0.3))
+        pair.train(BEFORE, rank, world_size)
+        return told
+
+    assert "not rank 1" in run_ranks(lonely, 2)[0]
+
+
+def test_dcp_s_own_planner_is_never_asked_for_bytes(saved: Path, tmp_path: Path) -> None:
+    """It would unpickle an entry that is an object, not a tensor, without a check."""
+
+    def save(rank: int, world_size: int) -> str:
+        pair = Training().start()
+        path = tmp_path / "a"
+        name = "model.one"
+        metadata = dcp.FileSystemReader(str(saved)).read_metadata()
+        metadata.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
+        if rank == 0:
+            copied(saved, path)
+            (path / ".metadata").write_bytes(pickle.dumps(metadata))
+            manifest = read_manifest(path)
+            entry = FileSum((path / ".metadata").stat().st_size, checksum(path / ".metadata"))
+            text = replace(manifest, files={**manifest.files, ".metadata": entry}).to_text()
+            (path / "lowlevel_zero.json").write_text(text)
+        dist.barrier()
+        return refused(lambda: load_checkpoint(path, pair.model, pair.optimizer))
+
+    for line in run_ranks(save, 2):
+        assert "expected model.one of (1,) in it" in line
