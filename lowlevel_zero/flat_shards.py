@@ -38,7 +38,7 @@ class FlatShards:
             from torch.distributed._tensor import DTensor, Shard  # type: ignore[attr-defined]
         start, stop = self.span(numel)
         mesh = self._mesh(own.device.type)
-        local = own.detach()[: stop - start]
+        local = _with_storage_of_its_own(own.detach()[: stop - start])
         shape = torch.Size([numel])
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
@@ -53,6 +53,19 @@ class FlatShards:
 
             self._meshes[device_type] = DeviceMesh.from_group(self._group.group, device_type)
         return self._meshes[device_type]
+
+
+def _with_storage_of_its_own(part: Tensor) -> Tensor:
+    """The same memory behind a storage that ends where ``part`` does.
+
+    torch.distributed.checkpoint copies parts of larger storages before it writes them, and some versions keep all
+    copies to the end.
+    """
+    part = part.contiguous()  # it is, unless it shows one number many times
+    size = part.element_size()
+    start = part.storage_offset() * size
+    storage = part.untyped_storage()[start : start + part.numel() * size]
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape, (1,))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -137,6 +137,7 @@ def _whole_state(
             size += gathered.numel() * gathered.element_size() / 2**20
             if keep:
                 whole[key] = _on_host(gathered) if pinned is None else _into_pinned(pinned, key, gathered)
+            del gathered  # before the next one
         elif keep:
             whole[key] = _on_host(value.clone()) if isinstance(value, Tensor) else copy.deepcopy(value)
     return whole, size

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import AFTER, BEFORE, Training, differences
 from torch import Tensor, nn
 
@@ -387,3 +388,54 @@ def test_a_checkpoint_is_replaced(tmp_path: Path) -> None:
 
     assert run_ranks(save, 2) == [(0, 1)] * 2
     assert [place.name for place in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_group_of_some_ranks_saves_and_loads(tmp_path: Path) -> None:
+    """Not all ranks, and without the first."""
+
+    def save_and_load(rank: int, world_size: int) -> list[str]:
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return []
+        pairs = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = nn.Linear(3, 5)
+            inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+            pairs.append((model, LowLevelZeroOptimizer(inner, model=model, dp_process_group=group)))
+        (model, optimizer), (other, its_optimizer) = pairs
+        optimizer.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        save_checkpoint(tmp_path / "a", model, optimizer)
+        load_checkpoint(tmp_path / "a", other, its_optimizer)
+        return differences(dict(model.state_dict()), dict(other.state_dict())) + differences(
+            optimizer.state_dict(), its_optimizer.state_dict()
+        )
+
+    assert run_ranks(save_and_load, 3) == [[]] * 3
+
+
+def test_a_boosted_model_goes_on_bare(tmp_path: Path) -> None:
+    boosting = pytest.importorskip("boosting", reason="needs ColossalAI")
+
+    def save_and_load(rank: int, world_size: int) -> list[str]:
+        from colossalai.booster import Booster
+
+        def boosted(seed: int) -> tuple[Any, Any]:
+            booster = Booster(plugin=boosting.ours(stage=2, precision="bf16"))
+            model = boosting.model_of(seed)
+            inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            model, optimizer, *_ = booster.boost(model, inner)
+            return model, optimizer
+
+        pairs = [boosted(seed) for seed in (0, 1)]
+        for model, optimizer in pairs:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(0.01)
+        save_checkpoint(tmp_path / "a", *pairs[0])
+        load_checkpoint(tmp_path / "a", *pairs[1])
+        assert set(read_manifest(tmp_path / "a").tensors) <= set(pairs[0][0].unwrap().state_dict())
+        return differences(dict(pairs[0][0].state_dict()), dict(pairs[1][0].state_dict()))
+
+    assert run_ranks(save_and_load, 2) == [[], []]

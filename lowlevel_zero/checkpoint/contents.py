@@ -213,9 +213,9 @@ def _under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The module inside a boosted or compiled one, whose names are those without a prefix."""
-    unwrap = getattr(model, "unwrap", None)
-    module = unwrap() if callable(unwrap) else model
-    inner = getattr(module, "_orig_mod", module)
+    while hasattr(model, "unwrap") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    inner = getattr(model, "_orig_mod", model)
     assert isinstance(inner, nn.Module)
     return inner
 
