@@ -429,7 +429,7 @@ def test_a_boosted_model_goes_on_bare(tmp_path: Path) -> None:
             return model, optimizer
 
         pairs = [boosted(seed) for seed in (0, 1)]
-        for model, optimizer in pairs:
+        for model, _ in pairs:
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(0.01)

@@ -64,7 +64,7 @@ def test_a_save_holds_a_few_slices_and_a_load_one_rank_s_share(tmp_path: Path) -
     for save, load, _ in ranks:
         assert save < 2.5  # a few slices, of which each is half a tensor: itself and its bytes
         assert share < load < share + 1.2
-    assert 2 * LAYERS - 0.5 < ranks[0][2] < 2 * LAYERS + 1.2  # the result itself
+    assert 2 * LAYERS - 1.5 < ranks[0][2] < 2 * LAYERS + 1.2  # the result itself
     assert 0.5 < ranks[1][2] < 1.2  # one tensor in passing
 
 

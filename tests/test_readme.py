@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -23,12 +24,13 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_code_runs_block_after_block(world_size: int) -> None:
+def test_the_code_runs_block_after_block(world_size: int, tmp_path: Path) -> None:
     joined = "".join(blocks("python"))
     assert joined.count("optimizer.step()") >= 2
 
     def rank(rank: int, world_size: int) -> float:
         names: dict[str, object] = {}
+        os.chdir(tmp_path)  # checkpoints go there
         dist.init_process_group = lambda: None  # type: ignore[assignment]  # this forked rank has its group
         exec(compile(joined, "README.md", "exec"), names)
         optimizer = names["optimizer"]
