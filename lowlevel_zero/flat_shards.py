@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +42,13 @@ class FlatShards:
         mesh = self._mesh(own.device.type)
         local = _with_storage_of_its_own(own.detach()[: stop - start])
         shape = torch.Size([numel])
-        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+        chunk = partial(_chunk, start, stop)
+        # torch.distributed.checkpoint asks tensors for these. DTensor's own (torch 2.13) makes an index of 8 bytes for
+        # each element to find where its part starts, and leaves it to the garbage collector.
+        vars(tensor)["__create_chunk_list__"] = chunk
+        vars(tensor)["__create_write_items__"] = partial(_write_items, chunk, local.dtype, numel)
+        return tensor
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A ``DTensor`` to load into."""
@@ -53,6 +61,23 @@ class FlatShards:
 
             self._meshes[device_type] = DeviceMesh.from_group(self._group.group, device_type)
         return self._meshes[device_type]
+
+
+def _chunk(start: int, stop: int) -> list[Any]:
+    """This rank's part, as torch.distributed.checkpoint describes it."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(torch.Size([start]), torch.Size([stop - start]))]
+
+
+def _write_items(chunk: Callable[[], list[Any]], dtype: torch.dtype, numel: int, name: str, _: object) -> list[Any]:
+    """What torch.distributed.checkpoint is to write of this rank's part."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    (part,) = chunk()
+    data = TensorWriteData(part, TensorProperties(dtype), torch.Size([numel]))
+    return [WriteItem(MetadataIndex(name, part.offsets), WriteItemType.SHARD, tensor_data=data)]
 
 
 def _with_storage_of_its_own(part: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from ranks import run_ranks
 
 M_MMAP_THRESHOLD = -3
-LAYERS, WIDTH = 6, 2048
+LAYERS, WIDTH = 12, 1280
 WHOLE = WIDTH * WIDTH * 4  # bytes of one weight, or of one whole state
 
 
@@ -51,7 +51,7 @@ def trained() -> tuple[nn.Module, LowLevelZeroOptimizer]:
     return model, optimizer
 
 
-def test_a_save_holds_a_few_slices_and_a_load_one_rank_s_share(tmp_path: Path) -> None:
+def test_a_save_holds_no_more_than_two_slices_and_a_load_one_rank_s_share(tmp_path: Path) -> None:
     def measure(rank: int, world_size: int) -> tuple[float, float, float]:
         model, optimizer = trained()
         save = peak_over_held(lambda: save_checkpoint(tmp_path / "a", model, optimizer))
@@ -62,10 +62,10 @@ def test_a_save_holds_a_few_slices_and_a_load_one_rank_s_share(tmp_path: Path) -
     ranks = run_ranks(measure, 2)
     share = 3 * LAYERS / 2  # of weights and two states, read beside what is there
     for save, load, _ in ranks:
-        assert save < 2.5  # a few slices, of which each is half a tensor: itself and its bytes
+        assert save < 1.0  # a slice is half a tensor
         assert share < load < share + 1.2
-    assert 2 * LAYERS - 1.5 < ranks[0][2] < 2 * LAYERS + 1.2  # the result itself
-    assert 0.5 < ranks[1][2] < 1.2  # one tensor in passing
+    assert 2 * LAYERS - 1.5 < ranks[0][2] < 2 * LAYERS + 2.2  # the result itself
+    assert 0.5 < ranks[1][2] < 2.2  # one tensor in passing, and what carries it
 
 
 def test_an_asynchronous_save_holds_one_copy_of_the_rank_s_share(tmp_path: Path) -> None:
