@@ -177,6 +177,20 @@ class Forecast:
             self._credit = CREDIT
         self._begin_step()
 
+    def state(self) -> list[int]:
+        """What all ranks know alike: whether it is on, and what that depends on."""
+        return [int(self.on), self._credit, self._rest, self._next_rest]
+
+    def restore(self, state: list[int] | None) -> None:
+        """Go on as another run did, between two steps; None: off, as at first. All ranks call it alike."""
+        on, self._credit, self._rest, self._next_rest = state or [0, 0, 0, CREDIT]
+        if on and not self.on:
+            self._group.own_messages()
+        self.on = bool(on)
+        self._fewest = None
+        self._learnt.clear()
+        self._begin_step()
+
     def _begin_step(self) -> None:
         self.lacked = self._missed = self._lacked_somewhere = self._missed_somewhere = False
 

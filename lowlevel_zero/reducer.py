@@ -48,14 +48,18 @@ class PlanState(NamedTuple):
     """What the first steps have taught about the order of gradients, by parameter index.
 
     Attributes:
-        order: in which buckets are filled.
+        order: as rank 0's first backward had it: what came, then what didn't.
+        came: how many came.
         reentrant: gradients may come again after their bucket has left.
         repeats: parameters whose gradient came more than once in one backward.
+        forecast: the forecast's state; None: as at first.
     """
 
     order: list[int]
+    came: int
     reentrant: bool
     repeats: list[int]
+    forecast: list[int] | None
 
 
 class Reducer:
@@ -120,22 +124,35 @@ class Reducer:
         self._travelling = sum(record.split.numel > 0 for record in self._records)
         items = [Item(record.split, record.kind, record.wire_dtype == record.p.dtype) for record in self._records]
         self._buckets.follow(make_plan(items, order, self._options.bucket_size))
-        self._order = order
 
     def plan_state(self) -> PlanState | None:
         """What the plan follows from; None: no step has been taken yet."""
         if not self._ordered:
             return None
-        return PlanState(self._order, self._watch_late, [record.index for record in self._records if record.repeats])
+        return PlanState(
+            [*self._came, *self._lacked_first],
+            len(self._came),
+            self._watch_late,
+            [record.index for record in self._records if record.repeats],
+            self._forecast.state(),
+        )
 
     def restore_plan(self, state: PlanState | None) -> None:
-        """Go on with the plan of another run, or start one anew; alike on all ranks, with no gradients around."""
+        """Go on with the plan of another run, or start one anew, with no gradients around.
+
+        All ranks call it alike; with a forecast in the state it communicates.
+        """
         self._first_order = None
         self._ordered = state is not None
-        self._replan([record.index for record in reversed(self._records)] if state is None else state.order)
         self._watch_late = state is None or self._on_host or state.reentrant
         for record in self._records:
             record.repeats = state is not None and record.index in state.repeats
+        self._forecast.restore(None if state is None else state.forecast)
+        if state is None:
+            self._replan([record.index for record in reversed(self._records)])
+        else:
+            self._came, self._lacked_first = state.order[: state.came], state.order[state.came :]
+            self._follow_order()
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before."""

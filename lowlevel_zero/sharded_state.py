@@ -97,8 +97,8 @@ class ShardedState:
     def _named(self, plan: PlanState) -> State:
         names = [self._name(record) for record in self.parameters]
         return {
+            **plan._asdict(),
             "order": [names[index] for index in plan.order],
-            "reentrant": plan.reentrant,
             "repeats": [names[index] for index in plan.repeats],
         }
 
@@ -168,11 +168,8 @@ class ShardedState:
         indices = {self._name(record): record.index for record in self.parameters}
         if saved is None or set(saved["order"]) != set(indices):
             return None
-        return PlanState(
-            [indices[name] for name in saved["order"]],
-            saved["reentrant"],
-            [indices[name] for name in saved["repeats"] if name in indices],
-        )
+        order = [indices[name] for name in saved["order"]]
+        return PlanState(**{**saved, "order": order, "repeats": [indices[name] for name in saved["repeats"]]})
 
     # ---- names ----
 

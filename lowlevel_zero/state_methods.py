@@ -61,7 +61,7 @@ class StateMethods:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain torch optimizer's state dict, whole tensors; each rank takes its slices of them.
 
-        Every rank calls it, between steps; it doesn't communicate.
+        Every rank calls it, between steps. The states are taken without communication.
 
         Raises:
             ValueError: its groups or shapes aren't this optimizer's. Nothing has been changed then.

@@ -129,9 +129,9 @@ class Pair:
         return {name: p.detach().clone() for name, p in self.model.unwrap().named_parameters()}
 
     def state(self) -> dict[str, Any]:
-        """The whole optimizer state, masters included; all ranks call it."""
+        """The whole optimizer state, masters included, as ColossalAI's files have it; all ranks call it."""
         state: dict[str, Any] = self.optimizer.state_dict()
-        return state
+        return {key: value for key, value in state.items() if key != "lowlevel_zero"}
 
 
 def boost(
