@@ -64,7 +64,7 @@ def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
     if not others:
         return torch.add(first, second, out=into)
     total = torch.empty_like(first)
-    blocks = [torch.split(row, _BLOCK) for row in (total, *rows)]  # type: ignore[no-untyped-call]
+    blocks = [torch.split(row, _BLOCK) for row in (total, *rows)]
     for block, one, other, *more in zip(*blocks, strict=True):
         _sum_block(block, one, other, more)
     return total
