@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from torch.futures import Future
 from .manifest import FileSum
 
 Sums = dict[str, FileSum]
+
+# torch 2.4 warns of its own writer's code, which nobody here can change.
+warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed\.checkpoint")
 
 
 class _Summing(io.FileIO):
