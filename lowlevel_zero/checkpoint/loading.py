@@ -72,7 +72,7 @@ def load_checkpoint(
         lines += [f"path {path}", f"serial {saved.manifest.serial}, scheduler {scheduler is not None}"]
     with together(group, doing):
         _check_files(saved, group, verify)
-        objects = _read_objects(saved)
+        objects = read_objects(saved.folder)
         contents = Contents(model, optimizer)
         metadata = read_metadata(saved.folder)
         templates = _matching_templates(saved, objects, metadata, contents, scheduler)
@@ -90,6 +90,25 @@ def load_checkpoint(
     optimizer.zero_grad()
     contents.put(tensors, objects)
     return objects["extra"]
+
+
+def read_objects(folder: Path) -> dict[str, Any]:
+    """What isn't a tensor of the model or the optimizer, of the checkpoint ``folder``; nothing in it is run.
+
+    Raises:
+        ValueError: it is damaged, or something else.
+        OSError: it can't be read.
+    """
+    data = (folder / OBJECTS).read_bytes()
+    try:
+        objects = unpacked(data)
+    except Exception as error:  # a damaged or hostile pickle may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"{folder / OBJECTS}: refused, it is damaged or not data alone: {reason:.300}") from error
+    expected = {"param_groups", "loss_scale", "plan", "states", "model", "extra", "scheduler"}
+    if not isinstance(objects, dict) or not expected <= objects.keys():
+        raise ValueError(f"{folder / OBJECTS}: expected {sorted(expected)} in it, got something else")
+    return objects
 
 
 class _Saved(NamedTuple):
@@ -111,21 +130,6 @@ def _check_files(saved: _Saved, group: ShardGroup, verify: bool) -> None:
         wrong = saved.manifest.first_damaged(saved.folder, sorted(saved.manifest.files)[group.rank :: group.size])
     if wrong is not None:
         raise ValueError(f"{saved.folder}: damaged: {wrong}; load another, or copy it anew")
-
-
-def _read_objects(saved: _Saved) -> dict[str, Any]:
-    data = (saved.folder / OBJECTS).read_bytes()
-    try:
-        objects = unpacked(data)
-    except Exception as error:  # a damaged or hostile pickle may raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(
-            f"{saved.folder / OBJECTS}: refused, it is damaged or not data alone: {reason:.300}"
-        ) from error
-    expected = {"param_groups", "loss_scale", "plan", "states", "model", "extra", "scheduler"}
-    if not isinstance(objects, dict) or not expected <= objects.keys():
-        raise ValueError(f"{saved.folder / OBJECTS}: expected {sorted(expected)} in it, got something else")
-    return objects
 
 
 def _matching_templates(

@@ -1,0 +1,214 @@
+"""What is in a checkpoint: as records, for machines; as a table, for people. No tensor is read but step counters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .manifest import FORMAT
+from .stored import StoredTensor
+from .whole import WholeCheckpoint
+
+
+@dataclass(frozen=True)
+class TensorLine:
+    """One tensor of the model or of an optimizer's state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ModelLine:
+    """One parameter or persistent buffer, and the tensors of its state by name.
+
+    Attributes:
+        kind: ``"trainable"``, ``"frozen"`` or ``"buffer"``.
+        group: index of its param group; None: it is in none.
+    """
+
+    name: str
+    tensor: TensorLine
+    kind: str
+    group: int | None
+    state: dict[str, TensorLine]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(line.bytes for line in self.state.values())
+
+
+@dataclass(frozen=True)
+class Description:
+    """One checkpoint.
+
+    Attributes:
+        saved: when, in ISO format.
+        steps: the least and the most steps that a parameter has taken; None where no state counts them.
+        tied: further names of parameters, and the name they are listed under.
+        groups: each param group's settings; ``params`` is the number of its parameters, frozen ones included.
+        scheduler: the names of the scheduler's entries; None without one.
+        extra: the names of the entries in ``extra``, or its type where it isn't a dict; None without one.
+    """
+
+    path: str
+    version: str
+    torch: str
+    saved: str
+    world_size: int
+    stage: int
+    steps: tuple[int, int] | None
+    model: list[ModelLine]
+    tied: dict[str, str]
+    groups: list[dict[str, Any]]
+    loss_scale: dict[str, Any] | None
+    scheduler: list[str] | str | None
+    extra: list[str] | str | None
+
+    @property
+    def model_bytes(self) -> int:
+        return sum(line.tensor.bytes for line in self.model)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(line.state_bytes for line in self.model)
+
+
+def describe(checkpoint: WholeCheckpoint) -> Description:
+    """All but the tensors' values.
+
+    Raises:
+        CheckpointError: a file can't be read.
+    """
+    manifest, objects = checkpoint.manifest, checkpoint.objects
+    model = checkpoint.model()
+    states = {name: checkpoint.state(name) for name in manifest.tensors}
+    return Description(
+        path=str(checkpoint.path),
+        version=manifest.version,
+        torch=manifest.torch,
+        saved=manifest.saved,
+        world_size=manifest.world_size,
+        stage=manifest.stage,
+        steps=_steps(states),
+        model=[
+            ModelLine(name, _line(model[name]), entry.kind, entry.group, _state_lines(states[name]))
+            for name, entry in manifest.tensors.items()
+        ],
+        tied=dict(manifest.tied),
+        groups=[{**group, "params": len(group["params"])} for group in objects["param_groups"]],
+        loss_scale=objects["loss_scale"],
+        scheduler=_names(objects["scheduler"]),
+        extra=_names(objects["extra"]),
+    )
+
+
+def _steps(states: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
+    counters = [state["step"] for state in states.values() if "step" in state]
+    counts = [int(c.read() if isinstance(c, StoredTensor) else c) for c in counters]
+    return (min(counts), max(counts)) if counts else None
+
+
+def _state_lines(state: Mapping[str, Any]) -> dict[str, TensorLine]:
+    return {key: _line(value) for key, value in state.items() if isinstance(value, StoredTensor)}
+
+
+def _line(tensor: StoredTensor) -> TensorLine:
+    return TensorLine(tensor.shape, str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+
+
+def _names(value: Any) -> list[str] | str | None:
+    if value is None:
+        return None
+    return [str(name) for name in value] if isinstance(value, Mapping) else type(value).__name__
+
+
+# For people.
+
+
+def as_text(found: Description) -> str:
+    """A heading, a table of the parameters, and the rest; settings that are None or False are left out."""
+    return "\n\n".join(("\n".join(_heading(found)), _table(found), "\n".join(_rest(found))))
+
+
+def _heading(found: Description) -> list[str]:
+    ranks = f"{found.world_size} rank{'s' if found.world_size > 1 else ''}, stage {found.stage}"
+    return [
+        found.path,
+        f"  saved    {found.saved}, format {FORMAT}, lowlevel_zero {found.version}, torch {found.torch}",
+        f"  by       {ranks}",
+        f"  steps    {_step_text(found.steps)}",
+        f"  holds    {_amount(found)}",
+    ]
+
+
+def _amount(found: Description) -> str:
+    parameters = [math.prod(line.tensor.shape) for line in found.model if line.kind != "buffer"]
+    sizes = f"{_mebibytes(found.model_bytes)}, and {_mebibytes(found.state_bytes)} of optimizer state"
+    return f"{sum(parameters):,} elements in {len(parameters)} parameters, {sizes}"
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.2f} MiB"
+
+
+def _step_text(steps: tuple[int, int] | None) -> str:
+    if steps is None:
+        return "not counted: no parameter has a step counter"
+    least, most = steps
+    return f"{most:,}" if least == most else f"{most:,} (a parameter with fewer gradients: {least:,})"
+
+
+def _table(found: Description) -> str:
+    rows = [("name", "shape", "dtype", "group", "state", "bytes", "state's bytes")]
+    for line in found.model:
+        group = str(line.group) if line.kind == "trainable" else line.kind
+        sizes = (f"{line.tensor.bytes:,}", f"{line.state_bytes:,}")
+        rows.append((line.name, _shape(line.tensor), line.tensor.dtype, group, ", ".join(line.state) or "-", *sizes))
+    rows += [(alias, "", "", "", f"tied to {name}", "", "") for alias, name in found.tied.items()]
+    rows.append(("together", "", "", "", "", f"{found.model_bytes:,}", f"{found.state_bytes:,}"))
+    return aligned(rows, right=(5, 6))
+
+
+def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> str:
+    """Rows as lines, columns two spaces apart; those in ``right`` end where their widest does."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def _shape(line: TensorLine) -> str:
+    return "x".join(map(str, line.shape)) or "scalar"
+
+
+def _rest(found: Description) -> list[str]:
+    lines = []
+    for at, group in enumerate(found.groups):
+        settings = {key: value for key, value in group.items() if key != "params" and not _off(value)}
+        lines.append(f"  group {at}   {group['params']} parameters, {_settings(settings)}")
+    if found.loss_scale is not None:
+        lines.append(f"  fp16      {_settings(found.loss_scale)}")
+    for title, names in (("scheduler", found.scheduler), ("extra", found.extra)):
+        shown = names if isinstance(names, str) else ", ".join(names or ["nothing"])
+        lines.append(f"  {title:9} {shown if names is not None else 'none'}")
+    return lines
+
+
+def _off(value: Any) -> bool:
+    return value is None or value is False
+
+
+def _settings(named: Mapping[str, Any]) -> str:
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in named.items()}
+    return ", ".join(f"{name} {value}" for name, value in plain.items())

@@ -1,0 +1,463 @@
+"""The command line: what consolidate writes loads without the package, what inspect says is so, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from oracle import Odd, Run, batch, emulate, groups, train_alone, train_rank, worst
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lowlevel_zero.__main__ import COMMANDS, main
+from lowlevel_zero.checkpoint import progress, save_checkpoint, torch_file
+from ranks import run_ranks
+
+SAVED_AFTER, STEPS = 3, 6
+
+
+class Buffered(Odd):
+    """Odd, with buffers that are saved and one that isn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def drop(step: int, rank: int) -> set[int]:
+    """One layer is dropped until after the save: it has no state then."""
+    return {1} if step < SAVED_AFTER else set()
+
+
+RUNS = {
+    "fp32, 2 ranks": Run(world_size=2, steps=SAVED_AFTER, drop=drop, model=Buffered).with_options(partition_grad=True),
+    "fp32, 1 rank": Run(world_size=1, steps=SAVED_AFTER, drop=drop, model=Buffered),
+    "bf16, 3 ranks": Run(world_size=3, steps=SAVED_AFTER, drop=drop, dtype=torch.bfloat16, model=Buffered),
+    "fp16, 2 ranks": Run(world_size=2, steps=SAVED_AFTER, drop=drop, dtype=torch.float16, model=Buffered).with_options(
+        initial_scale=2.0**7
+    ),
+    "sgd, 2 ranks": Run(
+        world_size=2,
+        steps=SAVED_AFTER,
+        drop=drop,
+        model=Buffered,
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+    ),
+}
+
+
+class Saved(NamedTuple):
+    """A checkpoint, and what the run had in memory when it was saved."""
+
+    path: Path
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+
+def save(rank: int, world_size: int, run: Run, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    trained = train_rank(rank, world_size, run)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.5)
+    save_checkpoint(path, trained.model, trained.optimizer, scheduler=scheduler, extra={"losses": [1.0], "step": 3})
+    return trained.model.state_dict(), trained.optimizer.state_dict()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """A checkpoint of each run in ``RUNS``, made when it is first asked for."""
+    made: dict[str, Saved] = {}
+
+    def get(name: str) -> Saved:
+        if name not in made:
+            path = tmp_path_factory.mktemp("run") / "step-3"
+            run = RUNS[name]
+            made[name] = Saved(path, *run_ranks(save, run.world_size, run, path)[0])
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def checkpoint(saved: Callable[[str], Saved], tmp_path: Path) -> Path:
+    """A copy of one, to be damaged."""
+    return Path(shutil.copytree(saved("fp32, 2 ranks").path, tmp_path / "run" / "step-3"))
+
+
+# Consolidating.
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_files_are_what_the_run_had(name: str, saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    before = saved(name)
+    assert main(["consolidate", str(before.path), str(tmp_path / "out")]) == 0
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    assert model.keys() == before.model.keys()
+    for key, value in before.model.items():
+        assert torch.equal(model[key], value), key
+        assert model[key].dtype == value.dtype, key
+    optimizer = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    check_states(optimizer.pop("state"), before.optimizer["state"])
+    assert optimizer == {key: value for key, value in before.optimizer.items() if key != "state"}
+    assert set(optimizer["lowlevel_zero"]["plan"]["order"]) == set(range(15))
+
+
+def check_states(got: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> None:
+    assert got.keys() == expected.keys()
+    for place, state in expected.items():
+        assert got[place].keys() == state.keys()
+        for key, value in state.items():
+            assert torch.equal(got[place][key], value), (place, key)
+            assert got[place][key].dtype == value.dtype, (place, key)
+            assert got[place][key].stride() == value.stride(), (place, key)
+
+
+@pytest.fixture(scope="module")
+def continued(saved: Callable[[str], Saved], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    """Parameters of each run after it went on in one process that can't import the package.
+
+    That has the files, torch and safetensors alone, and the models' sources.
+    """
+    folder = tmp_path_factory.mktemp("continued")
+    calls = []
+    for at, (name, run) in enumerate(RUNS.items()):
+        assert main(["consolidate", str(saved(name).path), str(folder / f"{at}")]) == 0
+        batches = [[batch(run, step, 0, rank) for rank in range(run.world_size)] for step in range(SAVED_AFTER, STEPS)]
+        torch.save(batches, folder / f"{at}" / "batches.pt")
+        optimizer = "torch.optim.SGD(params, lr=1.0)" if "sgd" in name else "torch.optim.AdamW(params)"
+        calls.append(f"train_on({str(folder / f'{at}')!r}, Buffered().to({run.dtype}), lambda params: {optimizer})")
+    parts = (
+        "from __future__ import annotations\nimport sys\nfrom typing import Any\n",
+        "sys.modules['lowlevel_zero'] = None\nimport torch\nfrom torch import Tensor, nn\n",
+        "from safetensors.torch import load_file\n",
+        *(inspect.getsource(part) for part in (Odd, Buffered, groups, train_on)),
+        *calls,
+    )
+    (folder / "script.py").write_text("\n\n".join(parts))
+    command = [sys.executable, "-I", str(folder / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: torch.load(folder / f"{at}" / "after.pt", weights_only=True) for at, name in enumerate(RUNS)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_goes_on_where_the_package_is_not(name: str, continued: dict[str, dict[str, Tensor]]) -> None:
+    run = replace(RUNS[name], steps=STEPS)
+    has_masters = run.dtype != torch.float32
+    expected = (emulate if has_masters else train_alone)(run)[0]
+    difference, where = worst(expected, {key: continued[name][key] for key in expected})
+    assert difference <= (1e-3 if has_masters else 2e-6), where
+
+
+def train_on(folder: str, model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """What anybody would write; fp32 masters, where there are any, are what is stepped."""
+    model.load_state_dict(load_file(f"{folder}/model.safetensors"))
+    state = torch.load(f"{folder}/optimizer.pt", weights_only=True)
+    make(groups(model)).load_state_dict(state)  # whatever it is given, plain AdamW takes it
+    stepped = {p: p for p in model.parameters()}
+    places = [p for group in groups(model) for p in group["params"]]
+    for place, p in enumerate(places):
+        if p.dtype != torch.float32 and p.requires_grad:
+            master = state["state"].get(place, {}).pop("master_param", p.detach().float())
+            stepped[p] = nn.Parameter(master)
+    optimizer = make([{**group, "params": [stepped[p] for p in group["params"]]} for group in groups(model)])
+    optimizer.load_state_dict(state)
+    scale = (state["lowlevel_zero"]["loss_scale"] or {"scale": 1.0})["scale"]
+    for of_ranks in torch.load(f"{folder}/batches.pt", weights_only=True):
+        sums: dict[Any, Tensor] = {}
+        for x, y in of_ranks:
+            ((model(x, set()) - y).square().mean() * scale).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    sums[p] = sums.get(p, 0) + p.grad.float() / scale
+                    p.grad = None
+        for p, total in sums.items():
+            stepped[p].grad = total / len(of_ranks)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, master in stepped.items():
+                p.copy_(master)
+    torch.save({name: stepped[p].detach() for name, p in model.named_parameters()}, f"{folder}/after.pt")
+
+
+def wide(rank: int, world_size: int, path: Path) -> None:
+    from lowlevel_zero import LowLevelZeroOptimizer
+
+    model = nn.Sequential(*(nn.Linear(2048, 1024, bias=False) for _ in range(4)))
+    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
+    for layer in model:
+        optimizer.backward(layer(torch.ones(1, 2048)).sum())
+    optimizer.step()
+    save_checkpoint(path, model, optimizer)
+
+
+MEASURE = """
+import resource, sys
+from lowlevel_zero.__main__ import main
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert main(sys.argv[1:]) == 0
+print("KiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_holds_no_more_than_a_tensor_or_two(tmp_path: Path) -> None:
+    run_ranks(wide, 1, tmp_path / "step-1")
+    command = [sys.executable, "-c", MEASURE, "consolidate", str(tmp_path / "step-1"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    files = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+    assert files > 4 * 3 * 8 * 2**20
+    peak = int(done.stdout.split("KiB")[1]) * 1024
+    assert peak < 3 * 8 * 2**20  # a tensor of 8 MiB twice, and what Python loads for the first time
+
+
+def test_a_run_stands_for_its_newest_checkpoint(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint.parent / "step-9").mkdir()  # of a save that never ended
+    assert main(["consolidate", str(checkpoint.parent), str(tmp_path / "out")]) == 0
+    told = capsys.readouterr()
+    assert f"the newest whole checkpoint is {checkpoint}" in told.err
+    assert told.out.startswith(f"wrote {tmp_path / 'out' / 'model.safetensors'} and ")
+
+
+def test_a_former_output_is_replaced_when_asked(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["consolidate", str(checkpoint), str(out)]) == 0
+    (out / "optimizer.pt").write_text("old")
+    assert main(["consolidate", str(checkpoint), str(out)]) == 2
+    assert (out / "optimizer.pt").read_text() == "old"
+    assert main(["consolidate", "--force", str(checkpoint), str(out)]) == 0
+    assert len(torch.load(out / "optimizer.pt", weights_only=True)["state"]) > 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_full_disk_leaves_nothing_half_done(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch_file, "save", full)
+    assert main(["consolidate", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+class Noting(torch.optim.SGD):
+    """An optimizer with states of other shapes than its parameters', and of no shape at all."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            count = self.state[p].get("count", 0) + 1
+            self.state[p].update(count=count, table=torch.full((2, 3), float(count)), note="of a step")
+
+
+def test_states_of_any_shape_travel(tmp_path: Path) -> None:
+    run = Run(world_size=2, steps=2, optimizer=lambda params: Noting(params, lr=0.1))
+    run = run.with_options(assume_elementwise=True)
+    _, before = run_ranks(save, 2, run, tmp_path / "step-2")[0]
+    assert main(["consolidate", str(tmp_path / "step-2"), str(tmp_path / "out")]) == 0
+    state = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"]
+    assert state.keys() == before["state"].keys()
+    for of_parameter in state.values():
+        assert of_parameter["table"].tolist() == [[2.0] * 3] * 2
+        assert (of_parameter["count"], of_parameter["note"]) == (2, "of a step")
+
+
+class Counted(nn.Linear):
+    """A module whose state isn't tensors alone."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 3}
+
+
+def save_counted(rank: int, world_size: int, path: Path) -> None:
+    from lowlevel_zero import LowLevelZeroOptimizer
+
+    model = nn.Sequential(Counted(2, 2))
+    save_checkpoint(path, model, LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model))
+
+
+def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(save_counted, 1, tmp_path / "step-0")
+    assert main(["consolidate", str(tmp_path / "step-0"), str(tmp_path / "out")]) == 0
+    assert "left out, since safetensors holds tensors alone: 0._extra_state" in capsys.readouterr().out
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"0.weight", "0.bias"}
+    assert torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"] == {}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_progress_with_tqdm_and_without(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    with progress.Progress(200) as shown:
+        for _ in range(4):
+            shown.add(50)
+    told = capsys.readouterr().err
+    assert "100%" in told
+    assert ("of 200 bytes" in told) is not installed
+
+
+# Inspecting.
+
+
+def test_inspect_for_machines(saved: Callable[[str], Saved], capsys: pytest.CaptureFixture[str]) -> None:
+    before = saved("bf16, 3 ranks")
+    assert main(["inspect", "--json", "--check", str(before.path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["world_size"], told["stage"], told["steps"]) == (3, 1, [3, 3])
+    lines = {line["name"]: line for line in told["model"]}
+    assert lines.keys() | told["tied"].keys() == before.model.keys()
+    assert told["tied"] == {"layers.3.weight": "layers.0.weight"}
+    for name, line in lines.items():
+        assert tuple(line["tensor"]["shape"]) == before.model[name].shape
+        assert line["tensor"]["bytes"] == before.model[name].nbytes
+    kinds = {name: line["kind"] for name, line in lines.items()}
+    assert (kinds["scale"], kinds["frozen.weight"], kinds["count"]) == ("trainable", "frozen", "buffer")
+    assert set(lines["inward"]["state"]) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
+    assert lines["inward"]["state"]["master_param"] == {"shape": [5, 4], "dtype": "float32", "bytes": 80}
+    assert lines["layers.1.weight"]["state"] == {}
+    assert [group["params"] for group in told["groups"]] == [8, 9, 0]
+    assert told["extra"] == ["losses", "step"]
+    assert "last_epoch" in told["scheduler"]
+
+
+def test_inspect_for_people(saved: Callable[[str], Saved], capsys: pytest.CaptureFixture[str]) -> None:
+    before = saved("fp32, 2 ranks")
+    assert main(["inspect", str(before.path.parent)]) == 0
+    told = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in told.splitlines() if line}
+    assert "2 ranks, stage 2" in told
+    assert lines["steps"] == ["steps", "3"]
+    assert lines["inward"] == ["inward", "5x4", "float32", "0", "step,", "exp_avg,", "exp_avg_sq", "80", "164"]
+    assert lines["frozen.bias"][3] == "frozen"
+    assert lines["mask"] == ["mask", "3", "bool", "buffer", "-", "3", "0"]
+    assert lines["layers.3.weight"] == ["layers.3.weight", "tied", "to", "layers.0.weight"]
+    states = [value for state in before.optimizer["state"].values() for value in state.values()]
+    together = [f"{sum(tensor.nbytes for tensor in tensors):,}" for tensors in (_distinct(before.model), states)]
+    assert lines["together"] == ["together", *together]
+    assert "lr 0.01" in told
+    assert lines["extra"] == ["extra", "losses,", "step"]
+
+
+def _distinct(model: dict[str, Tensor]) -> list[Tensor]:
+    return [tensor for name, tensor in model.items() if name != "layers.3.weight"]
+
+
+# What is refused.
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def make_foreign(path: Path) -> None:
+    """torch.distributed.checkpoint's files alone."""
+    shutil.rmtree(path)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"weight": torch.ones(3)}, checkpoint_id=path)
+
+
+def make_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("weights")
+
+
+def shards(path: Path) -> list[Path]:
+    found = sorted(path.glob("*.distcp"))
+    assert len(found) == 2
+    return found
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing there": (shutil.rmtree, "nothing"),
+    "a file": (make_file, "got a file"),
+    "an empty directory": (lambda path: [shutil.rmtree(path), path.mkdir()], "expected a checkpoint of lowlevel_zero"),
+    "another's checkpoint": (make_foreign, "torch.distributed.checkpoint's own"),
+    "a missing shard": (lambda path: shards(path)[1].unlink(), "__1_0.distcp is missing"),
+    "a truncated shard": (lambda path: truncate(shards(path)[0]), "__0_0.distcp has"),
+    "a flipped bit in a shard": (lambda path: flip(shards(path)[1]), "__1_0.distcp is not what was written"),
+    "a flipped bit in .metadata": (lambda path: flip(path / ".metadata"), ".metadata is not what was written"),
+    "a flipped bit in objects.pt": (lambda path: flip(path / "objects.pt"), "objects.pt is not what was written"),
+    "a flipped bit in the manifest": (lambda path: flip(path / "lowlevel_zero.json"), "lowlevel_zero.json: damaged"),
+    "a manifest cut short": (lambda path: truncate(path / "lowlevel_zero.json"), "lowlevel_zero.json: damaged"),
+}
+
+
+@pytest.mark.parametrize("command", ["consolidate", "inspect --check"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(
+    command: str, damage: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harm, message = DAMAGES[damage]
+    harm(checkpoint)
+    out = [str(tmp_path / "out")] if command == "consolidate" else []
+    capsys.readouterr()
+    assert main([*command.split(), str(checkpoint), *out]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"lowlevel_zero {command.split()[0]}: error: ")
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_files_are_never_replaced(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in (checkpoint, checkpoint.parent, checkpoint / "objects.pt", tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        assert main(["consolidate", "--force", str(checkpoint), str(out)]) == 2
+        assert "name another directory" in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_every_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"])
+    assert leaving.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert {command.name for command in COMMANDS} == {"consolidate", "inspect"}
+    assert all(f"{command.name} {command.does}" in told for command in COMMANDS)
+
+
+def test_the_readme_s_commands(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    commands = re.findall(r"^python -m lowlevel_zero (.+)$", readme, flags=re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {command.name for command in COMMANDS}
+    checkpoint.rename(checkpoint.with_name("step-100"))
+    monkeypatch.chdir(checkpoint.parent.parent)
+    for command in commands:
+        assert main(command.split()) == 0
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lowlevel_zero", "inspect", str(tmp_path)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("lowlevel_zero inspect: error: ")
+    assert done.stderr.count("\n") == 1
