@@ -35,10 +35,12 @@ def _run(options: Options, ranks: Ranks) -> None:
     windows = fixed_windows(read(files.validation), VALIDATION_WINDOWS, options.context)
     dtype = choose_dtype(options.dtype, ranks.device, options.stage)
     trainer = Trainer(options, dtype, ranks)
+    newest = trainer.checkpoints.newest() if options.resume else None
+    done = trainer.resume(newest) if newest else 0
     first = ranks.rank == 0
     if first:
-        print(heading(options, dtype, ranks, trainer.parameters, files), flush=True)
-    with Progress(options.steps, visible=first) as progress:
+        print(heading(options, dtype, ranks, trainer.parameters, files, newest), flush=True)
+    with Progress(options.steps, visible=first, done=done) as progress:
         trainer.train(read(files.share(ranks.rank, ranks.world_size)), windows, progress.show)
     if first:
         _conclude(_summary(trainer, dtype, baselines(read(files.training), windows)), options.out)

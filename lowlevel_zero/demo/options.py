@@ -36,6 +36,10 @@ class Options:
     seed: int
     out: Path
     device: str
+    save_every: int
+    checkpoint_dir: Path
+    keep: int
+    resume: bool
 
     def drop_seed(self, rank: int) -> int:
         """The same on all ranks, so that they drop the same layers, unless each shall draw for itself."""
@@ -49,7 +53,9 @@ class Options:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line; exits with a message, as argparse does, before anything has been started."""
     parser = _parser()
-    options = Options(**vars(parser.parse_args(arguments)))
+    given = vars(parser.parse_args(arguments))
+    given.setdefault("checkpoint_dir", given["out"] / "checkpoints")
+    options = Options(**given)
     mistake = _mistake(options)
     if mistake:
         parser.error(mistake)
@@ -94,6 +100,10 @@ def _mistake(options: Options) -> str | None:
         return f"--out {options.out} must be a folder, or nothing yet"
     if options.stage == 0 and options.dtype in ("bf16", "fp16"):
         return f"--dtype {options.dtype} needs --stage 1 or 2: plain DDP has no fp32 masters here; use fp32"
+    if options.checkpoint_dir.exists() and not options.checkpoint_dir.is_dir():
+        return f"--checkpoint-dir {options.checkpoint_dir} must be a folder, or nothing yet"
+    if options.stage == 0 and options.resume:
+        return "--resume needs --stage 1 or 2: plain DDP saves no checkpoints here"
     return None
 
 
@@ -106,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_zero(parser.add_argument_group("ZeRO"))
     _add_model(parser.add_argument_group("model"))
     _add_training(parser.add_argument_group("training"))
+    _add_checkpoints(parser.add_argument_group("checkpoints"))
     return parser
 
 
@@ -125,6 +136,7 @@ def _reader(kind: Callable[[str], Number], allowed: Callable[[Number], bool], ex
 
 
 _count = _reader(int, lambda number: number >= 1, "a whole number of at least 1")
+_amount = _reader(int, lambda number: number >= 0, "a whole number of at least 0")
 _seed = _reader(int, lambda number: 0 <= number < 2**32, "a whole number from 0 to 2**32 - 1")
 _rate = _reader(float, lambda number: 0 <= number < 1, "a rate of at least 0 and below 1")
 _positive = _reader(float, lambda number: 0 < number < math.inf, "a number above 0")
@@ -164,3 +176,22 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--out", type=Path, metavar="DIR", default=Path("demo_output"), help="folder for picture and numbers"
     )
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--save-every",
+        type=_amount,
+        metavar="N",
+        default=50,
+        help="save after so many steps, and at the end, in stage 1 and 2; 0: never",
+    )
+    group.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="folder for checkpoints (default: checkpoints in the folder of --out)",
+    )
+    group.add_argument("--keep", type=_count, metavar="N", default=2, help="checkpoints to keep, the newest ones")
+    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")

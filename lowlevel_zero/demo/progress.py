@@ -20,11 +20,11 @@ def optional(name: str) -> ModuleType:
 class Progress:
     """A bar of steps with loss, gradient norm and speed; nothing at all where it is not ``visible``."""
 
-    def __init__(self, steps: int, visible: bool) -> None:
+    def __init__(self, steps: int, visible: bool, done: int = 0) -> None:
         # A file or a log can't redraw a line: there, a line in ten seconds is enough.
         pause = 0.2 if sys.stderr.isatty() else 10
         self._bar = optional("tqdm").tqdm(
-            total=steps, disable=not visible, unit="step", mininterval=pause, dynamic_ncols=True
+            total=steps, initial=done, disable=not visible, unit="step", mininterval=pause, dynamic_ncols=True
         )
 
     def show(self, glance: Glance) -> None:

@@ -24,14 +24,18 @@ EXPLAINED = {
 }
 
 
-def heading(options: Options, dtype: str, ranks: Ranks, parameters: int, files: Split) -> str:
-    """What is about to be trained, on what and by whom."""
+def heading(
+    options: Options, dtype: str, ranks: Ranks, parameters: int, files: Split, resumed: Path | None = None
+) -> str:
+    """What is about to be trained, on what and by whom, and where it begins."""
     facts = (
         f"model       {parameters:,} parameters, {dtype}: {options.layers} layers of width {options.width}",
         f"layer drop  {_layer_drop(options)}",
         f"text        the standard library of Python {platform.python_version()}, {_amount(files.training)},",
         f"            and {_amount(files.validation)} held out for validation",
         f"ranks       {_ranks(options, ranks)}",
+        f"saved       {_saved(options)}",
+        *([f"begins      {_begins(options, resumed)}"] if options.resume else ()),
     )
     title = f"A byte-level GPT with LayerDrop, trained with {wrapper_name(options.stage)}"
     return f"\n{title}\n{indented(facts)}\n"
@@ -116,3 +120,13 @@ def _ranks(options: Options, ranks: Ranks) -> str:
     sequences = options.batch * options.accumulation
     work = f"{sequences} sequences of {options.context} bytes a step"
     return f"{ranks.world_size} on {ranks.device.type}, each with {work}"
+
+
+def _saved(options: Options) -> str:
+    if not (options.save_every and options.stage):
+        return "never"
+    return f"every {options.save_every} steps, in {options.checkpoint_dir}, of which {options.keep} are kept"
+
+
+def _begins(options: Options, resumed: Path | None) -> str:
+    return f"where {resumed} ends" if resumed else f"at the beginning: no checkpoint in {options.checkpoint_dir} yet"

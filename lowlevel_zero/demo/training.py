@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import LowLevelZeroOptimizer
+from .checkpoints import Checkpoints
+from .history import History
 from .model import GPT, decay_groups
 from .options import DTYPES, Options
 from .plain import PlainAdamW
@@ -37,20 +39,6 @@ class Glance(NamedTuple):
     tokens_per_second: float  # of all ranks
 
 
-@dataclass
-class History:
-    """What is remembered of a run; the losses are the same on every rank."""
-
-    train: list[float] = field(default_factory=list)  # of each step: nats a byte, averaged over the ranks
-    validation: list[tuple[int, float]] = field(default_factory=list)  # after how many steps, nats a byte
-    held: dict[str, int] = field(default_factory=dict)  # bytes on this rank by owner
-    seconds: float = 0.0  # spent in steps, not in validation
-
-    def remember_held(self, now: dict[str, int]) -> None:
-        """Keep the most of each owner: a step that dropped layers holds fewer gradients than others."""
-        self.held = {owner: max(size, self.held.get(owner, 0)) for owner, size in now.items()}
-
-
 class Trainer:
     """A model, its optimizer and its schedule, and the steps that they take together."""
 
@@ -61,6 +49,9 @@ class Trainer:
         self.network, self.optimizer = _wrap(self.model, options, ranks)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate(options.steps))
         self.history = History()
+        self.checkpoints = Checkpoints(options, dtype)
+        self._done = 0  # steps that a checkpoint has brought
+        self._losses: list[Tensor] = []  # of this rank, of the steps that the history doesn't have yet
 
     @property
     def parameters(self) -> int:
@@ -73,18 +64,45 @@ class Trainer:
         options = self.options
         return options.batch * options.accumulation * options.context * self.ranks.world_size
 
+    def resume(self, path: Path) -> int:
+        """Go on from a checkpoint; every rank calls it, before ``train``. Returns the steps that it has seen."""
+        assert isinstance(self.optimizer, LowLevelZeroOptimizer)
+        self._done, self.history = self.checkpoints.load(path, self.model, self.optimizer, self.schedule)
+        return self._done
+
     def train(self, text: Tensor, windows: Tensor, show: Callable[[Glance], None]) -> History:
         """All the steps, on random windows of this rank's ``text``; ``windows``, the same on all, judge."""
-        steps, losses = self.options.steps, []
+        steps = self.options.steps
         batches = self._batches(text)
-        self._validate(0, windows)
-        for step in range(1, steps + 1):
-            losses.append(self._timed_step(step, batches, show))
+        self._draw_again(batches)
+        if not self._done:
+            self._validate(0, windows)
+        for step in range(self._done + 1, steps + 1):
+            self._losses.append(self._timed_step(step, batches, show))
             if _due(step, steps, VALIDATIONS):
                 self._validate(step, windows)
-        mean = self.ranks.total(torch.stack(losses).float()) / self.ranks.world_size
-        self.history.train = mean.tolist()
+            if self.checkpoints.due(step):
+                self._save(step)
+        self._remember_losses()
         return self.history
+
+    def _draw_again(self, batches: Iterator[Tensor]) -> None:
+        """Draw the batches and dropped layers of the steps that are done, so that the next ones are the next."""
+        for _ in range(self._done * self.options.accumulation):
+            next(batches)
+            self.model.stack.draw()
+
+    def _save(self, step: int) -> None:
+        assert isinstance(self.optimizer, LowLevelZeroOptimizer)
+        self._remember_losses()
+        self.checkpoints.save(step, self.history, self.model, self.optimizer, self.schedule)
+
+    def _remember_losses(self) -> None:
+        """Average over the ranks what the steps since the last time lost."""
+        if self._losses:
+            mean = self.ranks.total(torch.stack(self._losses).float()) / self.ranks.world_size
+            self.history.train += mean.tolist()
+            self._losses.clear()
 
     def _timed_step(self, step: int, batches: Iterator[Tensor], show: Callable[[Glance], None]) -> Tensor:
         start = time.perf_counter()
