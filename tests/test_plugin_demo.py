@@ -21,7 +21,7 @@ def test_the_command_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("step 1: loss 5.")
+    assert "step 1: loss 5." in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "optimizer", "scheduler.pt"]
 
 
