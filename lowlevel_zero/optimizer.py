@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum, Scale
-from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .caller_names import CallerNames
 from .collectives import ShardGroup
 from .construction import (
@@ -293,8 +293,7 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
         self._finish_last_step()
         self._reducer.finish()
         sums = self._gradients.sums()
-        for record in self._parameters.working():
-            record.follow_edits()
+        follow_edits(self._parameters.working())
         self._norm = norm = GlobalNorm(self._group, self._device, self._gradients.raw_unit())
         if self._options.clip_grad_norm > 0 or self._scaler is not None:
             self._step_by_norm(sums, norm)

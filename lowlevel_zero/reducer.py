@@ -37,6 +37,8 @@ from .forecast import Forecast, Message
 from .options import ZeroOptions
 from .transport import Pending
 
+_current_graph_task = torch._C._current_graph_task_id  # looked up once: it is asked for every gradient
+
 
 class _BackwardCount(threading.local):
     """How many ``optimizer.backward`` calls this thread has seen, of whichever optimizer."""
@@ -176,7 +178,7 @@ class Reducer:
         self._driving.remove(self)
         if self.sync and not failed:
             self._close()
-            self._forecast.lacked |= len(self._buckets.contributed()) < self._travelling
+            self._forecast.lacked |= self._buckets.contributed < self._travelling
             self._last_backward = self._backwards.value
 
     def arrive(self, record: ShardedParameter) -> None:
@@ -187,7 +189,7 @@ class Reducer:
             self._uneven = True
             self._refuse_unscaled(record)
             self._open()
-        task = torch._C._current_graph_task_id()
+        task = _current_graph_task()
         if task != self._graph_task:
             self._graph_task = task
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
@@ -246,8 +248,6 @@ class Reducer:
         self._rounds += 1
         if self._first_order is None:
             self._first_order = self._buckets.arrivals
-        for index in self._buckets.contributed():
-            self._records[index].worked = True
         self._forecast.learn(self._buckets.unexpected)
         self._take_some()
 

@@ -50,6 +50,7 @@ class BucketStore:
         arrivals: indices in the order in which gradients came in this round.
         unexpected: those of them that nobody expected.
         late: indices of parameters whose bucket had left when a gradient came in this round, or was left out.
+        contributed: for how many parameters this rank had a gradient in the round.
     """
 
     def __init__(self, records: Sequence[ShardedParameter], group: ShardGroup, keeps_row_only: bool) -> None:
@@ -64,6 +65,7 @@ class BucketStore:
         self.arrivals: list[int] = []
         self.unexpected: list[int] = []
         self.late: list[int] = []
+        self.contributed = 0
 
     def follow(self, plan: BucketPlan) -> None:
         """Use ``plan`` from the next round on."""
@@ -79,6 +81,7 @@ class BucketStore:
         self.arrivals = []
         self.unexpected = []
         self.late = []
+        self.contributed = 0
         self._next = 0
         self._round = None
         self._has_gradient: list[bool] = [False] * len(self._records)
@@ -157,10 +160,6 @@ class BucketStore:
             self._start(self._round.buckets[self._next])
         self.open = False
 
-    def contributed(self) -> list[int]:
-        """Indices of the parameters for which this rank had a gradient in the round."""
-        return [index for index, had in enumerate(self._has_gradient) if had]
-
     # ---- finishing, in the order of starting ----
 
     def finish(self, leave: int = 0, wait: bool = True) -> list[Reduced]:
@@ -184,25 +183,24 @@ class BucketStore:
 
     def _start(self, bucket: Bucket) -> None:
         self._next = bucket.position + 1
-        gradients = [self._take(index) for index in bucket.members]
+        gradients = [self._records[index].take_gradient() for index in bucket.members]
+        for index, gradient in zip(bucket.members, gradients, strict=True):
+            if gradient is not None:
+                self._records[index].worked = self._has_gradient[index] = True
+                self.contributed += 1
         wire = self._wire_in_place(bucket, gradients)
         if wire is None:
             wire = self._packed_wire(bucket, gradients)
         reduce = self._group.reduce_scatter if self._keeps_row_only else self._group.all_reduce
         self._in_flight.append(Reduction(bucket, reduce(wire)))
 
-    def _take(self, index: int) -> Tensor | None:
-        gradient = self._records[index].take_gradient()
-        self._has_gradient[index] = gradient is not None
-        return gradient
-
     def _wire_in_place(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor | None:
         """The gradient itself as ``[world_size, row]``, where the plan and its dtype allow it.
 
         Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which an all-reduce would
-        write twice.
+        write twice. (One rank alone gets the wire itself back as the sum, to be written to.)
         """
-        gradient = gradients[0] if bucket.in_place and self._keeps_row_only else None
+        gradient = gradients[0] if bucket.in_place and self._keeps_row_only and self._group.size > 1 else None
         if gradient is None or gradient.dtype != self._records[bucket.members[0]].wire_dtype:
             return None
         return gradient.view(self._group.size, bucket.row)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..collectives import ShardGroup
 from ..transport import Pending
 from .awaited import arrived, can_be_awaited, let_await
-from .parameter_store import ShardedParameter
+from .parameter_store import ShardedParameter, note_versions
 
 # Two wires: one is filled while the other travels.
 IN_FLIGHT = 2
@@ -42,8 +42,7 @@ class Gather:
             self._pending = None
             if self.awaited:
                 arrived(record.p for record in self.records)
-            for record in self.records:
-                record.note_version()
+            note_versions(self.records)
 
 
 class GatherStore:

@@ -49,15 +49,16 @@ class ShardedParameter:
         worked: a rank is known to have had a gradient for it since gradients were last cleared.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
+        address: where ``padded`` begins in memory, and ``p`` has to.
+        version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
         shares_storage: ``p32`` is the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
         repeats: its gradient has come more than once in one backward, so only the end of backward is final.
     """
 
     __slots__ = (
-        "_address",
         "_offered",
-        "_version",
+        "address",
         "group",
         "index",
         "name",
@@ -72,6 +73,7 @@ class ShardedParameter:
         "split",
         "stepped",
         "sum",
+        "version",
         "wire_dtype",
         "worked",
     )
@@ -90,7 +92,7 @@ class ShardedParameter:
         self.rank = rank
         self.wire_dtype = wire_dtype or p.dtype
         self.padded = _rehome(p, split)
-        self._address = p.data_ptr()
+        self.address = p.data_ptr()
         self.rows = self.padded.view(split.world_size, split.slice_size)
         self.row = self.rows[rank]
         self.p32: Tensor = self.row
@@ -129,6 +131,7 @@ class ShardedParameter:
             self._offered = master.to(self.p32)
             self._settle(self.p32, self._offered)
             self.stepped = True
+            self.version = -1
 
     def _settle(self, *known: Tensor | None) -> None:
         """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
@@ -142,7 +145,7 @@ class ShardedParameter:
 
     def note_version(self) -> None:
         """Remember that ``p`` is as this package left it."""
-        self._version = self.p._version
+        self.version = self.p._version
 
     def follow_edits(self) -> None:
         """Bring what others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
@@ -150,16 +153,16 @@ class ShardedParameter:
         Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises
         ``RuntimeError`` where ``p`` was taken away from its storage.
         """
-        if self.p.data_ptr() != self._address:
+        if self.p.data_ptr() != self.address:
             self.check_home()
-        if not self.shares_storage and (self.p._version != self._version or self._offered is not None):
+        if not self.shares_storage and (self.p._version != self.version or self._offered is not None):
             self._settle(self.p32, self._offered)
             self._offered = None
             self.note_version()
 
     def check_home(self) -> None:
         """Raise ``RuntimeError`` where ``p`` was taken away from its storage."""
-        if self.p.data_ptr() != self._address:
+        if self.p.data_ptr() != self.address:
             raise RuntimeError(
                 f"{self.name}: expected it where this optimizer put it, found it over other memory "
                 f"({self.p.dtype}, {self.p.device}): move or convert a model before constructing the optimizer, "
@@ -271,6 +274,20 @@ class ParameterStore:
     def working(self) -> list[ShardedParameter]:
         """The mapping p <-> p32 <-> g of this step: those that have a ``g``; a dropped layer's don't."""
         return [record for record in self.records if record.sum is not None]
+
+
+def note_versions(records: Iterable[ShardedParameter]) -> None:
+    """Remember that parameters are as this package left them."""
+    for record in records:
+        record.version = record.p._version
+
+
+def follow_edits(records: Iterable[ShardedParameter]) -> None:
+    """``follow_edits`` of those that may need it."""
+    for record in records:
+        p = record.p
+        if p.data_ptr() != record.address or not (record.shares_storage or p._version == record.version):
+            record.follow_edits()
 
 
 def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
