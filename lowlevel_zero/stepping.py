@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,22 @@ _BY_PARAMETER = {
 # Their fused kernels take a gradient's scale and a flag to leave everything as it is. (SGD's leaves a first momentum
 # unset when the flag is up.)
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}
+
+
+# Elements of slices that are stepped in one call: so many that the call itself doesn't count.
+PART = 2**19
+
+
+class Part(NamedTuple):
+    """Buckets that are stepped together, and those of their parameters that worked."""
+
+    sums: list[GradientSum]
+    records: list[ShardedParameter]
+
+    @property
+    def elements(self) -> int:
+        """Of this rank's slices."""
+        return sum(total.row.numel() for total in self.sums)
 
 
 def steps_in_parts(optim: Optimizer) -> bool:
@@ -68,26 +84,38 @@ class Stepper:
         """
         in_parts = steps_in_parts(self._optim)
         by_optimizer = scales_gradients(self._optim)
-        parts = []
+        parts = self._parts(sums)
         with _scaling(self._optim, scale) if by_optimizer else nullcontext():
-            for total in reversed(sums):  # first what came last, which the next forward wants first
-                part = self._gradients.working(total)
-                if norm is not None:
-                    norm.add(total.row)
-                self._gradients.hand_over(total, part, scale, by_optimizer)
+            for part in parts:
+                for total in part.sums:
+                    if norm is not None:
+                        norm.add(total.row)
+                    self._gradients.hand_over(total, self._gradients.working(total), scale, by_optimizer)
                 if in_parts:
-                    self._step_part(part)
-                    self._gathers.start(part)
-                else:
-                    parts.append(part)
-            if parts:
+                    self._step_part(part.records)
+                    self._gathers.start(part.records)
+            if parts and not in_parts:
                 self._optim.step()
-        for part in parts:
-            _release_gradients(part)
-            self._gathers.start(part)
+        if not in_parts:
+            for part in parts:
+                _release_gradients(part.records)
+                self._gathers.start(part.records)
         if norm is not None:
             norm.start()
         self._gathers.end_step()
+
+    def _parts(self, sums: Sequence[GradientSum]) -> list[Part]:
+        """Buckets that are stepped and gathered together; first what came last, which the next forward wants first."""
+        parts: list[Part] = []
+        for total in reversed(sums):
+            records = self._gradients.working(total)
+            last = parts[-1] if parts else None
+            if last is None or last.elements >= PART or last.records[0].kind != records[0].kind:
+                parts.append(Part([total], records))
+            else:
+                last.sums.append(total)
+                last.records.extend(records)
+        return parts
 
     def _step_part(self, part: Sequence[ShardedParameter]) -> None:
         """Step ``part`` alone: for the time of the call each param group holds only its members of it."""
