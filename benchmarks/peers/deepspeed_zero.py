@@ -75,6 +75,7 @@ def _config(setting: Setting, stage: int) -> dict[str, object]:
             "allgather_bucket_size": _BUCKET,
             "overlap_comm": False,  # of CUDA streams
         },
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
