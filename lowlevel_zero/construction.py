@@ -96,6 +96,22 @@ def check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> 
             )
 
 
+def check_steps_on_host(optimizer: Optimizer) -> None:
+    """Raise for settings of ``optimizer`` that the host has no kernels for."""
+    for at, group in enumerate(optimizer.param_groups):
+        if group.get("capturable"):
+            raise ValueError(
+                f"cpu_offload=True: expected an optimizer that can step on the host, got capturable=True in param group "
+                f"{at}, whose kernels are the device's: leave capturable out"
+            )
+        tensors = [key for key, value in group.items() if isinstance(value, Tensor) and value.device.type != "cpu"]
+        if tensors:
+            raise ValueError(
+                f"cpu_offload=True: expected settings on the host, got {tensors[0]} of param group {at} as a tensor on "
+                f"{group[tensors[0]].device}: pass a number or a tensor on the host"
+            )
+
+
 def describe(optimizer: Optimizer, names: dict[Tensor, str], model: nn.Module | None) -> Iterator[str]:
     """What has to be alike on all ranks, a line each: parameters with their states, and the model's buffers."""
     for at, group in enumerate(optimizer.param_groups):

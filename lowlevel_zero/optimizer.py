@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum, Scale
+from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .caller_names import CallerNames
 from .collectives import ShardGroup
@@ -24,6 +25,7 @@ from .construction import (
     check_dense_gradients,
     check_optimizer,
     check_parameters,
+    check_steps_on_host,
     describe,
     parameter_names,
 )
@@ -35,6 +37,7 @@ from .reducer import Reducer
 from .sharding import broadcast_rest, convert, shard_groups
 from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
+from .streams import streams_of
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
@@ -59,7 +62,9 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
         communication_dtype: dtype in which gradients travel; None: each parameter's own.
         overlap_communication: reduce during backward.
         partition_grad: False: stage 1, True: stage 2.
-        cpu_offload: not available yet.
+        cpu_offload: step on the host: masters, the gradients that step them and the optimizer's state live there,
+            Adam and AdamW are fused unless they were made with a choice of their own; gradients go down during
+            backward. (Where the parameters are on the host too, it only costs copies.)
         dp_process_group: the ranks to shard over; None: the default group.
         extra_dp_group: not available yet.
         forced_dtype: convert the parameters to this dtype first.
@@ -126,7 +131,6 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
         try:
             refuse_undelivered(
                 pg_to_param_list=pg_to_param_list,
-                cpu_offload=cpu_offload,
                 extra_dp_group=extra_dp_group,
                 fp8_communication=fp8_communication,
             )
@@ -138,6 +142,7 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
                 forced_dtype=forced_dtype,
                 overlap_communication=overlap_communication,
                 overlap_allgather=overlap_allgather,
+                cpu_offload=cpu_offload,
                 master_weights=master_weights,
                 clip_grad_norm=clip_grad_norm,
                 assume_elementwise=assume_elementwise,
@@ -161,6 +166,8 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
         check_parameters([p for p in names if p.requires_grad], names, self._group)
         check_dense_gradients(model, names)
         check_elementwise(optimizer, assume_elementwise=self._options.assume_elementwise)
+        if self._options.cpu_offload:
+            check_steps_on_host(optimizer)
         return names
 
     def _build(
@@ -179,10 +186,12 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
         half = any(record.p.dtype == torch.float16 for record in records)
         self._scaler = LossScaler(**scaling, device=self._device) if half else None
         raw_unit = partial(_raw_unit, self._group.size, self._scaler)
-        self._gradients = GradientStore(records, self._group.rank, raw_unit)
+        self._streams = streams_of(self._device)
+        offload = Offload(self._device, self._streams) if self._options.cpu_offload else None
+        self._gradients = GradientStore(records, self._group.rank, raw_unit, offload)
         self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients)
-        self._gathers = GatherStore(self._group, self._options.overlap_allgather)
-        self._stepper = Stepper(self.optim, self._gradients, self._gathers)
+        self._gathers = GatherStore(self._group, self._options.overlap_allgather, offload)
+        self._stepper = Stepper(self.optim, self._gradients, self._gathers, on_host=offload is not None)
         self._norm: GlobalNorm | None = None
         self._warned = False
         self._log_start()
@@ -313,11 +322,12 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
             unit = unit * clip_factor(value, self._options.clip_grad_norm)
         overflow = None if self._scaler is None else ~value.isfinite()
         if sums and not self._skips(overflow):
-            self._stepper.step(sums, Scale(unit, overflow), None)
+            on_host = self._options.cpu_offload  # it has to know both, and to wait for gradients anyway
+            self._stepper.step(sums, Scale(float(unit)) if on_host else Scale(unit, overflow), None)
 
     def _measured(self, sums: list[GradientSum], norm: GlobalNorm) -> Tensor:
         for total in sums:
-            norm.add(total.row)
+            norm.add(total.measure)
         norm.start()
         return norm.value
 
@@ -326,7 +336,7 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
         if overflow is None or self._scaler is None:
             return False
         self._scaler.update(overflow)
-        if scales_gradients(self.optim) and not self._options.verbose:
+        if scales_gradients(self.optim) and not (self._options.verbose or self._options.cpu_offload):
             return False
         if not overflow.item():
             return False
@@ -396,6 +406,8 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
             new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
             check_parameters(new, names, self._group)
             check_elementwise(self.optim, assume_elementwise=self._options.assume_elementwise)
+            if self._options.cpu_offload:
+                check_steps_on_host(self.optim)
             self._refuse_first_half(new)
             lines = list(describe(self.optim, names, None))
         except (TypeError, ValueError, RuntimeError) as raised:

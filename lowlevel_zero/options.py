@@ -24,6 +24,7 @@ class ZeroOptions:
         forced_dtype: what parameters are converted to first.
         overlap_communication: start a bucket's reduction as soon as it is complete, during backward.
         overlap_allgather: let gathers go on after the step.
+        cpu_offload: masters, the gradients that step them and the optimizer's state live on the host.
         master_weights: step fp32 copies of 16-bit slices.
         clip_grad_norm: largest global L2 norm; 0: no clipping.
         assume_elementwise: take the caller's word that the optimizer is elementwise.
@@ -40,6 +41,7 @@ class ZeroOptions:
     forced_dtype: torch.dtype | None = None
     overlap_communication: bool = True
     overlap_allgather: bool = False
+    cpu_offload: bool = False
     master_weights: bool = True
     clip_grad_norm: float = 0.0
     assume_elementwise: bool = False

@@ -41,8 +41,7 @@ def shard_groups(
     group.broadcast([record.padded for record in records])
     group.broadcast([value for record in records for value in _state_tensors(optimizer, record.p)])
     for record in records:
-        if options.master_weights:
-            record.make_master()
+        record.make_master(precise=options.master_weights, on_host=options.cpu_offload)
         parameters.add(record)
         if record.p in optimizer.state:
             optimizer.state[record.p32] = slice_state(optimizer.state.pop(record.p), record)

@@ -28,6 +28,8 @@ def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:
 
 
 def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
+    if isinstance(value, Tensor) and record.p32.device.type == "cpu":
+        value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
     if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:
         return value
     own = record.slice_of(value)
@@ -38,9 +40,9 @@ def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
 def gather_slice(own: Tensor, record: ShardedParameter, group: ShardGroup) -> Tensor:
     """The whole of a ``[s]`` tensor of which each rank holds its slice: ``p``'s shape and strides, ``own``'s dtype.
 
-    Communicates: all ranks call it.
+    On ``p``'s device, wherever ``own`` is. Communicates: all ranks call it.
     """
-    wire = torch.empty(group.size, record.split.slice_size, dtype=own.dtype, device=own.device)
+    wire = torch.empty(group.size, record.split.slice_size, dtype=own.dtype, device=record.padded.device)
     wire[group.rank].copy_(own)
     return whole_of_rows(group.all_gather(wire).wait(), record)
 
@@ -121,7 +123,7 @@ def whole_state_shards(
 def own_state(optim: Optimizer, record: ShardedParameter) -> State:
     """A parameter's state on this rank, its master among it; an optimizer without state may have masters too."""
     state = optim.state.get(record.p32, {})
-    kept = (state or record.stepped) and not record.shares_storage
+    kept = (state or record.stepped) and record.p32.dtype != record.p.dtype
     return {**state, MASTER: record.p32} if kept else dict(state)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ _BY_PARAMETER = {
 # Their fused kernels take a gradient's scale and a flag to leave everything as it is. (SGD's leaves a first momentum
 # unset when the flag is up.)
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}
-
+# What their settings are where their user left the choice of a kernel open.
+_LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
 
 # Elements of slices that are stepped in one call: so many that the call itself doesn't count.
 PART = 2**19
@@ -67,9 +68,13 @@ class Stepper:
         optim: the wrapped optimizer.
         gradients: where the sums are.
         gathers: what brings stepped slices back.
+        on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
     """
 
-    def __init__(self, optim: Optimizer, gradients: GradientStore, gathers: GatherStore) -> None:
+    def __init__(
+        self, optim: Optimizer, gradients: GradientStore, gathers: GatherStore, on_host: bool = False
+    ) -> None:
+        self._on_host = on_host
         self._optim = optim
         self._gradients = gradients
         self._gathers = gathers
@@ -83,13 +88,12 @@ class Stepper:
             norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
         """
         in_parts = steps_in_parts(self._optim)
-        by_optimizer = scales_gradients(self._optim)
         parts = self._parts(sums)
-        with _scaling(self._optim, scale) if by_optimizer else nullcontext():
+        with _fused(self._optim, self._on_host), _scaling(self._optim, scale) as by_optimizer:
             for part in parts:
                 for total in part.sums:
                     if norm is not None:
-                        norm.add(total.row)
+                        norm.add(total.measure)
                     self._gradients.hand_over(total, self._gradients.working(total), scale, by_optimizer)
                 if in_parts:
                     self._step_part(part.records)
@@ -105,9 +109,12 @@ class Stepper:
         self._gathers.end_step()
 
     def _parts(self, sums: Sequence[GradientSum]) -> list[Part]:
-        """Buckets that are stepped and gathered together; first what came last, which the next forward wants first."""
+        """Buckets that are stepped and gathered together; first what came last, which the next forward wants first.
+
+        But to the host gradients come one after the other: the first may be stepped while others are on their way.
+        """
         parts: list[Part] = []
-        for total in reversed(sums):
+        for total in sums if self._on_host else reversed(sums):
             records = self._gradients.working(total)
             last = parts[-1] if parts else None
             if last is None or last.elements >= PART or last.records[0].kind != records[0].kind:
@@ -135,15 +142,39 @@ class Stepper:
 
 
 @contextmanager
-def _scaling(optim: Any, scale: Scale) -> Iterator[None]:
-    """Tell ``optim`` what to multiply its gradients with, and when to do nothing."""
+def _scaling(optim: Any, scale: Scale) -> Iterator[bool]:
+    """Tell ``optim`` what to multiply its gradients with, and when to do nothing, if it sees to that itself."""
+    if not scales_gradients(optim):
+        yield False
+        return
     device = next(p.device for group in optim.param_groups for p in group["params"])
-    optim.grad_scale = torch.as_tensor(1.0 / scale.unit, dtype=torch.float32, device=device)
+    optim.grad_scale = _on_device(1.0 / scale.unit, device)
     optim.found_inf = None if scale.overflow is None else scale.overflow.float()
+    try:
+        yield True
+    finally:
+        del optim.grad_scale, optim.found_inf
+
+
+def _on_device(number: float | Tensor, device: torch.device) -> Tensor:
+    """0-d fp32, without waiting for the device, which a copy of the host's number would."""
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float32)
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
+@contextmanager
+def _fused(optim: Optimizer, wanted: bool) -> Iterator[None]:
+    """Step Adam by its fused kernel, but leave its settings as they are: they are saved, and may go elsewhere."""
+    mine = optim.param_groups if wanted and type(optim) in _FUSED else []
+    chosen = [group for group in mine if all(group.get(name) == default for name, default in _LEFT_OPEN.items())]
+    for group in chosen:
+        group["fused"] = True
     try:
         yield
     finally:
-        del optim.grad_scale, optim.found_inf
+        for group in chosen:
+            group["fused"] = None
 
 
 def _release_gradients(stepped: Iterable[ShardedParameter]) -> None:

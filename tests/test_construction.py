@@ -54,7 +54,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"backoff_factor": 1.0}, "ValueError", "backoff_factor"),
     ({"growth_interval": 0}, "ValueError", "growth_interval"),
     ({"hysteresis": -1}, "ValueError", "hysteresis"),
-    ({"cpu_offload": True}, "NotImplementedError", "cpu_offload"),
     ({"fp8_communication": True}, "NotImplementedError", "fp8_communication"),
     ({"pg_to_param_list": {1: []}}, "NotImplementedError", "pg_to_param_list"),
 ]

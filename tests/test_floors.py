@@ -16,13 +16,14 @@ PACKAGE = "lowlevel_zero"
 # the files of a package listed as "name.*" share one place, and import each other as they like).
 HOUSE = (
     ("floor 0, under the others", ("trial",)),
-    ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping", "version")),
+    ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping", "version", "streams")),
     ("floor 1, without a group", ("mail",)),
     ("floor 1, under the others", ("transport", "arena")),
     ("floor 1, without the backend's collectives", ("exchange",)),
     ("floor 1, without messages", ("shared_memory",)),
     ("floor 1", ("collectives", "roll_call")),
     ("floor 1, over the collectives", ("flat_shards",)),
+    ("floor 2, at the bottom", ("bookkeeping.offload",)),
     ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),
     (
         "floor 2, under the stores",

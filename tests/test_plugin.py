@@ -247,7 +247,6 @@ def test_a_pair_goes_when_nobody_uses_it() -> None:
         ({"reduce_bucket_size_in_m": 0}, ValueError, "reduce_bucket_size: expected at least 1"),
         ({"communication_dtype": torch.int8}, ValueError, "communication_dtype: expected"),
         ({"growth_factor": 0.5}, ValueError, "growth_factor"),
-        ({"cpu_offload": True}, NotImplementedError, "cpu_offload=True is not available yet"),
         ({"fp8_communication": True}, NotImplementedError, "fp8_communication=True is not available yet"),
         ({"use_fp8": True}, NotImplementedError, "use_fp8=True is not available yet"),
         ({"extra_dp_size": 2}, NotImplementedError, "extra_dp_size=2 is not available yet"),

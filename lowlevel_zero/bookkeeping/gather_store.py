@@ -11,6 +11,7 @@ from torch import Tensor
 from ..collectives import ShardGroup
 from ..transport import Pending
 from .awaited import arrived, can_be_awaited, let_await
+from .offload import Offload
 from .parameter_store import ShardedParameter, note_versions
 
 # Two wires: one is filled while the other travels.
@@ -51,10 +52,12 @@ class GatherStore:
     Args:
         group: the ranks that share the parameters.
         overlap: don't wait at the end of a step, where a parameter can see to it that its readers wait.
+        offload: what brings masters up from the host; None: they are where the parameters are.
     """
 
-    def __init__(self, group: ShardGroup, overlap: bool = False) -> None:
+    def __init__(self, group: ShardGroup, overlap: bool = False, offload: Offload | None = None) -> None:
         self._group = group
+        self._offload = offload
         self._overlap = overlap
         self._under_way: deque[Gather] = deque()
 
@@ -65,7 +68,10 @@ class GatherStore:
         for record in records:
             record.stepped = True
         awaited = self._overlap and all(can_be_awaited(record.p) for record in records)
-        pending = self._group.gather([record.p32 for record in records], [record.rows for record in records])
+        own = [record.p32 for record in records]
+        if self._offload is not None:
+            own = self._offload.lift(own, records[0].p.dtype)
+        pending = self._group.gather(own, [record.rows for record in records])
         self._under_way.append(Gather(records, pending, awaited))
         if not awaited:
             self._finish_oldest(leave=IN_FLIGHT)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .bucket_plan import Bucket
 from .gradient_sum import GradientSum, Scale
+from .offload import Offload
 from .parameter_store import ShardedParameter
 
 
@@ -23,12 +24,21 @@ class GradientStore:
         records: the parameters, by index.
         rank: this process's rank.
         raw_unit: makes what a gradient as reductions leave it is to be multiplied with to be averaged and unscaled.
+        offload: brings rows to the host and back; None: they stay where they are. All arithmetic but the step's own
+            is done on the device, so the host waits for rows at the step alone.
 
     Attributes:
         counts: keep what ``take_fewest`` tells.
     """
 
-    def __init__(self, records: Sequence[ShardedParameter], rank: int, raw_unit: Callable[[], float | Tensor]) -> None:
+    def __init__(
+        self,
+        records: Sequence[ShardedParameter],
+        rank: int,
+        raw_unit: Callable[[], float | Tensor],
+        offload: Offload | None = None,
+    ) -> None:
+        self._offload = offload
         self._records = records
         self._rank = rank
         self.raw_unit = raw_unit
@@ -45,7 +55,11 @@ class GradientStore:
         own = self._rank if total.shape[0] > 1 else 0
         if bucket.members:
             body = total if bucket.row == bucket.body else total[:, : bucket.body]
+            for each in self._sums_of(bucket.members):
+                self._fetch(each)
             self._accumulate(bucket, body[own], body if len(total) > 1 else None)
+            for each in self._sums_of(bucket.members):
+                self._bring_down(each)
         flags = total[own, bucket.body :]
         if bucket.flags:
             self._flags.append((bucket.flags, flags[: len(bucket.flags)]))
@@ -65,6 +79,24 @@ class GradientStore:
             self._show(kept)
         else:
             self._merge(new)
+
+    def _sums_of(self, members: Iterable[int]) -> list[GradientSum]:
+        """What is summed for these, if rows rest on the host."""
+        if self._offload is None:
+            return []
+        return [total for total in dict.fromkeys(self._records[index].sum for index in members) if total is not None]
+
+    def _fetch(self, total: GradientSum) -> None:
+        """Have the row on the device."""
+        if self._offload is not None and total.landing is not None:
+            whole = total.whole
+            total.hold(self._offload.fetch(total.landing) if whole is None else whole[self._rank], whole)
+
+    def _bring_down(self, total: GradientSum) -> None:
+        """Let the row go down to the host, having measured it."""
+        if self._offload is not None and total.landing is None:
+            norm = torch.linalg.vector_norm(total.row, dtype=torch.promote_types(total.row.dtype, torch.float32))
+            total.rest_on_host(self._offload.down(total.row), norm)
 
     def _keep(self, new: GradientSum) -> None:
         self._sums.append(new)
@@ -112,7 +144,9 @@ class GradientStore:
         """What has been summed for parameters that worked, as reductions leave it."""
         for total in self._sums:
             if total.unit is not None:
+                self._fetch(total)
                 self._promote(total)
+                self._bring_down(total)
         return list(self._sums)
 
     def working(self, total: GradientSum) -> list[ShardedParameter]:
@@ -132,9 +166,11 @@ class GradientStore:
         ``by_optimizer``: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips.
         """
         dtype = working[0].p32.dtype
+        if self._offload is not None and total.landing is not None:
+            self._offload.wait(total.landing)
         row = total.row
         if row.dtype == dtype and not (by_optimizer and scale.overflow is not None):
-            total.hold(row)
+            total.forget_others()
             total.unit = 1.0
         else:
             total.unit = scale.unit
@@ -189,7 +225,10 @@ class GradientStore:
         """The slice of the averaged, unscaled gradient, ``[s]``, fp32 at least, or None; a new tensor."""
         if record.sum is None:
             return None
-        return _at_least_fp32(record.sum.part_of(record.index)) * self._unit(record.sum)
+        own = record.sum.part_of(record.index)
+        if self._offload is not None and record.sum.landing is not None:
+            own = self._offload.fetch_part(record.sum.landing, own)
+        return _at_least_fp32(own) * self._unit(record.sum)
 
     def averaged_rows(self, record: ShardedParameter) -> Tensor | None:
         """The same of every rank, ``[world_size, s]``, where it is kept (stage 1, before the step), or None."""
@@ -203,7 +242,7 @@ class GradientStore:
 
     def held(self) -> list[Tensor]:
         """The tensors of all sums."""
-        return [total.row if total.whole is None else total.whole for total in self._sums]
+        return [held for total in self._sums for held in (total.whole, total.row) if held is not None]
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -217,8 +256,10 @@ class GradientStore:
     def zero(self) -> None:
         """Make all gradients zeros; a parameter that has one goes on having one."""
         for total in self._sums:
+            self._fetch(total)
             total.hold(torch.zeros_like(total.row))
             total.unit = None
+            self._bring_down(total)
 
 
 def _add(total: GradientSum, addend: GradientSum) -> None:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .offload import Landing
+
 
 class Scale(NamedTuple):
     """How sums become gradients.
@@ -28,9 +30,11 @@ class GradientSum:
         row: this rank's row, ``[sum of sizes]``: the wire's dtype after one micro-batch, fp32 at least after more.
         whole: the rows of all ranks, ``[world_size, sum of sizes]``, of which ``row`` is one; None in stage 2.
         unit: what ``row`` is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
+        landing: where ``row`` is on its way to the host, or has arrived; None: it is on the device.
+        norm: of a ``row`` on the host its L2 norm, 0-d, on the device.
     """
 
-    __slots__ = ("_parts", "_row", "_whole", "members", "sizes", "unit")
+    __slots__ = ("_parts", "_row", "_whole", "landing", "members", "norm", "sizes", "unit")
 
     def __init__(
         self, members: tuple[int, ...], sizes: tuple[int, ...], row: Tensor, whole: Tensor | None = None
@@ -50,11 +54,28 @@ class GradientSum:
         """All ranks', or None."""
         return self._whole
 
+    @property
+    def measure(self) -> Tensor:
+        """What has the row's L2 norm, on the device: the row or its norm."""
+        return self._row if self.norm is None else self.norm
+
     def hold(self, row: Tensor, whole: Tensor | None = None) -> None:
         """Hold other tensors; ``row`` is one of ``whole``'s."""
         self._row = row
         self._whole = whole
         self._parts: dict[int, Tensor] | None = None
+        self.landing: Landing | None = None
+        self.norm: Tensor | None = None
+
+    def forget_others(self) -> None:
+        """Let go of what other ranks' rows were."""
+        self._whole = None
+
+    def rest_on_host(self, landing: Landing, norm: Tensor) -> None:
+        """Have ``row`` on the host; ``whole`` stays where it is."""
+        self.hold(landing.row, self._whole)
+        self.landing = landing
+        self.norm = norm
 
     def part_of(self, index: int) -> Tensor:
         """One member's ``g``, ``[s]``: a view of the row."""

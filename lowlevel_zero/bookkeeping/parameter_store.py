@@ -51,7 +51,7 @@ class ShardedParameter:
         row: this rank's row of it.
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
-        shares_storage: ``p32`` is the row itself, not a copy of it.
+        shares_storage: ``p32`` is the row itself, not a copy of it (nor of what it holds, on the host).
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
         repeats: its gradient has come more than once in one backward, so only the end of backward is final.
     """
@@ -109,9 +109,16 @@ class ShardedParameter:
         """What parameters must have in common to share a wire."""
         return self.padded.device, self.padded.dtype, self.wire_dtype
 
-    def make_master(self) -> None:
-        """Give ``p32`` at least fp32's precision: a copy of the row, or the row itself if it has that already."""
-        self.p32 = self.row.to(torch.promote_types(self.p.dtype, torch.float32))
+    def make_master(self, precise: bool = True, on_host: bool = False) -> None:
+        """Let ``p32`` be a copy of the row, or the row itself where that will do.
+
+        Args:
+            precise: in fp32's precision at least, else in ``p``'s dtype.
+            on_host: on the host, and a copy always.
+        """
+        dtype = torch.promote_types(self.p.dtype, torch.float32) if precise else self.p.dtype
+        device = torch.device("cpu") if on_host else self.row.device
+        self.p32 = self.row.to(device, dtype, copy=on_host)
         self.shares_storage = self.p32 is self.row
         self.note_version()
 

@@ -43,7 +43,7 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
         communication_dtype: dtype in which gradients travel; None: each parameter's own.
         overlap_communication: reduce during backward.
         overlap_allgather: gather updated parameters while the next forward runs.
-        cpu_offload: not available yet.
+        cpu_offload: step on the host, where masters, the gradients that step them and optimizer state live then.
         master_weights: step fp32 copies of 16-bit slices.
         verbose: log skipped steps.
         cast_inputs: convert floating-point inputs of the model to its dtype.
@@ -81,8 +81,6 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
     ) -> None:
         _check_choices(stage, precision, norm_type)
         refuse_undelivered(
-            overlap_allgather=overlap_allgather,
-            cpu_offload=cpu_offload,
             fp8_communication=fp8_communication,
             use_fp8=use_fp8,
             extra_dp_size=extra_dp_size if extra_dp_size != 1 else None,
@@ -100,6 +98,8 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
             "communication_dtype": communication_dtype,
             "overlap_communication": overlap_communication,
             "partition_grad": stage == 2,
+            "overlap_allgather": overlap_allgather,
+            "cpu_offload": cpu_offload,
             "master_weights": master_weights,
             "verbose": verbose,
         }

@@ -1,0 +1,148 @@
+"""Streams: on which of a device's streams this package works, and who waits for whom; the host never does.
+
+Gradients may come on any stream: autograd runs a parameter's hook on the stream of its forward. All wires are packed,
+started, finished and summed on one, the *home* stream: the one that was current when the optimizer was made, which is
+usually the only one there is. (NCCL works on a stream of its own beside it, in the order of the stream that starts and
+waits for it.) Home waits for every stream that a gradient came on, and for whoever calls; who calls waits for home
+before it goes on where it may look at results. So memory of ours is used in one order, and can be let go of at any
+time; a gradient of another stream's memory is kept from being used again before home has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None:
+        """Let the current stream, not the host, wait for it."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+
+
+class Passed:
+    """A point in the host's work: by the time there is such a thing, it has been reached."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Yes."""
+        return True
+
+
+class Streams:
+    """The host's: what is called is done, in the order of calls.
+
+    Attributes:
+        pins: what travels to and from this device asynchronously lies in pinned memory.
+    """
+
+    pins = False
+
+    def produced(self, gradient: Tensor | None) -> None:
+        """A hook has run: ``gradient`` comes from the current stream."""
+
+    def home(self, join: bool = True) -> AbstractContextManager[None]:
+        """Work on the home stream; ``join``: what the caller's stream does afterwards, it does after that work."""
+        return nullcontext()
+
+    def copies(self) -> AbstractContextManager[None]:
+        """Copy on a stream beside the current one, from where that is now."""
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        """Where the current stream is now."""
+        return Passed()
+
+
+class DeviceStreams(Streams):
+    """A device's.
+
+    Args:
+        device: the device.
+        api: ``torch.cuda``, or what is like it.
+    """
+
+    pins = True
+
+    def __init__(self, device: torch.device, api: Any) -> None:
+        self._device = device
+        self._api = api
+        self._home = api.current_stream(device)
+        self._copies: Any = None
+        self._producers: dict[Any, None] = {}
+
+    def produced(self, gradient: Tensor | None) -> None:
+        """Have home wait for the current stream, when it next works, and the gradient's memory for home."""
+        stream = self._api.current_stream(self._device)
+        if stream != self._home:
+            self._producers[stream] = None
+            if gradient is not None:
+                gradient.record_stream(self._home)
+
+    def home(self, join: bool = True) -> AbstractContextManager[None]:
+        """The home stream, after the current one and those of gradients."""
+        current = self._api.current_stream(self._device)
+        if current == self._home and not self._producers:
+            return nullcontext()
+        return self._on_home(current, join)
+
+    @contextmanager
+    def _on_home(self, caller: Any, join: bool) -> Iterator[None]:
+        for stream in (caller, *self._producers):
+            if stream != self._home:
+                self._home.wait_stream(stream)
+        self._producers.clear()
+        with self._api.stream(self._home):
+            yield
+        if join and caller != self._home:
+            caller.wait_stream(self._home)
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """A stream of its own."""
+        if self._copies is None:
+            self._copies = self._api.Stream(self._device)
+        self._copies.wait_stream(self._api.current_stream(self._device))
+        with self._api.stream(self._copies):
+            yield
+
+    def mark(self) -> Mark:
+        """An event."""
+        event = self._api.Event()
+        event.record(self._api.current_stream(self._device))
+        return cast(Mark, event)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The streams of ``device``."""
+    return Streams() if device.type == "cpu" else DeviceStreams(device, torch.get_device_module(device))
+
+
+def at_home(method: _Method) -> _Method:
+    """Run a method of what has ``_streams`` on its home stream, and let the caller's stream go on after that."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **keywords: Any) -> Any:
+        with self._streams.home():
+            return method(self, *args, **keywords)
+
+    return cast(_Method, run)

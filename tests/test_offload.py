@@ -1,0 +1,288 @@
+"""cpu_offload: the numbers are those without it, nothing mixes the two devices, and the host holds what it should.
+
+On a machine without an accelerator both sides are the host, and everything else is as it would be: rows go down and
+come up as copies, masters are copies too. That no operation would then mix tensors of two devices is shown with fake
+tensors: they know their device, and have no values.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from oracle import Run, build, check_close, groups, loss_of, train_alone, train_rank, train_sharded
+from test_optimizer_numbers import DROPS, STAGES, adagrad, adamw, check_sixteen_bits, momentum, share_of
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.stepping import Stepper
+from ranks import run_ranks, run_ranks_expecting
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"optimizer": momentum},
+    "adamw-clip": {"optimizer": adamw, "clip": 0.3},
+    "thrice": {"optimizer": momentum, "micro_batches": 3},
+    "by_hand-thrice": {"optimizer": momentum, "micro_batches": 3, "clip": 0.3, "clip_by_hand": True},
+    "no_sync-drop": {"optimizer": adagrad, "micro_batches": 3, "no_sync": True, "drop": DROPS["different"]},
+    "drop": {"optimizer": momentum, "drop": DROPS["total"]},
+    "bare": {"optimizer": momentum, "bare": True},
+}
+OFFLOADED = {"cpu_offload": True, "reduce_bucket_size": 50}
+
+
+@pytest.mark.parametrize(("way", "stage"), list(product(WAYS, STAGES)))
+def test_fp32(way: str, stage: str) -> None:
+    run = Run(**WAYS[way]).with_options(**STAGES[stage], **OFFLOADED)
+    expected, norms = train_alone(run)
+    ranks = run_ranks(train_sharded, run.world_size, run)
+    check_close(expected, [parameters for parameters, _ in ranks], 2e-6)
+    for _, own in ranks:
+        assert own == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "stage", "way"),
+    [
+        (1, "bfloat16", "stage1", "thrice"),
+        (2, "bfloat16", "stage2", "adamw-clip"),
+        (2, "float16", "stage1", "thrice"),
+        (3, "float16", "stage2", "adamw-clip"),
+        (3, "bfloat16", "stage1-scatter", "drop"),
+    ],
+)
+def test_sixteen_bits(world_size: int, dtype: str, stage: str, way: str) -> None:
+    run = Run(world_size=world_size, dtype=getattr(torch, dtype), **WAYS[way])
+    run = run.with_options(**STAGES[stage], **OFFLOADED, initial_scale=256.0)
+    check_sixteen_bits(run, share_of(run.dtype, world_size))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition_grad": True},
+        {"overlap_allgather": True},
+        {"communication_dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "master_weights": False},
+        {"dtype": torch.float64, "clip": 0.3},
+        {"overlap_communication": False},
+    ],
+    ids=str,
+)
+def test_not_a_bit_differs_from_a_run_without(options: dict[str, Any]) -> None:
+    """With the kernel that offloading would choose, everything is the same arithmetic in the same order."""
+    options = dict(options)
+    run = Run(dtype=options.pop("dtype", torch.float32), clip=options.pop("clip", 0.0), micro_batches=2)
+    run = replace(run, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True)).with_options(
+        reduce_bucket_size=50, **options
+    )
+
+    def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+        return [train_sharded(rank, world_size, each)[0] for each in (run, run.with_options(cpu_offload=True))]
+
+    for plain, offloaded in run_ranks(train, 2):
+        check_close(plain, [plain, offloaded], 0.0)
+
+
+def test_masters_are_copies_and_gradients_arrive_beside_them() -> None:
+    """What the CPU could share it doesn't: so all of these tests run what a device would."""
+
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), cpu_offload=True)
+        masters = optimizer.get_working_to_master_map()
+        homes = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        assert not homes & {masters[id(p)].untyped_storage().data_ptr() for p in model.parameters()}
+        optimizer.backward(model(torch.ones(1, 4)).sum())
+        held = optimizer.memory_held()
+        assert held["masters"] == sum(master.numel() * 4 for master in masters.values())
+
+    run_ranks(work, 2)
+
+
+def test_memory_in_stage_2_is_whole_parameters_and_slices_of_all_else() -> None:
+    def work(rank: int, world_size: int) -> dict[str, int]:
+        model = nn.Linear(64, 64, bias=False).bfloat16()
+        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), cpu_offload=True, partition_grad=True)
+        optimizer.backward(model(torch.ones(1, 64, dtype=torch.bfloat16)).sum())
+        optimizer.step()
+        return optimizer.memory_held()
+
+    for held in run_ranks(work, 2):
+        assert held["parameters"] == 64 * 64 * 2
+        assert held["masters"] == 64 * 32 * 4
+        assert 64 * 32 * 8 <= held["states"] <= 64 * 32 * 8 + 4
+
+
+def test_an_overflow_skips_the_step_and_backs_off() -> None:
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).half()
+        optimizer = LowLevelZeroOptimizer(
+            adamw(model.parameters()), cpu_offload=True, initial_scale=64, hysteresis=1, partition_grad=True
+        )
+        for overflows in (False, True, False):
+            before = [p.detach().clone() for p in model.parameters()]
+            factor = float("inf") if overflows and rank == 0 else 1.0
+            optimizer.backward(model(torch.ones(2, 4, dtype=torch.float16)).float().sum() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+            assert moved == [not overflows] * 2
+        assert all(state["step"].item() == 2 for state in optimizer.state.values())
+        assert optimizer.loss_scale == 32
+
+    run_ranks(work, 2)
+
+
+# ---- what callers see ----
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_can_be_looked_at_at_any_time(stage: int) -> None:
+    def look(rank: int, offload: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        optimizer = LowLevelZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), cpu_offload=offload, partition_grad=stage == 2
+        )
+        seen: list[Tensor] = []
+
+        def see() -> None:
+            seen.extend(grad for p in model.parameters() if (grad := optimizer.get_param_grad(p)) is not None)
+
+        for step in range(2):
+            torch.manual_seed(10 * step + rank)
+            optimizer.backward(model(torch.randn(2, 3)).square().sum())
+            see()
+            optimizer.backward(model(torch.randn(2, 3)).square().sum())
+            see()
+            optimizer.step()
+            see()
+            optimizer.backward(model(torch.randn(2, 3)).square().sum())  # added to what the step has averaged
+            see()
+            optimizer.zero_grad(set_to_none=step == 0)
+            see()
+        assert len(seen) == 36
+        return [*seen, *(p.detach() for p in model.parameters())]
+
+    def work(rank: int, world_size: int) -> None:
+        torch.testing.assert_close(look(rank, True), look(rank, False), rtol=1e-6, atol=1e-7)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_dicts_go_to_and_from_a_run_without(dtype: torch.dtype) -> None:
+    run = Run(dtype=dtype, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2))
+
+    def continued(rank: int, saved: Any, weights: Any, offload: bool) -> dict[str, Tensor]:
+        model = build(run)
+        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, cpu_offload=offload)
+        optimizer.load_state_dict(copy.deepcopy(saved))  # torch takes step counts as they are
+        model.load_state_dict(weights)
+        for step in range(2):
+            optimizer.backward(loss_of(model, run, 10 + step, 0, rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def work(rank: int, world_size: int) -> None:
+        for offload in (False, True):
+            trained = train_rank(rank, world_size, run.with_options(cpu_offload=offload))
+            saved = trained.optimizer.state_dict()
+            weights = {name: value.clone() for name, value in trained.model.state_dict().items()}
+            assert any("master_param" in state for state in saved["state"].values()) == (dtype != torch.float32)
+            assert all(group["fused"] is None for group in saved["param_groups"])
+            ends = [continued(rank, saved, weights, onto) for onto in (False, True)]
+            check_close(ends[0], [ends[1]], 1e-6 if dtype == torch.float32 else 2e-2)
+
+    run_ranks(work, 2)
+
+
+def test_parameters_that_come_later_and_edits_reach_the_host() -> None:
+    def train(rank: int, offload: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        one, other = nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).bfloat16()
+        optimizer = LowLevelZeroOptimizer(momentum(one.parameters()), cpu_offload=offload)
+        optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.01})
+        for step in range(3):
+            if step == 1:
+                with torch.no_grad():
+                    one.weight.clamp_(-0.1, 0.1)
+                other.weight.data.zero_()
+                optimizer.update_master_params(other)
+            optimizer.backward(other(one(torch.ones(2, 3, dtype=torch.bfloat16) * (rank + 1))).float().square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in (*one.parameters(), *other.parameters())]
+
+    def work(rank: int, world_size: int) -> None:
+        assert all(map(torch.equal, train(rank, True), train(rank, False)))
+
+    run_ranks(work, 2)
+
+
+def test_state_made_before_wrapping_moves_with_its_slices() -> None:
+    def train(rank: int, offload: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        inner = adamw(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        inner.step()
+        inner.zero_grad()
+        optimizer = LowLevelZeroOptimizer(inner, cpu_offload=offload)
+        optimizer.backward(model(torch.ones(1, 3)).square().sum())
+        optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    def work(rank: int, world_size: int) -> None:
+        torch.testing.assert_close(train(rank, True), train(rank, False), rtol=1e-6, atol=1e-7)
+
+    run_ranks(work, 2)
+
+
+# ---- which kernel ----
+
+
+CHOICES: list[tuple[dict[str, Any], bool]] = [({}, True), ({"foreach": False}, False), ({"fused": False}, False)]
+
+
+@pytest.mark.parametrize(("settings", "fused"), CHOICES, ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_is_fused_where_its_user_left_that_open(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, settings: dict[str, Any], fused: bool
+) -> None:
+    seen: list[bool] = []
+    step_part = Stepper._step_part
+
+    def spy(self: Stepper, part: Any) -> None:
+        seen.extend(bool(group["fused"]) for group in self._optim.param_groups)
+        step_part(self, part)
+
+    monkeypatch.setattr(Stepper, "_step_part", spy)
+
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(3, 3)
+        inner = kind(model.parameters(), lr=0.1, **settings)
+        before = [{**group, "params": None} for group in inner.param_groups]
+        optimizer = LowLevelZeroOptimizer(inner, cpu_offload=True)
+        optimizer.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        assert seen == [fused]
+        assert [{**group, "params": None} for group in inner.param_groups] == before
+
+    run_ranks(work, 1)
+
+
+def test_what_the_host_has_no_kernels_for_is_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(3, 3)
+        LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), capturable=True), cpu_offload=True)
+
+    for raised in run_ranks_expecting(work, 2):
+        assert raised.type == "ValueError"
+        assert "cpu_offload=True: expected an optimizer that can step on the host, got capturable=True" in raised.message
