@@ -1,7 +1,8 @@
 """ShardGroup: the ranks that share every parameter, and how they talk.
 
 Which transport is fast is decided here and nowhere else. NCCL and its like run their native collectives; on gloo,
-rows go straight to the rank that wants them, through shared memory where all ranks are processes of one host.
+rows go straight to the rank that wants them, through shared memory where all ranks are processes of one host. gloo
+carries a device's wires through the host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from .arena import Arena
 from .exchange import Exchange
 from .shared_memory import SharedMemory
+from .staging import Staged
 from .transport import Alone, Native, Pending, Transport
 
 _BROADCAST_BYTES = 64 * 2**20
@@ -121,8 +123,8 @@ class ShardGroup:
 
     @property
     def device_types(self) -> list[str]:
-        """Types of the devices whose tensors the group can carry (gloo: the host's alone)."""
-        return sorted(kind for kind, backend in self._backends.items() if backend != "gloo" or kind == "cpu")
+        """Types of the devices whose tensors the group can carry."""
+        return sorted(self._backends)
 
     # ---- the data path: one wire, [size, row], at a time ----
 
@@ -174,11 +176,12 @@ class ShardGroup:
         self._wires.transport.rest()
 
     def sum_scalar(self, value: Tensor) -> Pending[Tensor]:
-        """Start summing ``value`` (0-d) over the ranks, in place; on CUDA without a host synchronisation."""
+        """Start summing ``value`` (0-d) over the ranks, in place; on CUDA (NCCL) without a host synchronisation."""
         if not self._on_gloo(value.device):
             return self._native.all_reduce(value)
-        work = dist.all_reduce(value, group=self._wires.group, async_op=True)
-        return Pending((cast(dist.Work, work),), (value,), lambda: value)
+        summed = value.cpu()
+        work = dist.all_reduce(summed, group=self._wires.group, async_op=True)
+        return Pending((cast(dist.Work, work),), (summed,), lambda: value.copy_(summed))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""
@@ -236,7 +239,9 @@ class ShardGroup:
     # ---- how ----
 
     def _transport(self, device: torch.device) -> Transport:
-        return self._wires.transport if self._on_gloo(device) else self._native
+        if not self._on_gloo(device):
+            return self._native
+        return Staged(self._wires.transport) if _is_staged(device) else self._wires.transport
 
     def _on_gloo(self, device: torch.device) -> bool:
         return self.size > 1 and self._backends.get(device.type) == "gloo"
@@ -247,13 +252,20 @@ class ShardGroup:
     def _broadcast_batch(self, batch: list[Tensor]) -> None:
         """Send the tensors of one device as one message of bytes."""
         message = torch.cat([_as_bytes(tensor) for tensor in batch])
-        if not self.serves(message.device):
+        if self._on_gloo(message.device):
+            message = message.cpu()
+        elif not self.serves(message.device):
             message = message.to(self.device_types[0])
         dist.broadcast(message, src=self._global_ranks[0], group=self.group)
         parts = message.split_with_sizes([tensor.numel() * tensor.element_size() for tensor in batch])
         for tensor, part in zip(batch, parts, strict=True):
             # A part may start at an odd byte, which a wider dtype can't view: hence the clone.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _is_staged(device: torch.device) -> bool:
+    """Whether gloo can't take tensors of ``device`` as they are."""
+    return device.type != "cpu"
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -217,12 +217,12 @@ def test_without_a_process_group_the_way_out_is_told() -> None:
     assert re.search(r"init_process_group\(\).*torchrun.*world_size=1", error.message)
 
 
-def test_gloo_serves_the_host_alone() -> None:
-    def served(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
+def test_gloo_serves_the_host_and_what_it_says_it_does() -> None:
+    def served(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
         group = ShardGroup()
-        return group.device_types, group.serves(torch.device("cpu")), group.serves(torch.device("cuda"))
+        return group.device_types, [group.serves(torch.device(kind)) for kind in ("cpu", "cuda", "meta")]
 
-    assert run_ranks(served, 1) == [(["cpu"], True, False)]
+    assert run_ranks(served, 1) == [(["cpu", "cuda"], [True, True, False])]
 
 
 def test_a_new_default_group_is_not_taken_for_the_old_one() -> None:

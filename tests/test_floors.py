@@ -19,7 +19,7 @@ HOUSE = (
     ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping", "version", "streams")),
     ("floor 1, without a group", ("mail",)),
     ("floor 1, under the others", ("transport", "arena")),
-    ("floor 1, without the backend's collectives", ("exchange",)),
+    ("floor 1, without the backend's collectives", ("exchange", "staging")),
     ("floor 1, without messages", ("shared_memory",)),
     ("floor 1", ("collectives", "roll_call")),
     ("floor 1, over the collectives", ("flat_shards",)),

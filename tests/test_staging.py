@@ -1,0 +1,92 @@
+"""A device's wires through the host: shown with the host's own tensors, treated as if gloo couldn't take them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import Run, check_close, train_sharded
+from test_collectives import sum_of_wires, wire_of
+from test_optimizer_numbers import DROPS, STAGES
+from torch import Tensor
+
+from lowlevel_zero import collectives
+from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.staging import Staged
+from ranks import run_ranks
+
+ROWS = (1, 7, 1001)
+
+
+@pytest.fixture
+def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "_is_staged", lambda device: True)
+
+
+@pytest.mark.usefixtures("_forced")
+@pytest.mark.parametrize("own_wires", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_wires_come_back_as_they_would_have(world_size: int, dtype: torch.dtype, own_wires: bool) -> None:
+    def work(rank: int, world_size: int) -> None:
+        group = ShardGroup()
+        if own_wires:
+            group.own_wires()
+        assert isinstance(group._transport(torch.device("cpu")), Staged)
+        for row in ROWS:
+            mine = wire_of(rank, world_size, row, dtype)
+            kept = mine.clone()
+            expected = sum_of_wires(world_size, row, dtype)
+            assert torch.equal(group.reduce_scatter(mine).wait(), expected[rank])
+            assert torch.equal(group.all_reduce(mine).wait(), expected)
+            assert torch.equal(mine, kept)  # nothing was summed in the device's memory
+            gathered = torch.zeros_like(mine)
+            gathered[rank] = mine[rank]
+            everyones = torch.stack([wire_of(of, world_size, row, dtype)[of] for of in range(world_size)])
+            assert group.all_gather(gathered).wait() is gathered
+            assert torch.equal(gathered, everyones)
+        assert group.sum_scalar(torch.tensor(float(rank))).wait().item() == world_size * (world_size - 1) / 2
+
+    run_ranks(work, world_size)
+
+
+@pytest.mark.usefixtures("_forced")
+def test_gathers_fill_the_rows() -> None:
+    def work(rank: int, world_size: int) -> None:
+        group = ShardGroup()
+        for sizes in ((3,), (3, 1, 4)):
+            own = [torch.full((size,), 10.0 * rank + size) for size in sizes]
+            rows = [torch.zeros(world_size, size, dtype=torch.bfloat16) for size in sizes]
+            group.gather(own, rows).wait()
+            for size, each in zip(sizes, rows, strict=True):
+                assert each.tolist() == [[10.0 * of + size] * size for of in range(world_size)]
+
+    run_ranks(work, 3)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_ends_in_the_same_bits(monkeypatch: pytest.MonkeyPatch, stage: str, shared: bool) -> None:
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(shared)))
+    run = Run(micro_batches=2, drop=DROPS["different"], clip=0.3).with_options(**STAGES[stage], reduce_bucket_size=50)
+    staged: list[int] = []
+    stage_wire = Staged._staged
+
+    def counted(self: Staged, wire: Tensor) -> Tensor:
+        staged.append(wire.numel())
+        return stage_wire(self, wire)
+
+    def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+        direct = train_sharded(rank, world_size, run)[0]
+        assert not staged
+        monkeypatch.setattr(collectives, "_is_staged", lambda device: True)
+        monkeypatch.setattr(Staged, "_staged", counted)
+        through_host = [
+            train_sharded(rank, world_size, each)[0]
+            for each in (run, run.with_options(overlap_allgather=True), run.with_options(cpu_offload=True))
+        ]
+        assert staged
+        return [direct, *through_host]
+
+    for direct, staged_run, overlapped, offloaded in run_ranks(train, 2):
+        check_close(direct, [direct, staged_run, overlapped], 0.0)
+        check_close(direct, [offloaded], 2e-6)
