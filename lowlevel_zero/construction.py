@@ -101,8 +101,8 @@ def check_steps_on_host(optimizer: Optimizer) -> None:
     for at, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
             raise ValueError(
-                f"cpu_offload=True: expected an optimizer that can step on the host, got capturable=True in param group "
-                f"{at}, whose kernels are the device's: leave capturable out"
+                f"cpu_offload=True: expected an optimizer that can step on the host, got capturable=True in param "
+                f"group {at}, whose kernels are the device's: leave capturable out"
             )
         tensors = [key for key, value in group.items() if isinstance(value, Tensor) and value.device.type != "cpu"]
         if tensors:

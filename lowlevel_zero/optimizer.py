@@ -186,11 +186,11 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
         half = any(record.p.dtype == torch.float16 for record in records)
         self._scaler = LossScaler(**scaling, device=self._device) if half else None
         raw_unit = partial(_raw_unit, self._group.size, self._scaler)
-        self._streams = streams_of(self._device)
-        offload = Offload(self._device, self._streams) if self._options.cpu_offload else None
+        self._streams = streams_of([record.padded.device for record in records])
+        offload = Offload(self._streams) if self._options.cpu_offload else None
         self._gradients = GradientStore(records, self._group.rank, raw_unit, offload)
-        self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients)
-        self._gathers = GatherStore(self._group, self._options.overlap_allgather, offload)
+        self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients, self._streams)
+        self._gathers = GatherStore(self._group, self._streams, self._options.overlap_allgather, offload)
         self._stepper = Stepper(self.optim, self._gradients, self._gathers, on_host=offload is not None)
         self._norm: GlobalNorm | None = None
         self._warned = False

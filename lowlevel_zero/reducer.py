@@ -35,6 +35,7 @@ from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .collectives import ShardGroup
 from .forecast import Forecast, Message
 from .options import ZeroOptions
+from .streams import Streams, at_home
 from .transport import Pending
 
 _current_graph_task = torch._C._current_graph_task_id  # looked up once: it is asked for every gradient
@@ -72,6 +73,7 @@ class Reducer:
         group: the ranks that share them.
         options: the caller's choices.
         gradients: where reduced gradients go.
+        streams: what all of this happens on.
 
     Attributes:
         plan: the buckets, from the next round on.
@@ -82,13 +84,19 @@ class Reducer:
     _backwards: ClassVar[_BackwardCount] = _BackwardCount()
 
     def __init__(
-        self, parameters: ParameterStore, group: ShardGroup, options: ZeroOptions, gradients: GradientStore
+        self,
+        parameters: ParameterStore,
+        group: ShardGroup,
+        options: ZeroOptions,
+        gradients: GradientStore,
+        streams: Streams,
     ) -> None:
+        self._streams = streams
         self._records = parameters.records
         self._group = group
         self._options = options
         self._gradients = gradients
-        self._buckets = BucketStore(self._records, group, options.keeps_row_only)
+        self._buckets = BucketStore(self._records, group, options.keeps_row_only, streams)
         # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early.
         self._in_flight = IN_FLIGHT if options.keeps_row_only else None
         self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
@@ -183,6 +191,8 @@ class Reducer:
 
     def arrive(self, record: ShardedParameter) -> None:
         """A gradient has been accumulated into ``p.grad``."""
+        if self._streams.several:
+            self._streams.produced()
         if not self.sync or (self._driving and self._driving[-1] is not self):
             return
         if not self._buckets.open:
@@ -270,15 +280,18 @@ class Reducer:
 
     def _take(self, reduced: list[Reduced]) -> None:
         for bucket, total in reduced:
-            self._gradients.add(bucket, total)
+            with self._streams.home(join=False):
+                self._gradients.add(bucket, total)
 
     # ---- the end of a step's rounds ----
 
+    @at_home
     def drain(self) -> None:
         """Finish what this rank has started. Tells of no other rank: only ``finish`` completes a step."""
         self._close()
         self._take(self._buckets.finish())
 
+    @at_home
     def finish(self) -> None:
         """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
 

@@ -71,9 +71,7 @@ class Stepper:
         on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
     """
 
-    def __init__(
-        self, optim: Optimizer, gradients: GradientStore, gathers: GatherStore, on_host: bool = False
-    ) -> None:
+    def __init__(self, optim: Optimizer, gradients: GradientStore, gathers: GatherStore, on_host: bool = False) -> None:
         self._on_host = on_host
         self._optim = optim
         self._gradients = gradients

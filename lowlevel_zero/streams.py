@@ -10,10 +10,10 @@ time; a gradient of another stream's memory is kept from being used again before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -52,13 +52,18 @@ class Streams:
     """The host's: what is called is done, in the order of calls.
 
     Attributes:
+        several: there may be more than one.
         pins: what travels to and from this device asynchronously lies in pinned memory.
     """
 
+    several = False
     pins = False
 
-    def produced(self, gradient: Tensor | None) -> None:
-        """A hook has run: ``gradient`` comes from the current stream."""
+    def produced(self) -> None:
+        """A gradient has come on the current stream."""
+
+    def borrow(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the memory of ``gradients`` from being used again, once they are let go of, before home has read it."""
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
         """Work on the home stream; ``join``: what the caller's stream does afterwards, it does after that work."""
@@ -81,6 +86,7 @@ class DeviceStreams(Streams):
         api: ``torch.cuda``, or what is like it.
     """
 
+    several = True
     pins = True
 
     def __init__(self, device: torch.device, api: Any) -> None:
@@ -89,18 +95,25 @@ class DeviceStreams(Streams):
         self._home = api.current_stream(device)
         self._copies: Any = None
         self._producers: dict[Any, None] = {}
+        self._others_seen = False
 
-    def produced(self, gradient: Tensor | None) -> None:
-        """Have home wait for the current stream, when it next works, and the gradient's memory for home."""
-        stream = self._api.current_stream(self._device)
+    def produced(self) -> None:
+        """Have home wait for the current stream when it next works."""
+        stream = self.current()
         if stream != self._home:
             self._producers[stream] = None
-            if gradient is not None:
-                gradient.record_stream(self._home)
+            self._others_seen = True
+
+    def borrow(self, gradients: Sequence[Tensor | None]) -> None:
+        """Tell the allocator that home uses them; where there is but home, it knows."""
+        if self._others_seen:
+            for gradient in gradients:
+                if gradient is not None and gradient.device == self._device:
+                    gradient.record_stream(self._home)
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
         """The home stream, after the current one and those of gradients."""
-        current = self._api.current_stream(self._device)
+        current = self.current()
         if current == self._home and not self._producers:
             return nullcontext()
         return self._on_home(current, join)
@@ -121,20 +134,39 @@ class DeviceStreams(Streams):
         """A stream of its own."""
         if self._copies is None:
             self._copies = self._api.Stream(self._device)
-        self._copies.wait_stream(self._api.current_stream(self._device))
+        self._copies.wait_stream(self.current())
         with self._api.stream(self._copies):
             yield
 
     def mark(self) -> Mark:
         """An event."""
         event = self._api.Event()
-        event.record(self._api.current_stream(self._device))
-        return cast(Mark, event)
+        event.record(self.current())
+        return _DeviceMark(self, event)
+
+    def current(self) -> Any:
+        """The device's current stream, whichever device is the current one."""
+        return self._api.current_stream(self._device)
 
 
-def streams_of(device: torch.device) -> Streams:
-    """The streams of ``device``."""
-    return Streams() if device.type == "cpu" else DeviceStreams(device, torch.get_device_module(device))
+class _DeviceMark(NamedTuple):
+    streams: DeviceStreams
+    event: Any
+
+    def wait(self) -> None:
+        self.streams.current().wait_event(self.event)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def query(self) -> bool:
+        return bool(self.event.query())
+
+
+def streams_of(devices: Iterable[torch.device]) -> Streams:
+    """The streams of the first of ``devices`` that isn't the host."""
+    device = next((device for device in devices if device.type != "cpu"), None)
+    return Streams() if device is None else DeviceStreams(device, torch.get_device_module(device))
 
 
 def at_home(method: _Method) -> _Method:

@@ -285,4 +285,4 @@ def test_what_the_host_has_no_kernels_for_is_refused() -> None:
 
     for raised in run_ranks_expecting(work, 2):
         assert raised.type == "ValueError"
-        assert "cpu_offload=True: expected an optimizer that can step on the host, got capturable=True" in raised.message
+        assert "expected an optimizer that can step on the host, got capturable=True" in raised.message

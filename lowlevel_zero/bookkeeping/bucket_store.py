@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import ShardGroup
+from ..streams import Streams
 from ..transport import Pending
 from .bucket_plan import Bucket, BucketPlan, narrowed
 from .parameter_store import ShardedParameter
@@ -43,6 +44,7 @@ class BucketStore:
         records: the parameters, by index.
         group: the ranks that share them.
         keeps_row_only: reduce-scatter, not all-reduce.
+        streams: what wires are packed, started and finished on.
 
     Attributes:
         plan: the buckets of all parameters.
@@ -53,7 +55,10 @@ class BucketStore:
         contributed: for how many parameters this rank had a gradient in the round.
     """
 
-    def __init__(self, records: Sequence[ShardedParameter], group: ShardGroup, keeps_row_only: bool) -> None:
+    def __init__(
+        self, records: Sequence[ShardedParameter], group: ShardGroup, keeps_row_only: bool, streams: Streams
+    ) -> None:
+        self._streams = streams
         self._records = records
         self._group = group
         self._keeps_row_only = keeps_row_only
@@ -167,7 +172,8 @@ class BucketStore:
         done = []
         while len(self._in_flight) > leave and (wait or self._in_flight[0].pending.done()):
             bucket, pending = self._in_flight.popleft()
-            total = pending.wait()
+            with self._streams.home(join=False):
+                total = pending.wait()
             done.append(Reduced(bucket, total.view(-1, bucket.row)))
         return done
 
@@ -182,8 +188,13 @@ class BucketStore:
     # ---- starting one bucket ----
 
     def _start(self, bucket: Bucket) -> None:
+        with self._streams.home(join=False):
+            self._start_at_home(bucket)
+
+    def _start_at_home(self, bucket: Bucket) -> None:
         self._next = bucket.position + 1
         gradients = [self._records[index].take_gradient() for index in bucket.members]
+        self._streams.borrow(gradients)
         for index, gradient in zip(bucket.members, gradients, strict=True):
             if gradient is not None:
                 self._records[index].worked = self._has_gradient[index] = True

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import ShardGroup
+from ..streams import Mark, Streams
 from ..transport import Pending
 from .awaited import arrived, can_be_awaited, let_await
 from .offload import Offload
@@ -26,24 +27,44 @@ class Gather:
         awaited: whoever reads one of them waits; else they have to be there when the step has ended.
     """
 
-    __slots__ = ("_pending", "awaited", "records")
+    __slots__ = ("_pending", "_streams", "_written", "awaited", "records")
 
-    def __init__(self, records: Sequence[ShardedParameter], pending: Pending[None], awaited: bool) -> None:
+    def __init__(
+        self, records: Sequence[ShardedParameter], pending: Pending[None], streams: Streams, awaited: bool
+    ) -> None:
+        self._streams = streams
+        self._written: Mark | None = None
         self.records = records
         self.awaited = awaited
         self._pending: Pending[None] | None = pending
         if awaited:
             let_await((record.p for record in records), self.finish)
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """Return when the rows are in place; may be called again, also after an error."""
+        """Return when the rows are in place for the current stream; may be called again, also after an error.
+
+        A reader on another stream has to wait too: until the device has written them they stay awaited.
+        """
         if self._pending is not None:
-            self._pending.wait()
+            self._write(self._pending)
             self._pending = None
-            if self.awaited:
-                arrived(record.p for record in self.records)
-            note_versions(self.records)
+        if self._written is not None:
+            self._written.wait()
+            if self._written.query():
+                self.forget()
+
+    @torch.no_grad()
+    def _write(self, pending: Pending[None]) -> None:
+        with self._streams.home():
+            pending.wait()
+            self._written = self._streams.mark()
+        note_versions(self.records)
+
+    def forget(self) -> None:
+        """What reads a parameter from now on comes after it has been written: let them be ordinary ones."""
+        if self.awaited:
+            arrived(record.p for record in self.records)
+        self._written = None
 
 
 class GatherStore:
@@ -51,12 +72,16 @@ class GatherStore:
 
     Args:
         group: the ranks that share the parameters.
+        streams: what gathers are started and finished on.
         overlap: don't wait at the end of a step, where a parameter can see to it that its readers wait.
         offload: what brings masters up from the host; None: they are where the parameters are.
     """
 
-    def __init__(self, group: ShardGroup, overlap: bool = False, offload: Offload | None = None) -> None:
+    def __init__(
+        self, group: ShardGroup, streams: Streams, overlap: bool = False, offload: Offload | None = None
+    ) -> None:
         self._group = group
+        self._streams = streams
         self._offload = offload
         self._overlap = overlap
         self._under_way: deque[Gather] = deque()
@@ -68,11 +93,12 @@ class GatherStore:
         for record in records:
             record.stepped = True
         awaited = self._overlap and all(can_be_awaited(record.p) for record in records)
-        own = [record.p32 for record in records]
-        if self._offload is not None:
-            own = self._offload.lift(own, records[0].p.dtype)
-        pending = self._group.gather(own, [record.rows for record in records])
-        self._under_way.append(Gather(records, pending, awaited))
+        with self._streams.home(join=False):
+            own = [record.p32 for record in records]
+            if self._offload is not None:
+                own = self._offload.lift(own, records[0].row)
+            pending = self._group.gather(own, [record.rows for record in records])
+        self._under_way.append(Gather(records, pending, self._streams, awaited))
         if not awaited:
             self._finish_oldest(leave=IN_FLIGHT)
 
@@ -89,7 +115,9 @@ class GatherStore:
 
     def _finish_oldest(self, leave: int) -> None:
         while len(self._under_way) > leave:
-            self._under_way[0].finish()
+            oldest = self._under_way[0]
+            oldest.finish()
+            oldest.forget()
             self._under_way.popleft()
 
 

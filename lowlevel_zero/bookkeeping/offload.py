@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..streams import Mark, Streams
+from ..transport import lay_end_to_end
 
 HOST = torch.device("cpu")
 
@@ -25,12 +26,14 @@ class Landing(NamedTuple):
     """A row that is on its way to the host, or has arrived.
 
     Attributes:
-        row: on the host; to be read there once ``arrived`` is.
-        arrived: when it is there.
+        row: on the host; to be read there once it has arrived.
+        arrived: when that is.
+        device: where it comes from.
     """
 
     row: Tensor
     arrived: Mark
+    device: torch.device
 
 
 class _Leaving(NamedTuple):
@@ -42,12 +45,10 @@ class Offload:
     """Brings rows to the host and back.
 
     Args:
-        device: where parameters are.
-        streams: the device's.
+        streams: those of the device where parameters are.
     """
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        self._device = device
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._leaving: deque[_Leaving] = deque()
 
@@ -61,7 +62,7 @@ class Offload:
         while len(self._leaving) > LEAVING:
             self._leaving[0].arrived.wait()  # so whatever gets its memory next comes after the copy
             self._leaving.popleft()
-        return Landing(host, arrived)
+        return Landing(host, arrived, row.device)
 
     def wait(self, landing: Landing) -> None:
         """Let the host wait for a row. Rows arrive in the order in which they left."""
@@ -72,22 +73,22 @@ class Offload:
     def fetch(self, landing: Landing) -> Tensor:
         """A row that was brought down, on the device again; the host doesn't wait, and must leave the row alone."""
         landing.arrived.wait()
-        return self._up(landing.row)
+        return self._up(landing.row, landing.device)
 
     def fetch_part(self, landing: Landing, part: Tensor) -> Tensor:
         """A part of a row that was brought down, on the device again; the host waits, and may use the row."""
         self.wait(landing)
-        return part.to(self._device, copy=True)
+        return part.to(landing.device, copy=True)
 
-    def lift(self, masters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """What stepped ``masters`` hold, cast and brought to the device in one copy; they are free again at once."""
+    def lift(self, masters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """What ``masters`` hold, in ``like``'s dtype and on its device, by one copy; they are free again at once."""
         sizes = [master.numel() for master in masters]
-        row = self._buffer(sum(sizes), dtype)
-        torch._foreach_copy_(row.split_with_sizes(sizes), list(masters))
-        return list(self._up(row).split_with_sizes(sizes))
+        row = self._buffer(sum(sizes), like.dtype)
+        lay_end_to_end(row, masters)
+        return list(self._up(row, like.device).split_with_sizes(sizes))
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=self._streams.pins)
 
-    def _up(self, row: Tensor) -> Tensor:
-        return torch.empty(row.shape, dtype=row.dtype, device=self._device).copy_(row, non_blocking=True)
+    def _up(self, row: Tensor, device: torch.device) -> Tensor:
+        return torch.empty(row.shape, dtype=row.dtype, device=device).copy_(row, non_blocking=True)
