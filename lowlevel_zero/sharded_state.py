@@ -115,7 +115,7 @@ class ShardedState:
         for full, entry in saved.items():
             name, _, key = full.rpartition(".")
             record, size = records.get(name), getattr(entry, "size", None)
-            if record is None or size is None or (key == MASTER and record.shares_storage):
+            if record is None or size is None or (key == MASTER and not record.keeps_more):
                 continue
             numel, dtype, device = record.split.numel, entry.properties.dtype, record.p32.device
             if key not in SCALARS and tuple(size) == (numel,):

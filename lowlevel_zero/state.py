@@ -123,7 +123,7 @@ def whole_state_shards(
 def own_state(optim: Optimizer, record: ShardedParameter) -> State:
     """A parameter's state on this rank, its master among it; an optimizer without state may have masters too."""
     state = optim.state.get(record.p32, {})
-    kept = (state or record.stepped) and record.p32.dtype != record.p.dtype
+    kept = (state or record.stepped) and record.keeps_more
     return {**state, MASTER: record.p32} if kept else dict(state)
 
 

@@ -1,8 +1,8 @@
 """cpu_offload: the numbers are those without it, nothing mixes the two devices, and the host holds what it should.
 
 On a machine without an accelerator both sides are the host, and everything else is as it would be: rows go down and
-come up as copies, masters are copies too. That no operation would then mix tensors of two devices is shown with fake
-tensors: they know their device, and have no values.
+come up as copies, masters are copies too. That no operation would then mix tensors of two devices is shown by watching
+all operations (see ``two_devices.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ import torch
 from oracle import Run, build, check_close, groups, loss_of, train_alone, train_rank, train_sharded
 from test_optimizer_numbers import DROPS, STAGES, adagrad, adamw, check_sixteen_bits, momentum, share_of
 from torch import Tensor, nn
+from two_devices import DEVICE, HOST, TwoDevices
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.offload import Offload
+from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.stepping import Stepper
 from ranks import run_ranks, run_ranks_expecting
 
@@ -138,7 +143,83 @@ def test_an_overflow_skips_the_step_and_backs_off() -> None:
     run_ranks(work, 2)
 
 
+# ---- the two sides ----
+
+
+def on_two_devices(monkeypatch: pytest.MonkeyPatch, mode: TwoDevices) -> None:
+    """Let what crosses from one side to the other say so: the offload, and a master that is made or follows ``p``."""
+    for name, side in (("_buffer", HOST), ("_up", DEVICE), ("_copy_down", HOST)):
+        move = mode.crossing(side, getattr(Offload, name))
+        monkeypatch.setattr(Offload, name, staticmethod(move) if name == "_up" else move)
+    monkeypatch.setattr(ShardedParameter, "row_for_master", mode.crossing(HOST, ShardedParameter.row_for_master))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_no_operation_mixes_tensors_of_two_devices(monkeypatch: pytest.MonkeyPatch, dtype: str, stage: str) -> None:
+    def work(rank: int, world_size: int) -> None:
+        mode = TwoDevices()
+        on_two_devices(monkeypatch, mode)
+        run = Run(dtype=getattr(torch, dtype)).with_options(**STAGES[stage], **OFFLOADED, clip_grad_norm=0.3)
+        model = build(run)
+        for p in model.parameters():
+            mode.put(p, DEVICE)
+        with mode:
+            optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, initial_scale=64.0, **run.options)
+            masters = optimizer.get_working_to_master_map()
+            for step in range(3):
+                for micro in range(2):
+                    optimizer.backward(loss_of(model, run, step, micro, rank))
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                seen = [optimizer.get_param_grad(p) for p in model.parameters() if id(p) in masters]
+                assert {mode.side(grad) for grad in seen if grad is not None and grad.numel()} == {DEVICE}
+                optimizer.zero_grad(set_to_none=step == 0)
+        assert {mode.side(p) for p in model.parameters()} == {DEVICE}
+        assert {mode.side(master) for master in masters.values()} == {HOST}
+        states = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
+        assert {mode.side(value) for value in states if value.numel()} == {HOST}
+        assert mode.crossings > 100
+
+    run_ranks(work, 2)
+
+
+def test_a_mixing_operation_would_be_seen() -> None:
+    mode = TwoDevices()
+    one, other = mode.put(torch.ones(3), HOST), mode.put(torch.ones(3), DEVICE)
+    with mode:
+        assert mode.side(one * 2) == HOST
+        assert mode.side(other.view(3, 1).sum() + torch.ones(())) == DEVICE
+        for mixing in (
+            lambda: one + other,
+            lambda: one.mul_(other.sum()),
+            lambda: torch._foreach_copy_([one], [other]),
+            lambda: torch.cat([one, other]),
+        ):
+            with pytest.raises(AssertionError, match="mixes tensors of the host and of the device"):
+                mixing()
+
+
 # ---- what callers see ----
+
+
+def test_sharded_checkpoints_go_to_and_from_a_run_without(tmp_path: Path) -> None:
+    run = Run(dtype=torch.bfloat16, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True))
+
+    def work(rank: int, world_size: int) -> None:
+        for offload in (False, True):
+            trained = train_rank(rank, world_size, run.with_options(cpu_offload=offload))
+            folder = tmp_path / str(offload)
+            save_checkpoint(folder, trained.model, trained.optimizer)
+            for onto in (False, True):
+                fresh = train_rank(rank, world_size, replace(run, steps=1, seed=5).with_options(cpu_offload=onto))
+                load_checkpoint(folder, fresh.model, fresh.optimizer)
+                for name, master in trained.masters().items():
+                    assert torch.equal(fresh.masters()[name], master)
+                ours, theirs = (each.optimizer.state_dict()["state"] for each in (fresh, trained))
+                assert all(torch.equal(ours[at][key], value) for at, of in theirs.items() for key, value in of.items())
+
+    run_ranks(work, 2)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

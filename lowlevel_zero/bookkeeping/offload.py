@@ -54,9 +54,8 @@ class Offload:
 
     def down(self, row: Tensor) -> Landing:
         """Start copying a row to the host, beside what the current stream does next."""
-        host = self._buffer(row.numel(), row.dtype)
         with self._streams.copies():
-            host.copy_(row, non_blocking=True)
+            host = self._copy_down(row)
             arrived = self._streams.mark()
         self._leaving.append(_Leaving(row, arrived))
         while len(self._leaving) > LEAVING:
@@ -78,7 +77,7 @@ class Offload:
     def fetch_part(self, landing: Landing, part: Tensor) -> Tensor:
         """A part of a row that was brought down, on the device again; the host waits, and may use the row."""
         self.wait(landing)
-        return part.to(landing.device, copy=True)
+        return self._up(part, landing.device, asynchronous=False)
 
     def lift(self, masters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """What ``masters`` hold, in ``like``'s dtype and on its device, by one copy; they are free again at once."""
@@ -90,5 +89,9 @@ class Offload:
     def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=self._streams.pins)
 
-    def _up(self, row: Tensor, device: torch.device) -> Tensor:
-        return torch.empty(row.shape, dtype=row.dtype, device=device).copy_(row, non_blocking=True)
+    def _copy_down(self, row: Tensor) -> Tensor:
+        return self._buffer(row.numel(), row.dtype).copy_(row, non_blocking=True)
+
+    @staticmethod
+    def _up(row: Tensor, device: torch.device, asynchronous: bool = True) -> Tensor:
+        return torch.empty(row.shape, dtype=row.dtype, device=device).copy_(row, non_blocking=asynchronous)

@@ -51,7 +51,7 @@ class ShardedParameter:
         row: this rank's row of it.
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
-        shares_storage: ``p32`` is the row itself, not a copy of it (nor of what it holds, on the host).
+        shares_storage: ``p32`` is the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
         repeats: its gradient has come more than once in one backward, so only the end of backward is final.
     """
@@ -109,6 +109,11 @@ class ShardedParameter:
         """What parameters must have in common to share a wire."""
         return self.padded.device, self.padded.dtype, self.wire_dtype
 
+    @property
+    def keeps_more(self) -> bool:
+        """Whether ``p32`` holds what ``p`` can't."""
+        return self.p32.dtype != self.p.dtype
+
     def make_master(self, precise: bool = True, on_host: bool = False) -> None:
         """Let ``p32`` be a copy of the row, or the row itself where that will do.
 
@@ -118,9 +123,13 @@ class ShardedParameter:
         """
         dtype = torch.promote_types(self.p.dtype, torch.float32) if precise else self.p.dtype
         device = torch.device("cpu") if on_host else self.row.device
-        self.p32 = self.row.to(device, dtype, copy=on_host)
+        self.p32 = self.row_for_master(device, dtype, copy=on_host)
         self.shares_storage = self.p32 is self.row
         self.note_version()
+
+    def row_for_master(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
+        """The row where masters are."""
+        return self.row.to(device, dtype, copy=copy)
 
     def refresh_master(self) -> None:
         """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
@@ -143,7 +152,7 @@ class ShardedParameter:
     def _settle(self, *known: Tensor | None) -> None:
         """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
         wait_for(self.p)
-        row = self.row.to(self.p32.device)
+        row = self.row_for_master(self.p32.device, self.row.dtype)
         settled = row.to(self.p32.dtype)
         for value in known:
             if value is not None:
