@@ -8,6 +8,10 @@ all operations (see ``two_devices.py``).
 from __future__ import annotations
 
 import copy
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,10 +25,12 @@ from torch import Tensor, nn
 from two_devices import DEVICE, HOST, TwoDevices
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import optimizer as optimizer_module
 from lowlevel_zero.bookkeeping.offload import Offload
 from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.stepping import Stepper
+from lowlevel_zero.streams import Mark, Streams
 from ranks import run_ranks, run_ranks_expecting
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -182,6 +188,70 @@ def test_no_operation_mixes_tensors_of_two_devices(monkeypatch: pytest.MonkeyPat
         assert mode.crossings > 100
 
     run_ranks(work, 2)
+
+
+class Late(Streams):
+    """Streams whose copies to the host happen when somebody waits for them, and not before."""
+
+    def __init__(self) -> None:
+        self.copies_due: deque[Callable[[], object]] = deque()
+
+        self._copying = False
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        self._copying = True
+        yield
+        self._copying = False
+
+    def mark(self) -> Mark:
+        return LateMark(self.copies_due) if self._copying else super().mark()
+
+
+class LateMark:
+    def __init__(self, due: deque[Callable[[], object]]) -> None:
+        self._due = due
+        self._last = due[-1] if due else None
+
+    def query(self) -> bool:
+        return self._last not in self._due
+
+    def wait(self) -> None:
+        while not self.query():
+            self._due.popleft()()
+
+    synchronize = wait
+
+
+@pytest.mark.parametrize("way", ["thrice", "by_hand-thrice", "no_sync-drop", "adamw-clip"])
+@pytest.mark.parametrize(("stage", "bucket"), [("stage1", 50), ("stage2", 50), ("stage2", 2**20)])
+def test_nobody_reads_a_row_before_it_has_arrived(
+    monkeypatch: pytest.MonkeyPatch, stage: str, bucket: int, way: str
+) -> None:
+    run = Run(**WAYS[way]).with_options(**STAGES[stage], cpu_offload=True, reduce_bucket_size=bucket)
+    made: list[Late] = []
+    delayed: list[int] = []
+
+    def copy_later(self: Offload, row: Tensor) -> Tensor:
+        host = self._buffer(row.numel(), row.dtype).fill_(math.nan)
+        made[-1].copies_due.append(lambda: host.copy_(row))
+        delayed.append(row.numel())
+        return host
+
+    def late(_: object) -> Late:
+        made.append(Late())
+        return made[-1]
+
+    def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+        expected = train_sharded(rank, world_size, run)[0]
+        monkeypatch.setattr(optimizer_module, "streams_of", late)
+        monkeypatch.setattr(Offload, "_copy_down", copy_later)
+        got = train_sharded(rank, world_size, run)[0]
+        assert delayed
+        return [expected, got]
+
+    for expected, got in run_ranks(train, 2):
+        check_close(expected, [expected, got], 0.0)
 
 
 def test_a_mixing_operation_would_be_seen() -> None:
