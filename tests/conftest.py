@@ -21,6 +21,10 @@ torch.set_num_threads(1)
 # The first optimizer of a process imports torch's compiler, which takes seconds: once here, not in every rank.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
+# Looking for a GPU must not start CUDA: ranks are forked, and couldn't use it then.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+collect_ignore = [] if torch.cuda.is_available() else ["test_cuda.py"]
+
 
 @pytest.fixture(autouse=True)
 def _seeds() -> None:

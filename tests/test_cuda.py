@@ -1,0 +1,387 @@
+"""On a GPU: the oracle's numbers, nothing that waits for the device, streams that wait for each other, and overlap.
+
+Collected where there is one (see ``conftest.py``). One is enough: one rank talks to itself through NCCL, and several
+share it through gloo. Run it in a process of its own (``make test ARGS=tests/test_cuda.py``): ranks are forked, so
+nothing may have touched the device before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Odd, Run, check_close, emulate, train_alone, train_rank, train_sharded
+from test_optimizer_numbers import DROPS, STAGES, adamw, check_movement, joined, momentum, share_of
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from lowlevel_zero import LowLevelZeroOptimizer, collectives
+from lowlevel_zero.bookkeeping.offload import Offload
+from lowlevel_zero.transport import Native
+from ranks import run_ranks
+
+DEVICE = "cuda"
+LONG = 10**8  # cycles that the device sleeps, about 0.05 s: whoever doesn't wait comes too early
+
+
+class OnDevice(Odd):
+    """The oracle's model on the device, of which the oracle sees nothing."""
+
+    def forward(self, x: Tensor, drop: set[int]) -> Tensor:
+        return super().forward(x.to(DEVICE), drop).cpu()
+
+
+def on_device(run: Run) -> Run:
+    return replace(run, model=lambda: OnDevice().to(DEVICE))
+
+
+def over_nccl(work: Callable[..., Any], *args: Any) -> None:
+    """Run ``work`` as the one rank of a group whose collectives go through NCCL all the same."""
+
+    def alone(rank: int, world_size: int) -> None:
+        torch.backends.cudnn.allow_tf32 = False
+        collectives.Alone = lambda rank, size: Native(dist.group.WORLD)
+        work(rank, world_size, *args)
+        torch.cuda.synchronize()
+
+    run_ranks(alone, 1, backend="nccl", timeout=100)
+
+
+def over_gloo(world_size: int, work: Callable[..., Any], *args: Any) -> None:
+    """Run ``work`` on ranks that share the device."""
+
+    def shared(rank: int, world_size: int) -> None:
+        torch.backends.cudnn.allow_tf32 = False
+        work(rank, world_size, *args)
+        torch.cuda.synchronize()
+
+    run_ranks(shared, world_size, timeout=100)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "adamw-clip": {"optimizer": adamw, "clip": 0.3},
+    "thrice-drop": {"optimizer": momentum, "micro_batches": 3, "drop": DROPS["different"]},
+    "bare-no_sync": {"optimizer": momentum, "micro_batches": 2, "bare": True, "no_sync": True},
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap_allgather": {"overlap_allgather": True},
+    "cpu_offload": {"cpu_offload": True},
+}
+
+
+# ---- numbers ----
+
+
+def fp32_numbers(rank: int, world_size: int, run: Run) -> None:
+    run = on_device(replace(run, world_size=world_size))
+    expected, norms = train_alone(run)
+    got, own = train_sharded(rank, world_size, run)
+    check_close(expected, [got], 1e-5)
+    assert own == pytest.approx(norms, rel=1e-4)
+
+
+def sixteen_bit_numbers(rank: int, world_size: int, run: Run) -> None:
+    run = replace(run, world_size=world_size)
+    expected, norms = emulate(on_device(run))
+    trained = train_rank(rank, world_size, on_device(run))
+    slices: list[Any] = [None] * world_size
+    own = {name: master.cpu() for name, master in trained.masters().items()}
+    if world_size > 1:
+        dist.all_gather_object(slices, own)
+    else:
+        slices = [own]
+    on_host = {name: whole.cpu() for name, whole in expected.items()}
+    share = max(share_of(run.dtype, world_size), 1e-5)
+    check_movement(run, on_host, joined(slices, on_host), share)
+    assert trained.norms == pytest.approx(norms, rel=share)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_is_the_oracle_s(stage: str, way: str, extra: str) -> None:
+    run = Run(**WAYS[way]).with_options(**STAGES[stage], **EXTRAS[extra], reduce_bucket_size=50)
+    over_nccl(fp32_numbers, run)
+    over_gloo(2, fp32_numbers, run)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_sixteen_bits_are_the_oracle_s(stage: str, dtype: str, extra: str) -> None:
+    run = Run(dtype=getattr(torch, dtype), optimizer=momentum, micro_batches=2, clip=0.3)
+    run = run.with_options(**STAGES[stage], **EXTRAS[extra], reduce_bucket_size=50, initial_scale=256.0)
+    over_nccl(sixteen_bit_numbers, run)
+    over_gloo(2, sixteen_bit_numbers, run)
+
+
+# ---- nothing waits for the device ----
+
+
+class Blocks(nn.Module):
+    """Layers that are large enough for a device to have something to do."""
+
+    def __init__(self, width: int = 512, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"overlap_allgather": True}], ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_steps_wait_for_nothing(stage: str, dtype: str, fused: bool, options: dict[str, Any]) -> None:
+    if dtype == "float16" and not fused:
+        options = {**options, "waits": True}
+
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = Blocks().to(DEVICE, getattr(torch, dtype))
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        own = {key: value for key, value in options.items() if key != "waits"}
+        optimizer = LowLevelZeroOptimizer(inner, reduce_bucket_size=2**19, **STAGES[stage], **own)
+        x = torch.randn(16, 512, device=DEVICE, dtype=getattr(torch, dtype))
+
+        def step() -> None:
+            optimizer.backward(model(x))
+            optimizer.backward(model(x))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(4):  # the first ones agree on the bucket order, and make states
+            step()
+        with no_waiting():
+            if options.get("waits"):
+                with pytest.raises(RuntimeError, match="synchronizing"):  # it has to know whether to step
+                    step()
+            else:
+                step()
+                step()
+
+    over_nccl(work)
+
+
+# ---- streams ----
+
+
+class Late(torch.autograd.Function):
+    """The identity, whose gradient is there after a long while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        torch.cuda._sleep(LONG)
+        return grad * 1
+
+
+class Branches(nn.Module):
+    """Layers side by side, each on a stream of its own, forward and so backward too."""
+
+    def __init__(self, branches: int = 3, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(branches))
+        self.streams: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.streams:
+            self.streams = [torch.cuda.Stream() for _ in self.layers]
+        main = torch.cuda.current_stream()
+        found = []
+        for layer, stream in zip(self.layers, self.streams, strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                found.append(torch.tanh(layer(Late.apply(x))).square().mean() + Late.apply(layer(x)).square().mean())
+        for stream in self.streams:
+            main.wait_stream(stream)
+        return torch.stack(found).sum()
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_several_streams_are_waited_for(stage: str, extra: str) -> None:
+    def train(optimize: Callable[[nn.Module], Any], backward: Callable[[Any, Tensor], None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Branches().to(DEVICE)
+        optimizer = optimize(model)
+        x = torch.randn(8, 256, device=DEVICE, requires_grad=True)
+        for _ in range(3):
+            backward(optimizer, model(x))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def work(rank: int, world_size: int) -> None:
+        expected = train(lambda model: momentum(model.parameters()), lambda _, loss: loss.backward())
+        got = train(
+            lambda model: LowLevelZeroOptimizer(
+                momentum(model.parameters()), reduce_bucket_size=70_000, **STAGES[stage], **EXTRAS[extra]
+            ),
+            lambda optimizer, loss: optimizer.backward(loss),
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+    over_nccl(work)
+
+
+def test_a_step_on_another_stream_than_the_one_it_was_made_on() -> None:
+    def train(side: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Blocks(width=64).to(DEVICE)
+        optimizer = LowLevelZeroOptimizer(momentum(model.parameters()), partition_grad=True)
+        stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                optimizer.backward(model(torch.ones(4, 64, device=DEVICE)))
+                torch.cuda._sleep(LONG)
+                optimizer.step()
+                optimizer.zero_grad()
+            found = [p.detach().clone() for p in model.parameters()]
+        torch.cuda.synchronize()
+        return found
+
+    def work(rank: int, world_size: int) -> None:
+        torch.testing.assert_close(train(True), train(False))
+
+    over_nccl(work)
+
+
+def test_readers_on_several_streams_get_the_new_values() -> None:
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(512, 512).to(DEVICE)
+        optimizer = LowLevelZeroOptimizer(momentum(model.parameters()), overlap_allgather=True, partition_grad=True)
+        for _ in range(3):
+            optimizer.backward(model(torch.ones(4, 512, device=DEVICE)).square().sum())
+            torch.cuda._sleep(LONG)
+            optimizer.step()
+            readers = [torch.cuda.Stream() for _ in range(3)]
+            seen = []
+            for reader in readers:
+                with torch.cuda.stream(reader):
+                    seen.append(model.weight.clone())
+            seen.append(model.weight.clone())
+            torch.cuda.synchronize()
+            assert all(torch.equal(each, model.weight) for each in seen)
+            optimizer.zero_grad()
+
+    over_nccl(work)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    class Checkpointed(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=reentrant)
+            return x.float().square().mean()
+
+    def train(kind: type[Blocks]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = kind(width=64).to(DEVICE)
+        optimizer = LowLevelZeroOptimizer(momentum(model.parameters()), reduce_bucket_size=5000, partition_grad=True)
+        for _ in range(3):
+            optimizer.backward(model(torch.ones(4, 64, device=DEVICE, requires_grad=True)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def work(rank: int, world_size: int) -> None:
+        torch.testing.assert_close(train(Checkpointed), train(Blocks))
+
+    over_nccl(work)
+
+
+# ---- the host's part, and overlap ----
+
+
+def test_offloaded_rows_travel_through_pinned_memory_and_masters_rest_in_plain() -> None:
+    def work(rank: int, world_size: int) -> None:
+        rows: list[Tensor] = []
+        copy_down = Offload._copy_down
+
+        def spy(self: Offload, row: Tensor) -> Tensor:
+            rows.append(copy_down(self, row))
+            return rows[-1]
+
+        Offload._copy_down = spy
+        model = Blocks(width=64).to(DEVICE, torch.bfloat16)
+        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), cpu_offload=True, partition_grad=True)
+        optimizer.backward(model(torch.ones(4, 64, device=DEVICE, dtype=torch.bfloat16)))
+        optimizer.step()
+        assert rows
+        assert all(row.is_pinned() for row in rows)
+        slices = [optimizer.get_working_to_master_map()[id(p)] for p in model.parameters()]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        assert {tensor.device.type for tensor in (*slices, *states)} == {"cpu"}
+        assert all(
+            torch.equal(p.view(-1).cpu(), own.bfloat16()) for p, own in zip(model.parameters(), slices, strict=True)
+        )
+
+    over_nccl(work)
+
+
+def spans(trace: Path, wanted: Callable[[str], bool]) -> list[tuple[float, float]]:
+    """Begin and end of the device's work whose name is ``wanted``."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    device = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy")]
+    return [(each["ts"], each["ts"] + each["dur"]) for each in device if wanted(each["name"].lower())]
+
+
+@pytest.mark.parametrize(
+    ("options", "beside"),
+    # One rank's reduction is a copy on the device, on NCCL's stream.
+    [({}, "dtod"), ({"cpu_offload": True}, "dtoh")],
+    ids=["reductions", "rows to the host"],
+)
+def test_backward_goes_on_meanwhile(tmp_path: Path, options: dict[str, Any], beside: str) -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = Blocks(width=4096, layers=8).to(DEVICE, torch.bfloat16)
+        optimizer = LowLevelZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1e-3), partition_grad=True, reduce_bucket_size=2**24, **options
+        )
+        x = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+        for _ in range(2):
+            optimizer.backward(model(x))
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+            optimizer.backward(model(x))
+            torch.cuda.synchronize()
+        trace = tmp_path / "trace.json"
+        traced.export_chrome_trace(str(trace))
+        travels = spans(trace, lambda name: beside in name)
+        products = spans(trace, lambda name: "gemm" in name or "matmul" in name or "cutlass" in name)
+        assert travels
+        assert products
+        assert any(begin < other_end and other < end for begin, end in travels for other, other_end in products)
+
+    over_nccl(work)
