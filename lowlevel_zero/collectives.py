@@ -179,9 +179,9 @@ class ShardGroup:
         """Start summing ``value`` (0-d) over the ranks, in place; on CUDA (NCCL) without a host synchronisation."""
         if not self._on_gloo(value.device):
             return self._native.all_reduce(value)
-        summed = value.cpu()
+        summed = value if not _is_staged(value.device) else value.cpu()
         work = dist.all_reduce(summed, group=self._wires.group, async_op=True)
-        return Pending((cast(dist.Work, work),), (summed,), lambda: value.copy_(summed))
+        return Pending((cast(dist.Work, work),), (summed,), lambda: summed if summed is value else value.copy_(summed))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""

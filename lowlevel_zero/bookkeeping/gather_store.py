@@ -45,6 +45,7 @@ class Gather:
 
         A reader on another stream has to wait too: until the device has written them they stay awaited.
         """
+        written_now = self._pending is not None
         if self._pending is not None:
             self._write(self._pending)
             self._pending = None
@@ -52,13 +53,14 @@ class Gather:
             self._written.wait()
             if self._written.query():
                 self.forget()
+        if written_now:
+            note_versions(self.records)
 
     @torch.no_grad()
     def _write(self, pending: Pending[None]) -> None:
         with self._streams.home():
             pending.wait()
             self._written = self._streams.mark()
-        note_versions(self.records)
 
     def forget(self) -> None:
         """What reads a parameter from now on comes after it has been written: let them be ordinary ones."""
