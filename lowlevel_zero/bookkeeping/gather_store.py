@@ -134,7 +134,7 @@ def _increment_versions(tensors: list[Tensor]) -> None:
 def _takes_many() -> bool:
     try:
         torch.autograd.graph.increment_version([])
-    except TypeError:  # torch 2.4, say
+    except (TypeError, RuntimeError):  # torch 2.4, say
         return False
     return True
 
