@@ -15,6 +15,9 @@ from .flat_shards import FlatShards, local_part
 from .loss_scaler import LossScaler
 from .reducer import PlanState, Reducer
 from .state import MASTER, SCALARS, State, in_group_order, is_slice, load_slices, own_state
+from .trial import NoTrial, first_states
+
+_TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
 
 
 class ShardedState:
@@ -72,6 +75,31 @@ class ShardedState:
                         self.shards.wrap(value, record.split.numel) if sliced else value.detach()
                     )
         return found
+
+    def room(self) -> dict[str, Tensor]:
+        """Zeros for the tensors that parameters without state will have after a step, as far as can be told."""
+        new = [record for record in self.parameters if not own_state(self._optim, record)]
+        if not new:
+            return {}
+        try:
+            first = first_states(self._optim, _TRIED)
+        except NoTrial:
+            return {}
+        group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
+        found: dict[str, Tensor] = {}
+        for record in new:
+            state = {key: value for key, value in first[group_of[record.p32]].items() if isinstance(value, Tensor)}
+            for key, value in state.items():
+                found[f"{self._name(record)}.{key}"] = self._zeros(key, value, record)
+            if not record.shares_storage:
+                found[f"{self._name(record)}.{MASTER}"] = self._zeros(MASTER, record.p32.new_zeros(_TRIED), record)
+        return found
+
+    def _zeros(self, key: str, like: Tensor, record: ShardedParameter) -> Tensor:
+        if key in SCALARS or like.shape != (_TRIED,):
+            return torch.zeros_like(like)
+        own = torch.zeros(record.split.slice_size, dtype=like.dtype, device=like.device)
+        return self.shards.wrap(own, record.split.numel)
 
     def settings(self) -> State:
         """All that isn't in ``tensors``."""

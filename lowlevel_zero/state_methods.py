@@ -21,6 +21,7 @@ from .state import Pinned, State, load_whole_state_dict, whole_state_dict
 EXTRAS = "lowlevel_zero"
 
 SETTINGS = "settings"
+_LENGTH_BYTES = 8
 
 
 class StateMethods:
@@ -103,8 +104,10 @@ class StateMethods:
         """
         sharded = self.sharded_state()
         if metadata is None:
-            data = packed({**sharded.settings(), "shapes": self._shapes()}, "the optimizer's settings")
-            return {**sharded.tensors(), SETTINGS: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+            room = sharded.room()
+            settings = {**sharded.settings(), "shapes": self._shapes(), "absent": list(room)}
+            data = packed(settings, "the optimizer's settings")
+            return {**sharded.tensors(), **room, SETTINGS: self._framed(data)}
         saved = {
             name.removeprefix(prefix): entry
             for name, entry in metadata.state_dict_metadata.items()
@@ -126,12 +129,13 @@ class StateMethods:
         """
         if SETTINGS not in state_dict:
             raise ValueError(f"state_dict: expected sharded_state_dict()'s, got one without {SETTINGS!r}")
-        settings = unpacked(bytes(state_dict[SETTINGS].tolist()))
+        settings = _unframed(state_dict[SETTINGS])
         self._check_shapes(settings["shapes"])
         sharded = self.sharded_state()
         sharded.check(settings)
         self.zero_grad()
-        tensors = {name: tensor for name, tensor in state_dict.items() if name != SETTINGS}
+        without = {SETTINGS, *settings["absent"]}
+        tensors = {name: tensor for name, tensor in state_dict.items() if name not in without}
         sharded.load(tensors, settings)
         masters = sharded.masters(tensors)
         for record in self._parameters:
@@ -161,6 +165,18 @@ class StateMethods:
                 names[p] = of_model.get(p, f"param_groups[{at}]['params'][{place}]") if record is None else record.name
         return names
 
+    def _framed(self, data: bytes) -> Tensor:
+        """``data``, with its length before it, in as many bytes as any settings of these parameters take.
+
+        So that what was saved after many steps has the size of what a fresh optimizer offers to load into.
+        """
+        size = 2**16 + sum(2**9 + 2**4 * len(name) for name in self._own_names().values())
+        size += 2**12 * len(self.optim.param_groups)
+        while size < len(data) + _LENGTH_BYTES:
+            size *= 2
+        framed = (len(data).to_bytes(_LENGTH_BYTES, "little") + data).ljust(size, b"\0")
+        return torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+
     def _shapes(self) -> dict[str, list[list[int]]]:
         return {record.name: [list(record.p.shape), list(record.p.stride())] for record in self._parameters}
 
@@ -171,3 +187,11 @@ class StateMethods:
                     f"{name}: expected state of shape {tuple(shape)} and strides {tuple(stride)}, got "
                     f"{tuple(saved[name][0])} and {tuple(saved[name][1])}: build the model that it was saved of"
                 )
+
+
+def _unframed(framed: Tensor) -> Any:
+    stop = _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES].tolist(), "little")
+    try:
+        return unpacked(bytes(framed[_LENGTH_BYTES:stop].tolist()))
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(f"state_dict: {SETTINGS!r} isn't what sharded_state_dict() gave: {error}") from error

@@ -69,6 +69,30 @@ def try_on_slices(optimizer: Optimizer) -> str | None:
     raise NoTrial(told) from failures[0][1]
 
 
+def first_states(optimizer: Optimizer, numel: int) -> list[dict[str, Any]]:
+    """The state that a parameter of ``numel`` elements gets in its first step: one dict for each param group.
+
+    Found out by twins, as above; ``optimizer`` stays as it is, and has not been asked for more than its options.
+
+    Raises:
+        NoTrial: no twin could be made.
+    """
+    with _SmallTensorsOnly():
+        options = copy.deepcopy([_without_params(group) for group in optimizer.param_groups])
+    likes = [group["params"][0] if group["params"] else torch.zeros(0) for group in optimizer.param_groups]
+    for build in (_copied, _rebuilt):
+        params: list[Tensor] = [torch.nn.Parameter(like.new_zeros(numel)) for like in likes]
+        groups = [{**copy.deepcopy(own), "params": [p]} for own, p in zip(options, params, strict=True)]
+        try:
+            with _undisturbed(likes[0].device):
+                twin = _Twin(build(optimizer, groups), params)
+                twin.step([torch.zeros_like(p) for p in params])
+            return [dict(twin.optimizer.state.get(p, {})) for p in params]
+        except Exception as error:  # whatever a stranger's class raises
+            failure = error
+    raise NoTrial(f"{type(failure).__name__}: {failure}") from failure
+
+
 class _Twin(NamedTuple):
     """A throwaway optimizer and what it steps."""
 
