@@ -13,10 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import LowLevelZeroOptimizer, stepping
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def every_bucket_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is: else these models would be stepped, and gathered, in one."""
+    monkeypatch.setattr(stepping, "PART", 1)
 
 
 class Odd(nn.Module):
