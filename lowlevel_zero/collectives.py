@@ -132,6 +132,10 @@ class ShardGroup:
         """A wire for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
         return self._transport(device).new_wire(row, dtype, device)
 
+    def in_flight(self, device: torch.device) -> int:
+        """Reductions of ``device``'s tensors that are worth having under way at a time."""
+        return self._transport(device).in_flight
+
     def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result is this rank's row of the sum, ``[row]``.
 

@@ -29,7 +29,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping.bucket_plan import BucketPlan, Item, completed, make_plan
-from .bookkeeping.bucket_store import IN_FLIGHT, BucketStore, Reduced
+from .bookkeeping.bucket_store import BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .collectives import ShardGroup
@@ -98,7 +98,8 @@ class Reducer:
         self._gradients = gradients
         self._buckets = BucketStore(self._records, group, options.keeps_row_only, streams)
         # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early.
-        self._in_flight = IN_FLIGHT if options.keeps_row_only else None
+        device = self._records[0].padded.device
+        self._in_flight = group.in_flight(device) if options.keeps_row_only else None
         self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         self._forecast = Forecast(parameters, group)

@@ -61,7 +61,11 @@ class Transport(ABC):
     Attributes:
         rank: this process's rank in the group.
         size: ranks in the group.
+        in_flight: reductions that are worth having under way: enough to keep the network busy, few enough for stage
+            2's memory, since each holds a wire.
     """
+
+    in_flight = 3
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

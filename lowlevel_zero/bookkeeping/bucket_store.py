@@ -16,9 +16,6 @@ from .bucket_plan import Bucket, BucketPlan, narrowed
 from .parameter_store import ShardedParameter
 from .wire import pack
 
-# A reduction in flight holds a wire: enough of them to keep the network busy, few enough for stage 2's memory.
-IN_FLIGHT = 3
-
 # Narrowed plans that are kept: few sets of parameters come again and again, or ever new ones.
 _PLANS_KEPT = 64
 
