@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from checkpoints import AFTER, BEFORE, Training, differences
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
+from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, saving, storage
 from ranks import run_ranks
 
 # Crashes
@@ -261,6 +263,42 @@ print("the end")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "the end\n"
     assert run_ranks(lambda rank, world_size: load_small(tmp_path / "a"), 1) == ["there"]
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["before it starts", "while it writes"])
+def test_destroying_the_group_under_an_asynchronous_save_never_leaves_half_a_checkpoint(
+    started: bool, tmp_path: Path
+) -> None:
+    def save(rank: int, world_size: int) -> tuple[str, Any]:
+        goes_on, planned = threading.Event(), threading.Event()
+        dcp_save = saving.dcp_save
+        write = storage.CommittingWriter.write_data
+
+        def late(tensors: Any, **options: Any) -> Any:
+            assert started or goes_on.wait(20)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's: "assuming the intent is a single process"
+                return dcp_save(tensors, **options)
+
+        def held(writer: Any, plan: Any, planner: Any) -> Any:
+            planned.set()
+            assert goes_on.wait(20)
+            return write(writer, plan, planner)
+
+        saving.async_dcp_save = lambda *args, **options: ThreadPoolExecutor(1).submit(late, *args, **options)
+        storage.CommittingWriter.write_data = held  # type: ignore[method-assign]
+        pair = Training().start().train(BEFORE, rank, world_size)
+        under_way = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
+        assert not started or planned.wait(20)
+        dist.destroy_process_group()
+        goes_on.set()
+        with pytest.raises(RuntimeError, match="could not be written") as caught:
+            under_way.wait()
+        return str(caught.value), latest(tmp_path)
+
+    for message, found in run_ranks(save, 2):
+        assert "destroy_process_group was called before all was written: call wait() first" in message
+        assert found is None
 
 
 def load_small(path: Path) -> Any:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..bookkeeping.parameter_store import ShardedParameter, flat_in_memory_order
 from ..collectives import ShardGroup
@@ -16,6 +18,9 @@ from ..partition import EvenSplit
 from .manifest import SavedTensor
 
 T = TypeVar("T")
+
+# torch 2.4 takes the first rank of a group for rank 0.
+LED_BY_ANY_RANK = hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank")
 
 _EXTRA = "_extra_state"
 
@@ -196,7 +201,10 @@ class Contents:
 
 
 def check_pair(model: object, optimizer: object) -> None:
-    """Raise ``TypeError`` unless these are a module and one of this package's optimizers."""
+    """Raise ``TypeError`` unless these are a module and one of this package's optimizers.
+
+    ``NotImplementedError``: torch can't do it for the optimizer's group; the same on all of its ranks.
+    """
     if not isinstance(optimizer, LowLevelZeroOptimizer):
         raise TypeError(
             f"optimizer: expected a LowLevelZeroOptimizer, got {type(optimizer).__name__}: wrap it first, or use "
@@ -204,6 +212,12 @@ def check_pair(model: object, optimizer: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not LED_BY_ANY_RANK and optimizer._group.size > 1 and dist.get_global_rank(optimizer._group.group, 0) != 0:
+        raise NotImplementedError(
+            f"optimizer: expected a process group whose first rank is rank 0, got one that rank "
+            f"{dist.get_global_rank(optimizer._group.group, 0)} leads, which torch.distributed.checkpoint of torch "
+            f"{torch.__version__} can't save or load for: use a later torch"
+        )
 
 
 def _under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:

@@ -31,7 +31,7 @@ from ..version import __version__
 from .contents import Contents, check_pair
 from .folders import beside, check_target, next_serial, prune, publish
 from .manifest import MANIFEST, OBJECTS, FileSum, Manifest
-from .storage import CommittingWriter, Sums, summed
+from .storage import ALONE, CommittingWriter, Sums, summed
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -64,7 +64,7 @@ def save_checkpoint(
         extra: numbers, strings, tensors, lists, dicts: what else the run needs to go on. Rank 0's is saved.
         async_save: copy what is to be saved to the host and return; a thread writes it while training goes on. A
             further save or load waits for it, and so does the interpreter's end; wait yourself before
-            ``destroy_process_group``.
+            ``destroy_process_group``, or it may be broken off, with an error.
         keep: then remove all but the ``keep`` newest checkpoints in ``path``'s directory, which must be this
             run's alone, and remains of saves that were broken off.
         timeout: seconds to wait for the other ranks to call this.
@@ -104,7 +104,8 @@ def save_checkpoint(
             written.mkdir(parents=True)
     commit = _Commit(target, written, token, objects, _describe(contents, optimizer, tensors), keep)
     saving = Saving(target, written if group.rank == 0 else None)
-    saving.start(tensors, CommittingWriter(written, commit), group.apart(), async_save)
+    writer = CommittingWriter(written, group.rank, group.size, commit)
+    saving.start(tensors, writer, group.apart(), async_save)
     if async_save:
         _last[group.group] = saving
     else:
@@ -123,6 +124,7 @@ class Saving:
         self.path = path
         self._written = written
         self._future: Future[Any] = Future()
+        self._hint = ""
 
     def start(
         self, tensors: dict[str, Tensor], writer: CommittingWriter, group: dist.ProcessGroup, in_background: bool
@@ -130,8 +132,7 @@ class Saving:
         """Have the tensors written, by a thread or before returning."""
         if in_background:
             started = async_dcp_save(tensors, storage_writer=writer, process_group=group)
-            self._future = cast("Future[Any]", started)
-            self._future.add_done_callback(self._tell)
+            cast("Future[Any]", started).add_done_callback(self._tell)
             return
         try:
             self._future.set_result(dcp_save(tensors, storage_writer=writer, process_group=group))
@@ -156,12 +157,16 @@ class Saving:
 
     result = wait
 
-    def _tell(self, future: Future[Any]) -> None:
+    def _tell(self, written: Future[Any]) -> None:
         """Nobody may ever wait: an error of a thread goes to the log too."""
-        error = future.exception()
-        if error is not None:
-            _log.error("%s", self._reason(error))
-            self._clean()
+        error = written.exception()
+        if error is None:
+            self._future.set_result(None)
+            return
+        self._hint = "" if dist.is_initialized() else f" ({ALONE})"
+        _log.error("%s", self._reason(error))
+        self._clean()
+        self._future.set_exception(error)
 
     def _clean(self) -> None:
         if self._written is not None:
@@ -174,7 +179,7 @@ class Saving:
             told = f"rank {rank}: {type(cause).__name__}: {cause}"
         else:
             told = f"{type(error).__name__}: {error}"
-        return f"{self.path}: the checkpoint could not be written, a former one is as it was. {told}"
+        return f"{self.path}: the checkpoint could not be written, a former one is as it was. {told}{self._hint}"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from .manifest import FileSum
 
 Sums = dict[str, FileSum]
 
+# Why an asynchronous save may find its ranks gone.
+ALONE = "destroy_process_group was called before all was written: call wait() first"
+
 # torch 2.4 warns of its own writer's code, which nobody here can change.
 warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed\.checkpoint")
 
@@ -83,13 +86,22 @@ class CommittingWriter(FileSystemWriter):
 
     Args:
         folder: where to write; it exists.
+        rank: this one, and ``size``: how many there are. Once ``destroy_process_group`` has been called, torch
+            takes each rank for the only one, whose slices alone would be a checkpoint.
         commit: called on the first rank with the sums of all files.
     """
 
-    def __init__(self, folder: Path, commit: Callable[[Sums], None]) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, commit: Callable[[Sums], None]) -> None:
         super().__init__(folder, sync_files=False)  # they are, by ``summed``
         self.fs = self._files = _SummedFiles()
+        self._rank = rank
+        self._size = size
         self._commit = commit
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator and self._rank != 0:
+            raise RuntimeError(f"rank {self._rank} is alone")
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
         results = super().write_data(plan, planner)
@@ -98,6 +110,8 @@ class CommittingWriter(FileSystemWriter):
         return told
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        if len(results) != self._size:
+            raise RuntimeError(f"expected what {self._size} ranks wrote, got what {len(results)} did")
         super().finish(metadata, results)
         sums = dict(self._files.sums)
         for written in results:
