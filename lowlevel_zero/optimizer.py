@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from .construction import (
 )
 from .elementwise import check_elementwise
 from .grad_norm import GlobalNorm, clip_factor
+from .group_methods import GroupMethods
 from .loss_scaler import LossScaler
 from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undelivered
 from .reducer import Reducer
@@ -43,7 +44,7 @@ from .wrapping import WrappingOptimizer
 _log = logging.getLogger("lowlevel_zero")
 
 
-class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
+class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOptimizer):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
     Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
@@ -375,58 +376,6 @@ class LowLevelZeroOptimizer(CallerNames, StateMethods, WrappingOptimizer):
         norm = self._measured(sums, GlobalNorm(self._group, self._device, self._gradients.raw_unit()))
         self._gradients.scale(sums, clip_factor(norm, max_norm))
         return norm
-
-    # ---- more parameters ----
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
-
-        Parameters that were frozen at construction, and aren't any more, come in this way too.
-        """
-        self._reducer.even_out()
-        params = param_group["params"]
-        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        known = len(self.optim.param_groups)
-        with ExitStack() as undo:
-            undo.callback(lambda: self.optim.param_groups.__delitem__(slice(known, None)))
-            names = self._try_group(param_group)
-            undo.pop_all()
-        shard_groups(self.optim, self._parameters, self._group, self._options, names)
-        self._reducer.extend()
-
-    def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
-        """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""
-        names: dict[Tensor, str] = {}
-        lines: list[str] = []
-        error: Exception | None = None
-        try:
-            self._refuse_known(param_group)
-            self.optim.add_param_group(param_group)
-            names = parameter_names(self.optim, self._model)
-            new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
-            check_parameters(new, names, self._group)
-            check_elementwise(self.optim, assume_elementwise=self._options.assume_elementwise)
-            if self._options.cpu_offload:
-                check_steps_on_host(self.optim)
-            self._refuse_first_half(new)
-            lines = list(describe(self.optim, names, None))
-        except (TypeError, ValueError, RuntimeError) as raised:
-            error = raised
-        agree(self._group, lines, error, doing="add a param group")
-        return names
-
-    def _refuse_known(self, param_group: dict[str, Any]) -> None:
-        for p in param_group["params"]:
-            record = self._parameters.find(p)
-            if record is not None:
-                raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")
-
-    def _refuse_first_half(self, new: list[Tensor]) -> None:
-        if self._scaler is None and any(p.dtype == torch.float16 for p in new):
-            raise ValueError(
-                "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
-                "scaled: construct the optimizer with them"
-            )
 
     def _log_start(self) -> None:
         if self._group.rank == 0:

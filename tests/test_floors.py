@@ -37,7 +37,7 @@ HOUSE = (
     ("floor 3, under the others", ("forecast", "grad_norm")),
     ("floor 3", ("state", "reducer", "stepping", "construction")),
     ("floor 3, thin over the others", ("sharding", "caller_names", "sharded_state")),
-    ("floor 3, thinner still", ("state_methods",)),
+    ("floor 3, thinner still", ("state_methods", "group_methods")),
     ("floor 4", ("optimizer",)),
     ("floor 5", ("checkpoint.*", "accessors")),
     ("floor 6, the plugin", ("plugin.*",)),

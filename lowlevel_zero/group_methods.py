@@ -1,0 +1,81 @@
+"""More parameters after construction: a param group is checked and agreed on by the ranks, then sharded."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .bookkeeping.parameter_store import ParameterStore
+from .collectives import ShardGroup
+from .construction import agree, check_parameters, check_steps_on_host, describe, parameter_names
+from .elementwise import check_elementwise
+from .loss_scaler import LossScaler
+from .options import ZeroOptions
+from .reducer import Reducer
+from .sharding import shard_groups
+
+
+class GroupMethods:
+    """``add_param_group``."""
+
+    optim: Optimizer
+    _model: nn.Module | None
+    _group: ShardGroup
+    _options: ZeroOptions
+    _scaler: LossScaler | None
+    _parameters: ParameterStore
+    _reducer: Reducer
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
+
+        Parameters that were frozen at construction, and aren't any more, come in this way too.
+        """
+        self._reducer.even_out()
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        known = len(self.optim.param_groups)
+        with ExitStack() as undo:
+            undo.callback(lambda: self.optim.param_groups.__delitem__(slice(known, None)))
+            names = self._try_group(param_group)
+            undo.pop_all()
+        shard_groups(self.optim, self._parameters, self._group, self._options, names)
+        self._reducer.extend()
+
+    def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
+        """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""
+        names: dict[Tensor, str] = {}
+        lines: list[str] = []
+        error: Exception | None = None
+        try:
+            self._refuse_known(param_group)
+            self.optim.add_param_group(param_group)
+            names = parameter_names(self.optim, self._model)
+            new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
+            check_parameters(new, names, self._group)
+            check_elementwise(self.optim, assume_elementwise=self._options.assume_elementwise)
+            if self._options.cpu_offload:
+                check_steps_on_host(self.optim)
+            self._refuse_first_half(new)
+            lines = list(describe(self.optim, names, None))
+        except (TypeError, ValueError, RuntimeError) as raised:
+            error = raised
+        agree(self._group, lines, error, doing="add a param group")
+        return names
+
+    def _refuse_known(self, param_group: dict[str, Any]) -> None:
+        for p in param_group["params"]:
+            record = self._parameters.find(p)
+            if record is not None:
+                raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")
+
+    def _refuse_first_half(self, new: list[Tensor]) -> None:
+        if self._scaler is None and any(p.dtype == torch.float16 for p in new):
+            raise ValueError(
+                "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
+                "scaled: construct the optimizer with them"
+            )
