@@ -17,7 +17,7 @@ from .grad_norm import GlobalNorm
 from .loss_scaler import LossScaler
 from .memory import held_bytes
 from .reducer import Reducer
-from .state import Pinned, State, gather_slice, load_state_shards, packed_groups, whole_of_rows, whole_state_shards
+from .state import Pinned, State, load_state_shards, packed_groups, whole_gradients, whole_state_shards
 
 
 class CallerNames:
@@ -49,12 +49,8 @@ class CallerNames:
         """
         record = self._parameters[working_param]
         self._reducer.finish()
-        own = self._gradients.averaged(record)
-        if own is None:
-            return None
-        rows = self._gradients.averaged_rows(record)
-        whole = gather_slice(own, record, self._group) if rows is None else whole_of_rows(rows, record)
-        return whole.to(record.p.dtype)
+        (whole,) = whole_gradients([record], self._gradients, self._group)
+        return None if whole is None else whole.to(record.p.dtype)
 
     @property
     def loss_scale(self) -> float:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -38,6 +39,7 @@ class ShardGroup:
     Attributes:
         rank: this process's rank in the group.
         size: ranks in the group.
+        number: how many others of this process group took wires of their own before, which all ranks count alike.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -66,6 +68,7 @@ class ShardGroup:
         self._wires = _Wires(self.group, Exchange(self.group) if on_gloo else self._native)
         self._sent = {"reduce": 0, "gather": 0}
         self._messages = self.group
+        self.number = -1
 
     def own_wires(self) -> None:
         """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
@@ -75,6 +78,7 @@ class ShardGroup:
         every rank. Where all ranks are processes of one host, these wires travel through shared memory, unless
         ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them.
         """
+        self.number = next(_numbers.setdefault(self.group, count()))
         if not self._on_gloo(torch.device("cpu")):
             return
         lent = _lent.setdefault(self.group, [])
@@ -298,6 +302,7 @@ def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
 
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
 
 # What nobody may ever wait for, kept until it is done. gloo stops reading from a peer when it has no tensor any more
 # for what comes, and whoever destroys the process group then waits forever for what was to be read after it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -130,11 +131,24 @@ def _shape(value: object) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
+class Alike(NamedTuple):
+    """What has to be the same on every rank, and what to do where it isn't; for messages."""
+
+    what: str
+    remedy: str
+
+
+BUILDS = Alike(
+    "the same model, optimizer and options", "build them alike, in the same order, before constructing the optimizer"
+)
+
+
 def agree(
     group: ShardGroup,
     lines: Sequence[str],
     error: Exception | None,
     doing: str = "construct its LowLevelZeroOptimizer",
+    alike: Alike = BUILDS,
 ) -> None:
     """Raise on every rank if one has an error, or if their ``lines`` differ.
 
@@ -158,11 +172,11 @@ def agree(
     for rank, (message, _) in enumerate(told):
         if message is not None:
             raise RuntimeError(f"rank {rank} could not {doing}: {message}")
-    raise ValueError(_first_difference([theirs for _, theirs in told]))
+    raise ValueError(_first_difference([theirs for _, theirs in told], alike))
 
 
 @contextmanager
-def together(group: ShardGroup, doing: str) -> Iterator[list[str]]:
+def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[list[str]]:
     """Every rank enters; if the body raises on one of them, or their lines differ, all raise as ``agree`` does.
 
     The body communicates on all ranks alike, whatever it raises, or not at all. It is given the list of lines to
@@ -174,10 +188,10 @@ def together(group: ShardGroup, doing: str) -> Iterator[list[str]]:
         yield lines
     except Exception as raised:
         error = raised
-    agree(group, lines, error, doing)
+    agree(group, lines, error, doing, alike)
 
 
-def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:
+def _first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
     """Name the first place where a rank's lines are not rank 0's."""
     first = by_rank[0]
     for at in range(max(len(lines) for lines in by_rank)):
@@ -186,7 +200,7 @@ def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:
             got = lines[at] if at < len(lines) else "nothing more"
             if got != expected:
                 return (
-                    f"expected the same model, optimizer and options on every rank; rank 0 has «{expected}» where "
-                    f"rank {rank} has «{got}»: build them alike, in the same order, before constructing the optimizer"
+                    f"expected {alike.what} on every rank; rank 0 has «{expected}» where "
+                    f"rank {rank} has «{got}»: {alike.remedy}"
                 )
     raise AssertionError("digests differ, lines don't")

@@ -22,13 +22,14 @@ _FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.05  # seconds between looks at the store
 _over: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 
 
-def call_roll(group: dist.ProcessGroup, room: str, timeout: float = 20.0) -> None:
+def call_roll(group: dist.ProcessGroup, room: str, timeout: float = 20.0, doing: str | None = None) -> None:
     """Return when every rank of ``group`` has called this with the same ``room``.
 
     Args:
         group: the ranks that are to come.
-        room: what they come for, as in ``"save_checkpoint"``; part of the message.
+        room: what they come for, as in ``"save_checkpoint"``.
         timeout: seconds to wait for the last.
+        doing: what this rank does there, for the message; None: ``room``.
 
     Raises:
         TimeoutError: somebody didn't come. Raised by all that did, once the first of them has waited for
@@ -50,7 +51,7 @@ def call_roll(group: dist.ProcessGroup, room: str, timeout: float = 20.0) -> Non
         pause = min(2 * pause, _SLOWEST_LOOK)
     _over[group][room] += 1
     if outcome == _OFF:
-        raise TimeoutError(_who_came(attempt, room, size, timeout))
+        raise TimeoutError(_who_came(attempt, doing or room, size, timeout))
     attempt.forget_earlier()
 
 
@@ -104,11 +105,11 @@ def _enter(group: dist.ProcessGroup, room: str) -> _Attempt:
         rooms[room] += 1
 
 
-def _who_came(attempt: _Attempt, room: str, size: int, timeout: float) -> str:
+def _who_came(attempt: _Attempt, doing: str, size: int, timeout: float) -> str:
     came = attempt.came()
     missing = sorted(set(range(size)) - set(came))
     return (
-        f"{room}: expected all {size} ranks, got {_listed(came)} and, within {timeout:g} seconds, not "
+        f"{doing}: expected all {size} ranks, got {_listed(came)} and, within {timeout:g} seconds, not "
         f"{_listed(missing)}: call it on every rank"
     )
 

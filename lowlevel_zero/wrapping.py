@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 from torch.optim import Optimizer
 
@@ -22,6 +24,7 @@ class WrappingOptimizer(Optimizer):
     def __init__(self, optim: Optimizer) -> None:
         # Optimizer.__init__ would make groups and state of its own; unpickling makes hooks and no more.
         super().__setstate__({"optim": optim})
+        _alive[next(_made)] = self
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -58,3 +61,12 @@ class WrappingOptimizer(Optimizer):
             "they are reduced. Convert the model to fp16 and call optimizer.backward(loss), which scales the loss "
             "by itself; or use bf16 (model or autocast), which needs no scaling; or GradScaler(enabled=False)"
         )
+
+
+_made = count()
+_alive: WeakValueDictionary[int, WrappingOptimizer] = WeakValueDictionary()
+
+
+def alive() -> list[WrappingOptimizer]:
+    """The wrapping optimizers of this process that somebody still holds, in the order of their making."""
+    return list(_alive.values())

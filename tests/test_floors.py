@@ -16,7 +16,20 @@ PACKAGE = "lowlevel_zero"
 # the files of a package listed as "name.*" share one place, and import each other as they like).
 HOUSE = (
     ("floor 0, under the others", ("trial",)),
-    ("floor 0", ("partition", "loss_scaler", "memory", "elementwise", "options", "wrapping", "version", "streams")),
+    (
+        "floor 0",
+        (
+            "partition",
+            "loss_scaler",
+            "memory",
+            "elementwise",
+            "options",
+            "wrapping",
+            "version",
+            "streams",
+            "deepspeed_config",
+        ),
+    ),
     ("floor 1, without a group", ("mail",)),
     ("floor 1, under the others", ("transport", "arena")),
     ("floor 1, without the backend's collectives", ("exchange", "staging")),
@@ -39,6 +52,7 @@ HOUSE = (
     ("floor 3, thin over the others", ("sharding", "caller_names", "sharded_state")),
     ("floor 3, thinner still", ("state_methods", "group_methods")),
     ("floor 4", ("optimizer",)),
+    ("floor 5, under the others", ("owners",)),
     ("floor 5", ("checkpoint.*", "accessors")),
     ("floor 6, the plugin", ("plugin.*",)),
     ("the public names", ("__init__",)),

@@ -186,6 +186,16 @@ class GradientStore:
         for record in working:
             record.p32.grad = gradient_of[record.index]
 
+    def overwrite(self, record: ShardedParameter, own: Tensor) -> None:
+        """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``; others' rows are let go."""
+        total = record.sum
+        assert total is not None
+        self._fetch(total)
+        self._promote(total)
+        total.forget_others()
+        total.part_of(record.index).copy_(own.to(total.row) / self.raw_unit())
+        self._bring_down(total)
+
     # ---- who had one ----
 
     def late(self) -> bool:

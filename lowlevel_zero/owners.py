@@ -1,0 +1,81 @@
+"""Owners: which optimizer trains a parameter, and calls that all of its ranks make together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from .bookkeeping.parameter_store import ShardedParameter
+from .construction import Alike, together
+from .optimizer import LowLevelZeroOptimizer
+from .roll_call import call_roll
+from .wrapping import alive
+
+Records: TypeAlias = Sequence[ShardedParameter]
+
+_ROOM = "accessors"
+_CALLS = Alike("the same call", "call it for the same parameters on every rank, in the same order")
+
+
+def owner_of(param: Tensor) -> tuple[LowLevelZeroOptimizer, ShardedParameter]:
+    """The optimizer that trains ``param``, the latest of several, and its record there.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: there is none, or it is gone.
+    """
+    if not isinstance(param, Tensor):
+        raise TypeError(f"param: expected a parameter of the model, got {type(param).__name__}")
+    for optimizer, (record,) in owners_of([param]).items():
+        return optimizer, record
+    kind = f"a {tuple(param.shape)} tensor"
+    if not param.requires_grad:
+        raise ValueError(
+            f"param: expected a parameter that an optimizer trains, got {kind} with requires_grad=False, of which no "
+            "LowLevelZeroOptimizer has a slice: read and write it as it is"
+        )
+    raise ValueError(
+        f"param: expected a parameter of a LowLevelZeroOptimizer that is alive, got {kind} that none holds: pass the "
+        "model's own parameter, not a copy or a view, and keep its optimizer"
+    )
+
+
+def is_frozen(param: Tensor) -> bool:
+    """Whether ``param`` is one of which no optimizer has a slice because it isn't trained."""
+    return isinstance(param, nn.Parameter) and not param.requires_grad and not owners_of([param])
+
+
+def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[ShardedParameter]]:
+    """The records of those that are trained, by optimizer in the order of making, in the optimizer's own order."""
+    sought = dict.fromkeys(params)
+    held: dict[LowLevelZeroOptimizer, list[ShardedParameter]] = {}
+    for optimizer in reversed(alive()):
+        if isinstance(optimizer, LowLevelZeroOptimizer):
+            found = [record for p in sought if (record := optimizer._parameters.find(p)) is not None]
+            for record in found:
+                del sought[record.p]
+            if found:
+                held[optimizer] = sorted(found, key=lambda record: record.index)
+    return dict(reversed(held.items()))
+
+
+@contextmanager
+def at_once(optimizer: LowLevelZeroOptimizer, records: Records, call: str, timeout: float) -> Iterator[list[str]]:
+    """Every rank makes this ``call``, of these parameters; the body, which doesn't communicate, checks it.
+
+    The body may add to the lines that have to be alike on all ranks.
+
+    Raises:
+        TimeoutError: not every rank came within ``timeout`` seconds; the message says which did.
+        ValueError: ranks came for different things; the message says who for what.
+        RuntimeError: what another rank's body raised. (This one's own is raised as it is.)
+    """
+    group = optimizer._group
+    call += f" of {records[0].name}" if len(records) == 1 else f" of {len(records)} parameters"
+    call_roll(group.group, _ROOM, timeout, call)
+    with together(group, f"call {call}", _CALLS) as lines:
+        lines += [f"{call}: {record.name}, optimizer {group.number}" for record in records]
+        yield lines
