@@ -118,7 +118,7 @@ def safe_set_full_optimizer_state(
 def safe_get_local_fp32_param(param: Tensor) -> Tensor:
     """This rank's slice of the fp32 master; doesn't communicate."""
     optimizer, record = owner_of(param)
-    with optimizer._streams.home():
+    with optimizer._families.streams.home():
         record.follow_edits()
         return at_least_fp32(record.p32.detach().to(record.padded.device, copy=True))
 
@@ -131,9 +131,9 @@ def safe_get_local_grad(param: Tensor, *, timeout: float = TIMEOUT) -> Tensor | 
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], "safe_get_local_grad", timeout):
         _check_after_backward(optimizer, [record])
-    optimizer._reducer.finish()
-    with optimizer._streams.home():
-        return optimizer._gradients.averaged(record)
+    optimizer._families.finish()
+    with optimizer._families.streams.home():
+        return optimizer._families.of(record).gradients.averaged(record)
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
     """This rank's slice of a state; a number is 0-d; None if there is none yet. Doesn't communicate."""
     optimizer, record = owner_of(param)
     _check_key(optimizer, [record], key=optim_state_key)
-    with optimizer._streams.home():
+    with optimizer._families.streams.home():
         return copied_state(_state(optimizer, record).get(optim_state_key), record)
 
 
@@ -248,25 +248,28 @@ def _read(
     """Values of some parameters of one optimizer, on ``device``."""
     with at_once(optimizer, records, call, timeout):
         what.check(optimizer, records)
-    with torch.no_grad(), optimizer._streams.home():
+    with torch.no_grad(), optimizer._families.streams.home():
         values = what.read(optimizer, records)
         return [value if value is None or device is None else value.to(device) for value in values]
 
 
 def _gradients(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
-    optimizer._reducer.finish()
-    return whole_gradients(records, optimizer._gradients, optimizer._group)
+    optimizer._families.finish()
+    for family, own in optimizer._families.parted(records):
+        yield from whole_gradients(own, family.gradients, family.group)
 
 
 def _masters(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
     optimizer._force_wait_all_gather()
     for record in records:
         record.follow_edits()
-    return whole_masters(records, optimizer._group)
+    for family, own in optimizer._families.parted(records):
+        yield from whole_masters(own, family.group)
 
 
 def _states(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> Iterator[Tensor | None]:
-    return whole_states(records, optimizer.optim, key, optimizer._group)
+    for family, own in optimizer._families.parted(records):
+        yield from whole_states(own, optimizer.optim, key, family.group)
 
 
 def _states_of(key: str) -> _What:
@@ -286,12 +289,13 @@ def _put_master(optimizer: LowLevelZeroOptimizer, record: ShardedParameter, own:
     """Let ``p32`` be a slice ``[s]``, and ``p`` what all ranks' round to. Communicates."""
     optimizer._force_wait_all_gather()
     start, stop = record.split.span(record.rank)
-    with optimizer._streams.home():
+    with optimizer._families.streams.home():
         master = own[: stop - start].detach().to(record.p32)
         record.load_row(master.to(record.p.dtype), master)
         if record.split.numel:
-            optimizer._gathers.start([record])
-            optimizer._gathers.finish()
+            gathers = optimizer._families.of(record).gathers
+            gathers.start([record])
+            gathers.finish()
 
 
 @torch.no_grad()
@@ -300,13 +304,13 @@ def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool, timeo
     with at_once(optimizer, [record], call, timeout):
         _check_after_backward(optimizer, [record])
         _check_value(value, record, record.p32.shape if is_local else param.shape)
-    optimizer._reducer.finish()
-    with optimizer._streams.home():
-        own = optimizer._gradients.averaged(record)
+    optimizer._families.finish()
+    with optimizer._families.streams.home():
+        own = optimizer._families.of(record).gradients.averaged(record)
         if own is None:
             raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
         fill_slice(own, value if is_local else record.slice_of(value), record)
-        optimizer._gradients.overwrite(record, own)
+        optimizer._families.of(record).gradients.overwrite(record, own)
 
 
 @torch.no_grad()
@@ -322,7 +326,7 @@ def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool
             _check_value(value, record, record.p32.shape if is_local else param.shape)
         else:
             lines.append(f"{key} = {_number(value, held, record)}")
-    with optimizer._streams.home():
+    with optimizer._families.streams.home():
         if is_slice(key, held, record):
             fill_slice(held, value if is_local else record.slice_of(value), record)
         elif isinstance(held, Tensor):

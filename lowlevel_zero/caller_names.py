@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bookkeeping.gather_store import GatherStore
-from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .collectives import ShardGroup
+from .families import Families
 from .grad_norm import GlobalNorm
 from .loss_scaler import LossScaler
 from .memory import held_bytes
-from .reducer import Reducer
 from .state import Pinned, State, load_state_shards, packed_groups, whole_gradients, whole_state_shards
 
 
@@ -24,13 +21,10 @@ class CallerNames:
     """Look-ups under ColossalAI 0.5.0's names. Maps are keyed by ``id()`` because its callers look up so."""
 
     optim: Optimizer
-    _group: ShardGroup
     _norm: GlobalNorm | None
     _scaler: LossScaler | None
     _parameters: ParameterStore
-    _gradients: GradientStore
-    _gathers: GatherStore
-    _reducer: Reducer
+    _families: Families
 
     def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
         """Global L2 norm of the last step's gradients, unscaled, before clipping; None before the first step.
@@ -48,8 +42,9 @@ class CallerNames:
         Every rank calls it: in stage 2 the slices are gathered.
         """
         record = self._parameters[working_param]
-        self._reducer.finish()
-        (whole,) = whole_gradients([record], self._gradients, self._group)
+        self._families.finish()
+        family = self._families.of(record)
+        (whole,) = whole_gradients([record], family.gradients, family.group)
         return None if whole is None else whole.to(record.p.dtype)
 
     @property
@@ -95,7 +90,7 @@ class CallerNames:
         """The averaged gradient's slices that this rank holds: every rank's in stage 1, its own in stage 2."""
         for record in self._settled():
             if record.group == group_id and id(record.p) == param_id:
-                rows = self._gradients.averaged_rows(record)
+                rows = self._families.of(record).gradients.averaged_rows(record)
                 return [self._own(record)] if rows is None else list(rows.to(record.p.dtype).unbind())
         return []
 
@@ -106,9 +101,7 @@ class CallerNames:
 
         Every rank iterates to the end. The other arguments are ``state_dict``'s.
         """
-        return whole_state_shards(
-            self.optim, self._parameters, self._group, max_shard_size, pinned_state_dicts, only_on_master
-        )
+        return whole_state_shards(self.optim, self._parameters, max_shard_size, pinned_state_dicts, only_on_master)
 
     @torch.no_grad()
     def load_state_dict_shards(
@@ -135,7 +128,7 @@ class CallerNames:
 
     def _force_wait_all_gather(self) -> None:
         """Return when the parameters are up to date: after ``step`` they are, but with ``overlap_allgather``."""
-        self._gathers.finish()
+        self._families.finish_gathers()
 
     def memory_held(self) -> dict[str, int]:
         """Bytes held on this rank now, by owner, every storage counted once."""
@@ -145,10 +138,10 @@ class CallerNames:
         return held_bytes(
             {
                 "parameters": members,
-                "gradients": [*kept, *self._gradients.held(), *self._reducer.held()],
+                "gradients": [*kept, *self._families.gradients_held()],
                 "masters": [record.p32 for record in records],
                 "states": [v for state in self.optim.state.values() for v in state.values() if isinstance(v, Tensor)],
-                "wires": self._group.held(),
+                "wires": [wire for ranks in self._parameters.shard_groups for wire in ranks.held()],
             }
         )
 
@@ -158,14 +151,15 @@ class CallerNames:
         Counted alike on every backend, without what a backend adds; an all-reduce counts as a reduce-scatter and a
         gather.
         """
-        return self._group.traffic()
+        by_group = [ranks.traffic() for ranks in self._parameters.shard_groups]
+        return {purpose: sum(sent[purpose] for sent in by_group) for purpose in by_group[0]}
 
     def _settled(self) -> list[ShardedParameter]:
         """Records with a gradient, as far as this rank's own rounds tell; doesn't communicate."""
-        self._reducer.drain()
-        self._gradients.resolve()
+        self._families.drain()
+        self._families.resolve()
         return self._parameters.working()
 
     def _own(self, record: ShardedParameter) -> Tensor:
-        own: Any = self._gradients.averaged(record)
+        own: Any = self._families.of(record).gradients.averaged(record)
         return own.to(record.p.dtype)  # type: ignore[no-any-return]

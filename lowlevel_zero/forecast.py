@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .bookkeeping.parameter_store import ParameterStore
-from .collectives import ShardGroup
 from .transport import Pending
 
 # A step in which a rank lacked a gradient earns one, to at most so many; another costs one, and a failed forecast more.
@@ -81,17 +80,19 @@ class Forecast:
 
     Args:
         parameters: the records.
-        group: the ranks that share them.
+        family: the one it is about.
 
     Attributes:
         on: rounds open with messages; changes in ``end_step`` alone.
         lacked: this rank has called ``optimizer.backward`` in this step, and it gave some parameter no gradient.
     """
 
-    def __init__(self, parameters: ParameterStore, group: ShardGroup) -> None:
+    def __init__(self, parameters: ParameterStore, family: int = 0) -> None:
         self._parameters = parameters
-        self._group = group
-        self._leaf_type = _leaf_type(parameters.records[0].p)
+        self._family = family
+        self._records = parameters.families[family]
+        self._group = parameters.shard_groups[family]
+        self._leaf_type = _leaf_type(self._records[0].p)
         self._learnt: set[int] = set()
         self._fewest: _LaterRead | None = None
         self._credit = 0
@@ -114,7 +115,7 @@ class Forecast:
 
     def _indices(self, tensors: Sequence[Tensor]) -> set[int]:
         records = map(self._parameters.find, tensors)
-        return {record.index for record in records if record is not None}
+        return {record.index for record in records if record is not None and record.family == self._family}
 
     def learn(self, indices: Collection[int]) -> None:
         """Gradients of these came, and no forecast had named them: name them always."""
@@ -133,7 +134,7 @@ class Forecast:
         return self._tell((), opens=False)
 
     def _tell(self, named: Collection[int] | None, opens: bool) -> Message:
-        count = len(self._parameters.records)
+        count = len(self._records)
         buffer = bytearray(_NAMED + count) if named is not None else bytearray(b"\1" * (_NAMED + count))
         for index in named or ():
             buffer[_NAMED + index] = 1

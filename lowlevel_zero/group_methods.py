@@ -13,9 +13,9 @@ from .bookkeeping.parameter_store import ParameterStore
 from .collectives import ShardGroup
 from .construction import agree, check_parameters, check_steps_on_host, describe, parameter_names
 from .elementwise import check_elementwise
+from .families import Families
 from .loss_scaler import LossScaler
 from .options import ZeroOptions
-from .reducer import Reducer
 from .sharding import shard_groups
 
 
@@ -28,14 +28,14 @@ class GroupMethods:
     _options: ZeroOptions
     _scaler: LossScaler | None
     _parameters: ParameterStore
-    _reducer: Reducer
+    _families: Families
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
 
         Parameters that were frozen at construction, and aren't any more, come in this way too.
         """
-        self._reducer.even_out()
+        self._families.even_out()
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         known = len(self.optim.param_groups)
@@ -43,8 +43,8 @@ class GroupMethods:
             undo.callback(lambda: self.optim.param_groups.__delitem__(slice(known, None)))
             names = self._try_group(param_group)
             undo.pop_all()
-        shard_groups(self.optim, self._parameters, self._group, self._options, names)
-        self._reducer.extend()
+        shard_groups(self.optim, self._parameters, self._options, names)
+        self._families.extend()
 
     def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
         """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bookkeeping.gather_store import GatherStore
-from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
@@ -30,11 +28,11 @@ from .construction import (
     parameter_names,
 )
 from .elementwise import check_elementwise
+from .families import Families
 from .grad_norm import GlobalNorm, clip_factor
 from .group_methods import GroupMethods
 from .loss_scaler import LossScaler
 from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undelivered
-from .reducer import Reducer
 from .sharding import broadcast_rest, convert, shard_groups
 from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
@@ -178,34 +176,29 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         if self._options.forced_dtype is not None:
             convert(optimizer, self._options.forced_dtype)
         self._model = model
-        self._parameters = ParameterStore()
-        shard_groups(optimizer, self._parameters, self._group, self._options, names)
-        broadcast_rest(model, self._parameters, self._group)
+        self._parameters = ParameterStore([self._group])
+        shard_groups(optimizer, self._parameters, self._options, names)
+        broadcast_rest(model, self._parameters)
         super().__init__(optimizer)
         records = self._parameters.records
         self._device = records[0].padded.device
         half = any(record.p.dtype == torch.float16 for record in records)
         self._scaler = LossScaler(**scaling, device=self._device) if half else None
-        raw_unit = partial(_raw_unit, self._group.size, self._scaler)
-        self._streams = streams_of([record.padded.device for record in records])
-        offload = Offload(self._streams) if self._options.cpu_offload else None
-        self._gradients = GradientStore(records, self._group.rank, raw_unit, offload)
-        self._reducer = Reducer(self._parameters, self._group, self._options, self._gradients, self._streams)
-        self._gathers = GatherStore(self._group, self._streams, self._options.overlap_allgather, offload)
-        self._stepper = Stepper(self.optim, self._gradients, self._gathers, on_host=offload is not None)
+        self._raw_unit = partial(_raw_unit, self._group.size, self._scaler)
+        streams = streams_of([record.padded.device for record in records])
+        offload = Offload(streams) if self._options.cpu_offload else None
+        self._families = Families(self._parameters, self._options, streams, self._raw_unit, offload)
+        self._stepper = Stepper(self.optim, self._families, on_host=offload is not None)
         self._norm: GlobalNorm | None = None
         self._warned = False
         self._log_start()
 
     def __del__(self) -> None:
-        if "_gathers" in self.__dict__:
-            self._reducer.remove_hooks()
+        if "_families" in self.__dict__:
+            self._families.remove_hooks()
             with suppress(RuntimeError):  # others have gone
                 self._finish_last_step()
-                if self._reducer.idle:
-                    self._group.release()
-                else:
-                    self._group.abandon(self._reducer.under_way())
+                self._families.release()
 
     # ---- backward: gradients become each rank's slice of their sum ----
 
@@ -245,22 +238,22 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         """One backward of this optimizer's own, and the reductions that go with it."""
         context = self._options.backward_context
         failed = True
-        self._reducer.begin(loss, inputs)
+        self._families.begin(loss, inputs)
         try:
             with nullcontext() if context is None else context():
                 yield
             failed = False
         finally:
-            self._reducer.end(failed)
+            self._families.end(failed)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in ``p.grad``, in its dtype and unreduced, until a backward outside."""
-        before, self._reducer.sync = self._reducer.sync, False
+        before, self._families.sync = self._families.sync, False
         try:
             yield
         finally:
-            self._reducer.sync = before
+            self._families.sync = before
 
     def _refuse_unfrozen(self) -> None:
         p = self._parameters.unfrozen()
@@ -273,7 +266,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
 
     def _finish_last_step(self) -> None:
         """Wait for what a step has left under way."""
-        self._gathers.finish()
+        self._families.finish_gathers()
         if self._norm is not None:
             _ = self._norm.value
 
@@ -297,40 +290,33 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._reducer.sync:
+        if not self._families.sync:
             return loss
         self._refuse_unfrozen()
         self._finish_last_step()
-        self._reducer.finish()
-        sums = self._gradients.sums()
+        self._families.finish()
         follow_edits(self._parameters.working())
-        self._norm = norm = GlobalNorm(self._group, self._device, self._gradients.raw_unit())
+        self._norm = norm = GlobalNorm(self._group, self._device, self._raw_unit())
         if self._options.clip_grad_norm > 0 or self._scaler is not None:
-            self._step_by_norm(sums, norm)
+            self._step_by_norm(norm)
         else:
-            self._stepper.step(sums, Scale(self._gradients.raw_unit()), norm)
+            self._stepper.step(Scale(self._raw_unit()), norm)
         if not self._options.overlap_allgather:
             self._finish_last_step()
-        self._reducer.end_step()
-        self._group.rest()
+        self._families.end_step()
         return loss
 
-    def _step_by_norm(self, sums: list[GradientSum], norm: GlobalNorm) -> None:
+    def _step_by_norm(self, norm: GlobalNorm) -> None:
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
-        value = self._measured(sums, norm)
-        unit = self._gradients.raw_unit()
+        sums = self._families.sums()
+        value = _measured(sums, norm)
+        unit = self._raw_unit()
         if self._options.clip_grad_norm > 0:
             unit = unit * clip_factor(value, self._options.clip_grad_norm)
         overflow = None if self._scaler is None else ~value.isfinite()
         if sums and not self._skips(overflow):
             on_host = self._options.cpu_offload  # it has to know both, and to wait for gradients anyway
-            self._stepper.step(sums, Scale(float(unit)) if on_host else Scale(unit, overflow), None)
-
-    def _measured(self, sums: list[GradientSum], norm: GlobalNorm) -> Tensor:
-        for total in sums:
-            norm.add(total.measure)
-        norm.start()
-        return norm.value
+            self._stepper.step(Scale(float(unit)) if on_host else Scale(unit, overflow), None)
 
     def _skips(self, overflow: Tensor | None) -> bool:
         """Whether the step is skipped, as far as the host has to know, which waits for the device; fp16 alone."""
@@ -341,7 +327,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
             return False
         if not overflow.item():
             return False
-        self._gradients.clear()
+        self._families.clear()
         if self._options.verbose and self._group.rank == 0:
             _log.info("overflow: step skipped, loss scale now %g", self.loss_scale)
         return True
@@ -351,12 +337,11 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
 
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
-        self._reducer.settle()
+        self._families.settle()
         if set_to_none:
-            self._gradients.clear()
+            self._families.clear()
         else:
-            self._gradients.resolve()
-            self._gradients.zero()
+            self._families.zero()
         for p in (p for members in self._parameters.groups for p in members):
             if set_to_none:
                 p.grad = None
@@ -371,10 +356,9 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         function itself would see no gradients here. Every rank calls it.
         """
         check_max_norm("max_norm", max_norm)
-        self._reducer.finish()
-        sums = self._gradients.sums()
-        norm = self._measured(sums, GlobalNorm(self._group, self._device, self._gradients.raw_unit()))
-        self._gradients.scale(sums, clip_factor(norm, max_norm))
+        self._families.finish()
+        norm = _measured(self._families.sums(), GlobalNorm(self._group, self._device, self._raw_unit()))
+        self._families.scale(clip_factor(norm, max_norm))
         return norm
 
     def _log_start(self) -> None:
@@ -387,8 +371,15 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
                 f"{elements:,}",
                 len(self._parameters.records),
                 self._group.size,
-                len(self._reducer.plan.buckets),
+                sum(len(family.reducer.plan.buckets) for family in self._families),
             )
+
+
+def _measured(sums: list[GradientSum], norm: GlobalNorm) -> Tensor:
+    for total in sums:
+        norm.add(total.measure)
+    norm.start()
+    return norm.value
 
 
 def _raw_unit(world_size: int, scaler: LossScaler | None) -> float | Tensor:

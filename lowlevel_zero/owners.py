@@ -58,7 +58,7 @@ def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[Shar
             for record in found:
                 del sought[record.p]
             if found:
-                held[optimizer] = sorted(found, key=lambda record: record.index)
+                held[optimizer] = sorted(found, key=lambda record: (record.family, record.index))
     return dict(reversed(held.items()))
 
 

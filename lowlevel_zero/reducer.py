@@ -32,7 +32,6 @@ from .bookkeeping.bucket_plan import BucketPlan, Item, completed, make_plan
 from .bookkeeping.bucket_store import BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .collectives import ShardGroup
 from .forecast import Forecast, Message
 from .options import ZeroOptions
 from .streams import Streams, at_home
@@ -70,39 +69,44 @@ class Reducer:
 
     Args:
         parameters: the records.
-        group: the ranks that share them.
         options: the caller's choices.
         gradients: where reduced gradients go.
         streams: what all of this happens on.
+        family: whose gradients these are.
+        driver: stands for the optimizer whose backward drives this reducer, and those of its other families.
 
     Attributes:
         plan: the buckets, from the next round on.
         sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
     """
 
-    _driving: ClassVar[list[Reducer]] = []
+    _driving: ClassVar[list[object]] = []
     _backwards: ClassVar[_BackwardCount] = _BackwardCount()
 
     def __init__(
         self,
         parameters: ParameterStore,
-        group: ShardGroup,
         options: ZeroOptions,
         gradients: GradientStore,
         streams: Streams,
+        family: int = 0,
+        driver: object = None,
     ) -> None:
         self._streams = streams
-        self._records = parameters.records
-        self._group = group
+        self._driver = driver or object()
+        self._records = parameters.families[family]
+        self._group = group = parameters.shard_groups[family]
         self._options = options
         self._gradients = gradients
         self._buckets = BucketStore(self._records, group, options.keeps_row_only, streams)
-        # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early.
+        # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early. Nor
+        # must a rank wait in one family for a peer that may be waiting for it in another.
         device = self._records[0].padded.device
-        self._in_flight = group.in_flight(device) if options.keeps_row_only else None
+        alone = len(parameters.families) == 1
+        self._in_flight = group.in_flight(device) if options.keeps_row_only and alone else None
         self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
-        self._forecast = Forecast(parameters, group)
+        self._forecast = Forecast(parameters, family)
         self._message: Message | None = None
         gradients.counts = not self._on_host
         self._hooks: list[RemovableHandle] = []
@@ -175,7 +179,7 @@ class Reducer:
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a round of its own, after one that an error may have left open."""
         reached = self._forecast.reached(loss, inputs) if self.sync and self._forecast.on else None
-        self._driving.append(self)
+        self._driving.append(self._driver)
         self._backwards.value += 1
         if self.sync:
             self._close()
@@ -184,7 +188,7 @@ class Reducer:
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the round stays open, for ``zero_grad`` to discard."""
-        self._driving.remove(self)
+        self._driving.remove(self._driver)
         if self.sync and not failed:
             self._close()
             self._forecast.lacked |= self._buckets.contributed < self._travelling
@@ -194,7 +198,7 @@ class Reducer:
         """A gradient has been accumulated into ``p.grad``."""
         if self._streams.several:
             self._streams.produced()
-        if not self.sync or (self._driving and self._driving[-1] is not self):
+        if not self.sync or (self._driving and self._driving[-1] is not self._driver):
             return
         if not self._buckets.open:
             self._uneven = True
@@ -211,7 +215,7 @@ class Reducer:
 
     def _refuse_unscaled(self, record: ShardedParameter) -> None:
         """A bare backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
-        if self._half and self not in self._driving:
+        if self._half and self._driver not in self._driving:
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
@@ -222,7 +226,7 @@ class Reducer:
         """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the round."""
         if torch._C._current_autograd_node() is not None:
             self._nested_seen = True
-        elif self not in self._driving:
+        elif self._driver not in self._driving:
             self._close()
 
     def _open(self, reached: set[int] | None = None) -> None:
@@ -273,7 +277,7 @@ class Reducer:
         After a bare backward only those that are done: others may not have begun, and not begin until the ranks
         agree on it.
         """
-        if self in self._driving and not self._uneven:
+        if self._driver in self._driving and not self._uneven:
             leave = self._in_flight if leave is None else leave
             if leave is not None:
                 self._take(self._buckets.finish(leave))

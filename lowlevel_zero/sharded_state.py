@@ -183,10 +183,10 @@ class ShardedState:
             self._scaler.load_state_dict(settings["loss_scale"])
         self._reducer.restore_plan(self._plan(settings["plan"]))
 
-    def masters(self, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Loaded masters by the record's index, without padding."""
+    def masters(self, tensors: Mapping[str, Tensor]) -> dict[ShardedParameter, Tensor]:
+        """Loaded masters by record, without padding."""
         return {
-            record.index: local_part(tensors[f"{self._name(record)}.{MASTER}"])
+            record: local_part(tensors[f"{self._name(record)}.{MASTER}"])
             for record in self.parameters
             if f"{self._name(record)}.{MASTER}" in tensors
         }

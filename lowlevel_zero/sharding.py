@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, Place, ShardedParameter
-from .collectives import ShardGroup
 from .options import ZeroOptions
 from .partition import EvenSplit
 from .state import slice_state
@@ -19,27 +18,32 @@ from .state import slice_state
 def shard_groups(
     optimizer: Optimizer,
     parameters: ParameterStore,
-    group: ShardGroup,
     options: ZeroOptions,
     names: Mapping[Tensor, str],
 ) -> None:
     """Shard the param groups of ``optimizer`` that ``parameters`` doesn't know yet.
 
-    Makes a record of each trainable parameter, starts all ranks from rank 0's values and state, cuts the state
-    and leaves slices in place of parameters. Frozen parameters get no record and no state.
+    Makes a record of each trainable parameter, starts all ranks that share it from the first one's values and
+    state, cuts the state and leaves slices in place of parameters. Frozen parameters get no record and no state.
     """
     known = len(parameters.groups)
     records: list[ShardedParameter] = []
+    numbers = [len(family) for family in parameters.families]
     for at, settings in enumerate(optimizer.param_groups[known:], start=known):
         members = list(settings["params"])
         parameters.move_to_new_group(members)
         for p in members:
             if p.requires_grad:
-                place = Place(len(parameters.records) + len(records), at, names[p])
-                split = EvenSplit(p.numel(), group.size)
-                records.append(ShardedParameter(place, p, split, group.rank, options.communication_dtype))
-    group.broadcast([record.padded for record in records])
-    group.broadcast([value for record in records for value in _state_tensors(optimizer, record.p)])
+                family = parameters.family_of(p)
+                ranks = parameters.shard_groups[family]
+                place = Place(numbers[family], at, names[p], family)
+                numbers[family] += 1
+                split = EvenSplit(p.numel(), ranks.size)
+                records.append(ShardedParameter(place, p, split, ranks.rank, options.communication_dtype))
+    for family, ranks in enumerate(parameters.shard_groups):
+        own = [record for record in records if record.family == family]
+        ranks.broadcast([record.padded for record in own])
+        ranks.broadcast([value for record in own for value in _state_tensors(optimizer, record.p)])
     for record in records:
         record.make_master(precise=options.master_weights, on_host=options.cpu_offload)
         parameters.add(record)
@@ -58,13 +62,15 @@ def convert(optimizer: Optimizer, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def broadcast_rest(model: nn.Module | None, parameters: ParameterStore, group: ShardGroup) -> None:
+def broadcast_rest(model: nn.Module | None, parameters: ParameterStore) -> None:
     """Start the ranks alike also in what isn't sharded: buffers, and parameters that aren't trained."""
     rest: dict[Tensor, None] = dict.fromkeys(p for members in parameters.groups for p in members)
     if model is not None:
         rest.update(dict.fromkeys(model.parameters()))
         rest.update(dict.fromkeys(model.buffers()))
-    group.broadcast([_distinct(tensor.detach()) for tensor in rest if parameters.find(tensor) is None])
+    rest = dict.fromkeys(tensor for tensor in rest if parameters.find(tensor) is None)
+    for family, ranks in enumerate(parameters.shard_groups):
+        ranks.broadcast([_distinct(tensor.detach()) for tensor in rest if parameters.family_of(tensor) == family])
 
 
 def _distinct(tensor: Tensor) -> Tensor:

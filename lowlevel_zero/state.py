@@ -71,7 +71,6 @@ def whole_of_rows(rows: Tensor, record: ShardedParameter) -> Tensor:
 def whole_state_dict(
     optim: Optimizer,
     parameters: ParameterStore,
-    group: ShardGroup,
     pinned: Pinned | None = None,
     only_on_master: bool = False,
 ) -> State:
@@ -80,7 +79,7 @@ def whole_state_dict(
     Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
     them, frozen ones included. fp32 masters of 16-bit parameters travel as ``master_param``.
     """
-    shards = whole_state_shards(optim, parameters, group, math.inf, pinned, only_on_master)
+    shards = whole_state_shards(optim, parameters, math.inf, pinned, only_on_master)
     state = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
     return {"state": state, "param_groups": packed_groups(optim, parameters)}
 
@@ -104,7 +103,6 @@ def _places(parameters: ParameterStore) -> dict[Tensor, int]:
 def whole_state_shards(
     optim: Optimizer,
     parameters: ParameterStore,
-    group: ShardGroup,
     max_shard_size: float,
     pinned: Pinned | None = None,
     only_on_master: bool = False,
@@ -116,7 +114,7 @@ def whole_state_shards(
     Args:
         max_shard_size: MiB in a piece; a parameter whose state is larger has a piece of its own.
         pinned: buffers by place and name, made at the first call, that the tensors are returned in.
-        only_on_master: ranks other than the group's first get empty states.
+        only_on_master: ranks other than the first of those that share a parameter get empty states.
     """
     places = _places(parameters)
     piece: dict[int, State] = {}
@@ -127,7 +125,8 @@ def whole_state_shards(
             continue
         place = places[record.p]
         kept = None if pinned is None else pinned.setdefault(place, {})
-        whole, size = _whole_state(state, record, group, kept, keep=group.rank == 0 or not only_on_master)
+        ranks = parameters.ranks_of(record)
+        whole, size = _whole_state(state, record, ranks, kept, keep=ranks.rank == 0 or not only_on_master)
         if piece and held + size > max_shard_size:
             yield piece, held
             piece, held = {}, 0.0
@@ -203,7 +202,7 @@ def load_state_shards(
         ValueError: groups or shapes aren't this optimizer's; nothing has been changed then.
     """
     records = _records_by_place(parameters, param_groups)
-    renumbered = {record.index: at for at, record in enumerate(in_group_order(optim, parameters))}
+    renumbered = {record: at for at, record in enumerate(in_group_order(optim, parameters))}
     slices: dict[int, State] = {}
     masters: list[tuple[ShardedParameter, Tensor]] = []
     for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
@@ -215,7 +214,7 @@ def load_state_shards(
             masters.append((record, record.slice_of(state[MASTER])))
         rest = {key: value for key, value in state.items() if key != MASTER}
         if rest:
-            slices[renumbered[record.index]] = slice_state(rest, record)
+            slices[renumbered[record]] = slice_state(rest, record)
     load_slices(optim, param_groups, slices)
     for record, master in masters:
         record.offer_master(master)

@@ -11,14 +11,16 @@ from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore
 from .collectives import ShardGroup
+from .families import Families
 from .flat_shards import FlatShards
 from .loss_scaler import LossScaler
-from .reducer import PlanState, Reducer
+from .reducer import PlanState
 from .sharded_state import ShardedState, packed, scale_as_numbers, unpacked
 from .state import Pinned, State, load_whole_state_dict, whole_state_dict
 
 # What a plain optimizer's state dict doesn't have, and doesn't mind.
 EXTRAS = "lowlevel_zero"
+OTHER_PLANS = "other_plans"
 
 SETTINGS = "settings"
 _LENGTH_BYTES = 8
@@ -32,7 +34,7 @@ class StateMethods:
     _group: ShardGroup
     _scaler: LossScaler | None
     _parameters: ParameterStore
-    _reducer: Reducer
+    _families: Families
     zero_grad: Callable[..., None]
 
     # ---- whole ----
@@ -48,15 +50,10 @@ class StateMethods:
             pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
             only_on_master: leave the states empty on all ranks but the first.
         """
-        state = whole_state_dict(self.optim, self._parameters, self._group, pinned_state_dicts, only_on_master)
-        plan = self._reducer.plan_state()
-        return {
-            **state,
-            EXTRAS: {
-                "loss_scale": scale_as_numbers(self._scaler),
-                "plan": None if plan is None else plan._asdict(),
-            },
-        }
+        state = whole_state_dict(self.optim, self._parameters, pinned_state_dicts, only_on_master)
+        plan, *others = [None if plan is None else plan._asdict() for plan in self._families.plan_states()]
+        extras = {"loss_scale": scale_as_numbers(self._scaler), "plan": plan}
+        return {**state, EXTRAS: {**extras, OTHER_PLANS: others} if others else extras}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -71,9 +68,9 @@ class StateMethods:
         extras = state_dict.get(EXTRAS) or {}
         if self._scaler is not None and extras.get("loss_scale") is not None:
             self._scaler.load_state_dict(extras["loss_scale"])
-        plan = extras.get("plan")
-        if plan is not None and len(plan["order"]) == len(self._parameters.records) and self._reducer.idle:
-            self._reducer.restore_plan(PlanState(**plan))
+        if self._families.idle:
+            plans = [extras.get("plan"), *extras.get(OTHER_PLANS, [])]
+            self._families.restore_plans([None if plan is None else PlanState(**plan) for plan in plans])
 
     # ---- sharded ----
 
@@ -139,9 +136,9 @@ class StateMethods:
         sharded.load(tensors, settings)
         masters = sharded.masters(tensors)
         for record in self._parameters:
-            if record.index in masters:
+            if record in masters:
                 whole = record.p32.new_zeros(record.split.slice_size)
-                whole[: len(masters[record.index])].copy_(masters[record.index])
+                whole[: len(masters[record])].copy_(masters[record])
                 record.offer_master(whole)
 
     def sharded_state(self, names: Mapping[Tensor, str] | None = None) -> ShardedState:
@@ -150,7 +147,7 @@ class StateMethods:
             self.optim,
             self._parameters,
             FlatShards(self._group),
-            self._reducer,
+            self._families[0].reducer,
             self._scaler,
             self._own_names() if names is None else names,
         )

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
-from .bookkeeping.gather_store import GatherStore
-from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
+from .families import Families, Family
 from .grad_norm import GlobalNorm
 
 # torch's own, whose state is per parameter, step counters included.
@@ -33,8 +32,9 @@ PART = 2**19
 
 
 class Part(NamedTuple):
-    """Buckets that are stepped together, and those of their parameters that worked."""
+    """Buckets of a family that are stepped together, and those of their parameters that worked."""
 
+    family: Family
     sums: list[GradientSum]
     records: list[ShardedParameter]
 
@@ -66,57 +66,57 @@ class Stepper:
 
     Args:
         optim: the wrapped optimizer.
-        gradients: where the sums are.
-        gathers: what brings stepped slices back.
+        families: where gradients are, and what brings stepped slices back.
         on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
     """
 
-    def __init__(self, optim: Optimizer, gradients: GradientStore, gathers: GatherStore, on_host: bool = False) -> None:
+    def __init__(self, optim: Optimizer, families: Families, on_host: bool = False) -> None:
         self._on_host = on_host
         self._optim = optim
-        self._gradients = gradients
-        self._gathers = gathers
+        self._families = families
 
-    def step(self, sums: Sequence[GradientSum], scale: Scale, norm: GlobalNorm | None) -> None:
+    def step(self, scale: Scale, norm: GlobalNorm | None) -> None:
         """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be.
 
         Args:
-            sums: what has been summed.
-            scale: how that becomes gradients.
+            scale: how what has been summed becomes gradients.
             norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
         """
         in_parts = steps_in_parts(self._optim)
-        parts = self._parts(sums)
+        parts = [part for family in self._families for part in self._parts(family)]
         with _fused(self._optim, self._on_host), _scaling(self._optim, scale) as by_optimizer:
             for part in parts:
                 for total in part.sums:
                     if norm is not None:
                         norm.add(total.measure)
-                    self._gradients.hand_over(total, self._gradients.working(total), scale, by_optimizer)
+                    gradients = part.family.gradients
+                    gradients.hand_over(total, gradients.working(total), scale, by_optimizer)
                 if in_parts:
                     self._step_part(part.records)
-                    self._gathers.start(part.records)
+                    part.family.gathers.start(part.records)
             if parts and not in_parts:
                 self._optim.step()
         if not in_parts:
             for part in parts:
                 _release_gradients(part.records)
-                self._gathers.start(part.records)
+                part.family.gathers.start(part.records)
         if norm is not None:
             norm.start()
-        self._gathers.end_step()
+        for family in self._families:
+            family.gathers.end_step()
 
-    def _parts(self, sums: Sequence[GradientSum]) -> list[Part]:
+    def _parts(self, family: Family) -> list[Part]:
         """Buckets that are stepped and gathered together; first what came last, which the next forward wants first.
 
         But to the host gradients come one after the other: the first may be stepped while others are on their way.
         """
         parts: list[Part] = []
+        sums = family.gradients.sums()
         for total in sums if self._on_host else reversed(sums):
-            records = self._gradients.working(total)
+            records = family.gradients.working(total)
             last = parts[-1] if parts else None
             if last is None or last.elements >= PART or last.records[0].kind != records[0].kind:
-                parts.append(Part([total], records))
+                parts.append(Part(family, [total], records))
             else:
                 last.sums.append(total)
                 last.records.extend(records)

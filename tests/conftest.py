@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lowlevel_zero.collectives import ShardGroup
 from lowlevel_zero.forecast import Forecast
 
 # peft looks for a model's files on the network, even for one that was made from a config.
@@ -38,9 +37,9 @@ def forecasting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecasts are on from the start, and stay on."""
     build = Forecast.__init__
 
-    def built(self: Forecast, parameters: Any, group: ShardGroup) -> None:
-        build(self, parameters, group)
-        group.own_messages()
+    def built(self: Forecast, parameters: Any, family: int) -> None:
+        build(self, parameters, family)
+        self._group.own_messages()
         self.on = True
 
     def end_step(self: Forecast) -> None:

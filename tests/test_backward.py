@@ -235,7 +235,7 @@ def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on() 
 
 
 def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
-    optimizer._reducer._on_host = False
+    optimizer._families[0].reducer._on_host = False
     return optimizer
 
 

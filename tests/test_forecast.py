@@ -177,7 +177,7 @@ def wrapped(run: Training, model: nn.Module) -> LowLevelZeroOptimizer:
     optimizer = LowLevelZeroOptimizer(run.optimizer(model), model=model, **options)
     if run.on_device:
         test_backward.as_on_a_device(optimizer)
-        optimizer._gradients.counts = True
+        optimizer._families[0].gradients.counts = True
     return optimizer
 
 
@@ -192,7 +192,7 @@ def backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, call: str) -> None:
 
 
 def forecast_of(optimizer: LowLevelZeroOptimizer) -> Forecast:
-    return optimizer._reducer._forecast
+    return optimizer._families[0].reducer._forecast
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -15,33 +15,36 @@ g         this rank's slice of the gradient, summed over the ranks:  [s]        
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..collectives import ShardGroup
 from ..partition import EvenSplit
 from .awaited import wait_for
 from .gradient_sum import GradientSum
 
 
 class Place(NamedTuple):
-    """Where a parameter stands: in the store, among the param groups, and in the model."""
+    """Where a parameter stands: in its family, among the param groups, and in the model; and which family that is."""
 
     number: int
     group: int
     name: str
+    family: int = 0
 
 
 class ShardedParameter:
     """The record of one parameter: its tensors (see the table above) and its place in the optimizer.
 
     Attributes:
-        index: place in the store, which is the order of registration.
+        index: place in its family, whose order is that of registration.
         name: as ``model.named_parameters()`` calls it, for messages.
         group: index of its param group.
+        family: number of the shard family it belongs to, whose ranks share it.
         split: how its elements are shared.
         rank: the rank whose row is ours.
         wire_dtype: the dtype in which its gradient travels.
@@ -59,6 +62,7 @@ class ShardedParameter:
     __slots__ = (
         "_offered",
         "address",
+        "family",
         "group",
         "index",
         "name",
@@ -86,7 +90,7 @@ class ShardedParameter:
         rank: int,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        self.index, self.group, self.name = place
+        self.index, self.group, self.name, self.family = place
         self.p = p
         self.split = split
         self.rank = rank
@@ -237,13 +241,24 @@ class ShardedParameter:
 class ParameterStore:
     """The records of an optimizer's parameters, and the parameters of its groups as the caller gave them.
 
+    Parameters that the same ranks share are a *family*. There is one, or, with experts, several: the first is shared
+    by all data-parallel ranks, and each rank belongs to one group of every family.
+
+    Args:
+        shard_groups: the ranks that share each family.
+        family_of: the families of tensors that aren't of the first.
+
     Attributes:
         records: the trainable parameters, in order of registration; empty ones included.
+        families: the same by family; a record's ``index`` is its place there.
         groups: each param group's parameters, frozen ones included: the order a state dict counts in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shard_groups: Sequence[ShardGroup], family_of: Mapping[Tensor, int] | None = None) -> None:
+        self.shard_groups = shard_groups
+        self._family_of = family_of or {}
         self.records: list[ShardedParameter] = []
+        self.families: list[list[ShardedParameter]] = [[] for _ in shard_groups]
         self.groups: list[list[nn.Parameter]] = []
         self._frozen: list[nn.Parameter] = []
         self._record_of: dict[Tensor, ShardedParameter] = {}
@@ -252,9 +267,18 @@ class ParameterStore:
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self.records)
 
+    def family_of(self, tensor: Tensor) -> int:
+        """The family of a parameter or buffer, trained or not."""
+        return self._family_of.get(tensor, 0)
+
+    def ranks_of(self, record: ShardedParameter) -> ShardGroup:
+        """The ranks that share a parameter."""
+        return self.shard_groups[record.family]
+
     def add(self, record: ShardedParameter) -> None:
         """Enter a record whose ``p32`` has its final form."""
         self.records.append(record)
+        self.families[record.family].append(record)
         self._record_of[record.p] = record
         self._record_of_slice[record.p32] = record
 

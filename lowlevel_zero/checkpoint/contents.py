@@ -145,7 +145,7 @@ class Contents:
         for name, entry in self.entries.items():
             own = local_part(tensors[f"model.{name}"])
             if entry.record is not None:
-                self._put_row(entry.record, own, masters.get(entry.record.index))
+                self._put_row(entry.record, own, masters.get(entry.record))
             elif entry.saved.numel:
                 flat = self._gathered(own, entry.saved.numel)
                 whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
