@@ -130,7 +130,7 @@ def safe_get_local_grad(param: Tensor, *, timeout: float = TIMEOUT) -> Tensor | 
         return None
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], "safe_get_local_grad", timeout):
-        _check_after_backward(optimizer, [record])
+        record.check_home()
     optimizer._families.finish()
     with optimizer._families.streams.home():
         return optimizer._families.of(record).gradients.averaged(record)
@@ -302,7 +302,6 @@ def _put_master(optimizer: LowLevelZeroOptimizer, record: ShardedParameter, own:
 def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool, timeout: float) -> None:
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], call, timeout):
-        _check_after_backward(optimizer, [record])
         _check_value(value, record, record.p32.shape if is_local else param.shape)
     optimizer._families.finish()
     with optimizer._families.streams.home():
@@ -343,14 +342,6 @@ def _check_home(optimizer: LowLevelZeroOptimizer, records: Records) -> None:
         record.check_home()
 
 
-def _check_after_backward(optimizer: LowLevelZeroOptimizer, records: Records) -> None:
-    if torch._C._current_graph_task_id() != -1:
-        raise RuntimeError(
-            f"{records[0].name}: expected a call after backward, when gradients are complete, got one within it: don't "
-            "call it in a hook"
-        )
-
-
 def _check_key(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> None:
     """Raise unless ``key`` may be a state's: one of those that there are, if there are any."""
     known = {name: value for record in records for name, value in _state(optimizer, record).items()}
@@ -386,4 +377,4 @@ def _number(value: object, held: object, record: ShardedParameter) -> float:
 
 
 _MASTERS = _What(_check_home, _masters)
-_GRADIENTS = _What(_check_after_backward, _gradients)
+_GRADIENTS = _What(_check_home, _gradients)

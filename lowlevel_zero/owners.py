@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from .bookkeeping.parameter_store import ShardedParameter
@@ -71,11 +72,13 @@ def at_once(optimizer: LowLevelZeroOptimizer, records: Records, call: str, timeo
     Raises:
         TimeoutError: not every rank came within ``timeout`` seconds; the message says which did.
         ValueError: ranks came for different things; the message says who for what.
-        RuntimeError: what another rank's body raised. (This one's own is raised as it is.)
+        RuntimeError: what another rank's body raised (this one's own is raised as it is); or a backward is going on.
     """
     group = optimizer._group
     call += f" of {records[0].name}" if len(records) == 1 else f" of {len(records)} parameters"
     call_roll(group.group, _ROOM, timeout, call)
     with together(group, f"call {call}", _CALLS) as lines:
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{call}: expected it after backward, got it within one: don't call it in a hook")
         lines += [f"{call}: {record.name}, optimizer {group.number}" for record in records]
         yield lines
