@@ -64,13 +64,12 @@ def _precision(given: Mapping[str, Any]) -> Options:
     half, brain = given.get("fp16.enabled", False), given.get("bf16.enabled", False)
     if half and brain:
         raise ValueError("bf16.enabled: expected one of fp16 and bf16 to be enabled, got both")
-    masters: Options = {}
     if brain and given.get("bf16.bf16_master_weights_and_grads", False):
         if not given.get("bf16.bf16_optimizer_states", False):
             _no_equal("bf16.bf16_optimizer_states", False, "true along with bf16 masters", "states have their dtype")
-        masters = {"master_weights": False}
+        return {"forced_dtype": torch.bfloat16, "master_weights": False}
     if brain:
-        return {"forced_dtype": torch.bfloat16, **masters}
+        return {"forced_dtype": torch.bfloat16}
     return {"forced_dtype": torch.float16, **_loss_scale(given)} if half else {}
 
 
@@ -191,8 +190,12 @@ def _count(path: str, value: Any, least: int = 1) -> Options:
     return {}
 
 
-def _count_from_zero(path: str, value: Any) -> Options:
-    return _count(path, value, least=0)
+def _exponent(path: str, value: Any) -> Options:
+    """Of a power of two that fp32 holds."""
+    _count(path, value, least=0)
+    if value > 127:
+        raise ValueError(f"{path}: expected at most 127, got {value!r}")
+    return {}
 
 
 def _maps(check: Rule, keyword: str, convert: Callable[[Any], Any]) -> Rule:
@@ -233,8 +236,12 @@ def _stage(path: str, value: Any) -> Options:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{path}: expected 0, 1 or 2, got {type(value).__name__} {value!r}")
     if value not in (0, 1, 2):
-        why = "parameters stay whole on every rank; torch.distributed.fsdp.fully_shard shards them"
-        _no_equal(path, value, "0, 1 or 2", why)
+        _no_equal(
+            path,
+            value,
+            "0, 1 or 2",
+            "torch.distributed.fsdp.fully_shard shards parameters",
+        )
     return {"partition_grad": value == 2}
 
 
@@ -377,7 +384,7 @@ _ZERO: dict[str, Rule] = {
 _FP16: dict[str, Rule] = {
     "enabled": _flag,
     "loss_scale": _number,
-    "initial_scale_power": _count_from_zero,
+    "initial_scale_power": _exponent,
     "loss_scale_window": _count,
     "hysteresis": _count,
     "consecutive_hysteresis": _flag,

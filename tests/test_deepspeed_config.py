@@ -139,6 +139,7 @@ def test_what_has_an_equal(config: dict[str, Any], expected: dict[str, Any]) -> 
         ({"fp16": True}, "fp16", "expected an object, got bool"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled", "got both"),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale", "at least 0"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power", "at most 127"),
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "fp16.consecutive_hysteresis", "no equal"),
         ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast", "inputs"),
         ({"bf16": {"enabled": True, "check_grad_overflow": True}}, "bf16.check_grad_overflow", "no equal"),
