@@ -75,10 +75,16 @@ def at_once(optimizer: LowLevelZeroOptimizer, records: Records, call: str, timeo
         RuntimeError: what another rank's body raised (this one's own is raised as it is); or a backward is going on.
     """
     group = optimizer._group
-    call += f" of {records[0].name}" if len(records) == 1 else f" of {len(records)} parameters"
-    call_roll(group.group, _ROOM, timeout, call)
-    with together(group, f"call {call}", _CALLS) as lines:
+    whose = records[0].name if len(records) == 1 else f"{len(records)} parameters"
+    doing = f"{call} of {whose}"
+    call_roll(group.group, _ROOM, timeout, doing)
+    with together(group, f"call {doing}", _CALLS) as lines:
         if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(f"{call}: expected it after backward, got it within one: don't call it in a hook")
-        lines += [f"{call}: {record.name}, optimizer {group.number}" for record in records]
+            raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
+        lines += [f"{call} of {_alike(record)}, optimizer {group.number}" for record in records]
         yield lines
+
+
+def _alike(record: ShardedParameter) -> str:
+    """What a parameter is called on every rank: of other families each has its own, whose names may be, too."""
+    return f"parameter {record.index} of family {record.family}" if record.family else record.name
