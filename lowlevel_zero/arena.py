@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 from dataclasses import dataclass
+from threading import RLock
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class Arena:
         file = (told.st_dev, told.st_ino)
         self.address = Address(_host(), os.getpid(), self._memory, self.mail.descriptor, file, size, token)
         self._slots: list[Slot] = []
+        self._lock = RLock()
         self._top = _PAGE
 
     def take(self, nbytes: int, readers: int) -> Slot:
@@ -86,6 +88,10 @@ class Arena:
         Raises:
             MemoryError: there is no more.
         """
+        with self._lock:
+            return self._take(nbytes, readers)
+
+    def _take(self, nbytes: int, readers: int) -> Slot:
         self._collect()
         free = [slot for slot in self._slots if slot.unread == 0 and slot.nbytes >= nbytes]
         slot = min(free, key=lambda slot: (not slot.resident, slot.nbytes)) if free else self._new(nbytes)
@@ -100,10 +106,15 @@ class Arena:
 
     def finish(self, slot: Slot) -> None:
         """One of the readers, this process itself, has finished with it."""
-        slot.unread -= 1
+        with self._lock:
+            slot.unread -= 1
 
     def give_back(self, keep: int = 0) -> None:
         """Give back the memory of free slots, but for about ``keep`` bytes."""
+        with self._lock:
+            self._give_back(keep)
+
+    def _give_back(self, keep: int) -> None:
         self._collect()
         for slot in self._slots:
             if slot.resident and slot.unread == 0:
@@ -136,10 +147,8 @@ class Arena:
 
     def _collect(self) -> None:
         """See who has finished with what."""
-        self.mail.collect()
-        for number in self.mail.read:
+        for number in self.mail.finished():
             self._slots[number].unread -= 1
-        self.mail.read.clear()
 
 
 class OthersArena:

@@ -149,7 +149,7 @@ class CallerNames:
         """Bytes of wires that this rank has handed to other ranks so far, by purpose: "reduce" and "gather".
 
         Counted alike on every backend, without what a backend adds; an all-reduce counts as a reduce-scatter and a
-        gather.
+        gather. Over two levels "reduce_outer" and "gather_outer" are those among them that crossed the outer one.
         """
         by_group = [ranks.traffic() for ranks in self._parameters.shard_groups]
         return {purpose: sum(sent[purpose] for sent in by_group) for purpose in by_group[0]}

@@ -37,8 +37,10 @@ class ShardGroup:
         group: the process group; None: the default one.
 
     Attributes:
-        rank: this process's rank in the group.
-        size: ranks in the group.
+        rank: which slice of each parameter is this process's.
+        size: slices that a parameter is cut into.
+        place: this process's rank among all over which gradients are summed; the first's values are everybody's.
+        ranks: how many these are: ``size``, or more where slices have replicas (see ``two_levels``).
         number: how many others of this process group took wires of their own before, which all ranks count alike.
 
     Raises:
@@ -53,13 +55,13 @@ class ShardGroup:
                 "first (or start the program with torchrun); one process alone needs it too, with world_size=1"
             )
         self.group: dist.ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
-        self.rank = dist.get_rank(self.group)
+        self.rank = self.place = dist.get_rank(self.group)
         if self.rank < 0:
             raise ValueError(
                 "dp_process_group: expected a group that this process belongs to, got one without it: "
                 "construct the optimizer on member ranks only"
             )
-        self.size = dist.get_world_size(self.group)
+        self.size = self.ranks = dist.get_world_size(self.group)
         self._global_ranks = dist.get_process_group_ranks(self.group)
         self._backends = _backends_by_device(self.group)
         self._control = _control_group(self.group)
@@ -70,13 +72,13 @@ class ShardGroup:
         self._messages = self.group
         self.number = -1
 
-    def own_wires(self) -> None:
+    def own_wires(self, shared: bool = True) -> None:
         """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
 
         A rank may then be ahead with one optimizer's wires when another's, or the caller's own collectives, are
         next. NCCL's communicators are too large for that: there the order of all collectives must be the same on
-        every rank. Where all ranks are processes of one host, these wires travel through shared memory, unless
-        ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them.
+        every rank. If ``shared`` and all ranks are processes of one host, these wires travel through shared memory,
+        unless ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them.
         """
         self.number = next(_numbers.setdefault(self.group, count()))
         if not self._on_gloo(torch.device("cpu")):
@@ -90,13 +92,13 @@ class ShardGroup:
             lent += free
         self._wires = free[0]
         self._wires.busy = True
-        self._wires.share(self, not plain)
+        self._wires.share(self, shared and not plain)
 
     def own_messages(self) -> None:
         """Before the first ``maximum``, give what the hosts tell each other of rounds an order of its own."""
         if self._backends.get("cpu") == "gloo":
             self._messages = self._wires.group
-        elif self.size > 1:
+        elif self.ranks > 1:
             self._messages = _message_group(self.group)
 
     def release(self) -> None:
@@ -119,7 +121,17 @@ class ShardGroup:
             _apart[self.group] = _gloo_like(self.group)
         return _apart[self.group]
 
-    # ---- what the group can do ----
+    # ---- what the group is, and can do ----
+
+    @property
+    def slices(self) -> dist.ProcessGroup | None:
+        """The process group whose ranks hold slices 0, 1, 2, ...; None: no group has them in this order."""
+        return self.group
+
+    @property
+    def slice_ranks(self) -> list[int]:
+        """Global ranks of who holds slices 0, 1, 2, ..."""
+        return self._global_ranks
 
     def serves(self, device: torch.device) -> bool:
         """Whether the group's backends can carry tensors of ``device``."""
@@ -145,17 +157,17 @@ class ShardGroup:
 
         ``wire`` (``[size, row]``, contiguous) must stay as it is until the result is there, and may be gone then.
         """
-        self._sent["reduce"] += self._bytes_to_others(wire[0])
+        self._note_sent("reduce", wire[0].nbytes)
         return self._transport(wire.device).reduce_scatter(wire)
 
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result, of its shape, may be ``wire`` itself."""
-        self._sent["reduce"] += 2 * self._bytes_to_others(wire[0])
+        self._note_sent("reduce", wire[0].nbytes, times=2)
         return self._transport(wire.device).all_reduce(wire)
 
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
-        self._sent["gather"] += self._bytes_to_others(wire[0])
+        self._note_sent("gather", wire[0].nbytes)
         return self._transport(wire.device).all_gather(wire)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
@@ -165,11 +177,11 @@ class ShardGroup:
         when this returns.
         """
         elements = sum(each.numel() for each in rows) // self.size
-        self._sent["gather"] += (self.size - 1) * elements * rows[0].element_size()
+        self._note_sent("gather", elements * rows[0].element_size())
         return self._transport(rows[0].device).gather(own, rows)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes of wires that this rank has handed to others so far, by purpose.
+        """Bytes of wires that this rank has handed to others so far, by purpose: "reduce" and "gather".
 
         An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does.
         """
@@ -193,7 +205,7 @@ class ShardGroup:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""
-        if self.size == 1:
+        if self.ranks == 1:
             return
         pieces = deque(tensor for tensor in tensors if tensor.numel() > 0)
         while pieces:
@@ -206,7 +218,7 @@ class ShardGroup:
 
         It travels beside the data path, so ranks may stand at different wires when they call it.
         """
-        if self.size == 1:
+        if self.ranks == 1:
             return list(values)
         agreed = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._control)
@@ -218,7 +230,7 @@ class ShardGroup:
         In one order with an optimizer's wires on the host, and beside them otherwise: all ranks make these calls
         in the same order among their rounds, but not among calls of ``largest``.
         """
-        if self.size == 1:
+        if self.ranks == 1:
             return Pending((), (values,), lambda: values)
         work = cast(dist.Work, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages, async_op=True))
         pending = Pending((work,), (values,), lambda: values)
@@ -232,7 +244,7 @@ class ShardGroup:
 
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
         """Rank 0's ``values``, on the host; every rank gives as many."""
-        if self.size == 1:
+        if self.ranks == 1:
             return list(values)
         told = torch.tensor(values, dtype=torch.int64)
         dist.broadcast(told, src=self._global_ranks[0], group=self._control)
@@ -240,7 +252,7 @@ class ShardGroup:
 
     def exchange(self, mine: object) -> list[Any]:
         """Every rank's ``mine`` in rank order, pickled: for the rare case in which something differs."""
-        everyone: list[Any] = [None] * self.size
+        everyone: list[Any] = [None] * self.ranks
         dist.all_gather_object(everyone, mine, group=self._control)
         return everyone
 
@@ -252,10 +264,11 @@ class ShardGroup:
         return Staged(self._wires.transport) if _is_staged(device) else self._wires.transport
 
     def _on_gloo(self, device: torch.device) -> bool:
-        return self.size > 1 and self._backends.get(device.type) == "gloo"
+        return self.ranks > 1 and self._backends.get(device.type) == "gloo"
 
-    def _bytes_to_others(self, row: Tensor) -> int:
-        return (self.size - 1) * row.numel() * row.element_size()
+    def _note_sent(self, purpose: str, row: int, times: int = 1) -> None:
+        """Account for a wire with rows of so many bytes, of which others get all but one."""
+        self._sent[purpose] += times * (self.size - 1) * row
 
     def _broadcast_batch(self, batch: list[Tensor]) -> None:
         """Send the tensors of one device as one message of bytes."""
@@ -380,5 +393,9 @@ def _keep(under_way: Sequence[Pending[Tensor]]) -> None:
 
 def _gloo_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new gloo group of the same ranks; made by all of them, and by nobody else."""
-    ranks = dist.get_process_group_ranks(group)
+    return gloo_group(dist.get_process_group_ranks(group))
+
+
+def gloo_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A new gloo group of these global ranks; made by all of them, and by nobody else."""
     return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))

@@ -162,7 +162,7 @@ def agree(
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     values = [int(error is not None), *(int.from_bytes(digest[at : at + 7], "big") for at in (0, 7))]
-    if error is None and group.size == 1:
+    if error is None and group.ranks == 1:
         return
     if group.alike(values) and error is None:
         return

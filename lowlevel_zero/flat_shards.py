@@ -59,7 +59,12 @@ class FlatShards:
         if device_type not in self._meshes:
             from torch.distributed.device_mesh import DeviceMesh
 
-            self._meshes[device_type] = DeviceMesh.from_group(self._group.group, device_type)
+            slices = self._group.slices
+            if slices is not None:
+                self._meshes[device_type] = DeviceMesh.from_group(slices, device_type)
+            else:  # one that says who has which, and can't communicate
+                ranks = torch.tensor(self._group.slice_ranks)
+                self._meshes[device_type] = DeviceMesh(device_type, ranks, _init_backend=False)
         return self._meshes[device_type]
 
 

@@ -158,7 +158,7 @@ class Forecast:
             driven: this rank called ``optimizer.backward`` in this step.
         """
         before, self._fewest = self._fewest, None if fewest is None else _LaterRead(fewest)
-        if before is not None and not self.on and before.read() < min(self._group.size, _COUNTED):
+        if before is not None and not self.on and before.read() < min(self._group.ranks, _COUNTED):
             (driven_somewhere,) = self._group.largest([driven])
             self.saw(lacked=bool(driven_somewhere))
 

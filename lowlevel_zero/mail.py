@@ -13,14 +13,15 @@ import select
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import RLock
-from time import monotonic
+from threading import Lock, RLock
+from time import monotonic, sleep
 from typing import NamedTuple
 from weakref import finalize
 
 _RECORD = struct.Struct("=iiqqi")
 _READ = 0  # the kind of letters that say "I have read that slot"
 _ROOM = 2**20  # of a pipe: tens of thousands of letters
+_DOZE, _NAP = 0.05, 0.001  # seconds
 
 
 class Subject(NamedTuple):
@@ -43,7 +44,6 @@ class Mailbox:
 
     Attributes:
         descriptor: the pipe that others write to.
-        read: numbers of this process's slots that others have finished with, in the order of their saying so.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,10 @@ class Mailbox:
         close_with(self, self.descriptor, writing)  # the other end stays open, lest the pipe ends with its writers
         with suppress(OSError):  # more than this user may have
             fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
-        self.read: list[int] = []
+        self._read: list[int] = []
         self._headers: dict[Subject, Header] = {}
         self._lock = RLock()
+        self._sleeping = Lock()  # a poll object serves one thread at a time
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)
         self._rank_of: dict[int, int] = {}
@@ -72,9 +73,16 @@ class Mailbox:
             while records := os.read(self.descriptor, 1024 * _RECORD.size):
                 for kind, sender, serial, offset, slot in _RECORD.iter_unpack(records):
                     if kind == _READ:
-                        self.read.append(slot)
+                        self._read.append(slot)
                     else:
                         self._headers[Subject(kind, sender, serial)] = Header(offset, slot)
+
+    def finished(self) -> list[int]:
+        """Numbers of this process's slots that others have finished with, once for each reader, in their order."""
+        with self._lock:
+            self.collect()
+            finished, self._read = self._read, []
+            return finished
 
     def has(self, subjects: Sequence[Subject]) -> bool:
         """Whether all of these headers have come."""
@@ -88,26 +96,31 @@ class Mailbox:
             RuntimeError: a sender has ended, or ``timeout`` seconds are over.
         """
         deadline = monotonic() + timeout
-        with self._lock:
-            while not self.has(subjects):
+        while True:
+            with self._lock:
+                if self.has(subjects):
+                    return [self._headers.pop(subject) for subject in subjects]
                 missing = sorted({subject.sender for subject in subjects if subject not in self._headers})
                 ended = self._ended.intersection(missing)
-                if ended:
-                    raise RuntimeError(
-                        f"expected gradients or parameters of rank {min(ended)}, whose process has ended"
-                    )
-                if not self._sleep(deadline):
-                    raise RuntimeError(f"expected gradients or parameters of ranks {missing} within {timeout:g} s")
-            return [self._headers.pop(subject) for subject in subjects]
+            if ended:
+                raise RuntimeError(f"expected gradients or parameters of rank {min(ended)}, whose process has ended")
+            if monotonic() > deadline:
+                raise RuntimeError(f"expected gradients or parameters of ranks {missing} within {timeout:g} s")
+            self._sleep(deadline)
 
-    def _sleep(self, deadline: float) -> bool:
-        """Until something happens, or it is too late."""
-        events = self._poll.poll(max(0.0, deadline - monotonic()) * 1000)
-        for descriptor, _ in events:
-            if descriptor in self._rank_of:
-                self._ended.add(self._rank_of[descriptor])
-                self._poll.unregister(descriptor)  # it would go on being ready
-        return bool(events)
+    def _sleep(self, deadline: float) -> None:
+        """Until something happens, or not for long: another thread may take in the mail that this one waits for."""
+        if not self._sleeping.acquire(blocking=False):
+            sleep(_NAP)
+            return
+        try:
+            events = self._poll.poll(max(0.0, min(_DOZE, deadline - monotonic())) * 1000)
+            for descriptor, _ in events:
+                if descriptor in self._rank_of:
+                    self._ended.add(self._rank_of[descriptor])
+                    self._poll.unregister(descriptor)  # it would go on being ready
+        finally:
+            self._sleeping.release()
 
 
 class OthersMailbox:

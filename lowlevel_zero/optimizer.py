@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +16,6 @@ from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .caller_names import CallerNames
-from .collectives import ShardGroup
 from .construction import (
     agree,
     check_dense_gradients,
@@ -37,6 +35,7 @@ from .sharding import broadcast_rest, convert, shard_groups
 from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
 from .streams import streams_of
+from .two_levels import Ranks, check_hybrid, shard_group
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
@@ -64,8 +63,8 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         cpu_offload: step on the host: masters, the gradients that step them and the optimizer's state live there,
             Adam and AdamW are fused unless they were made with a choice of their own; gradients go down during
             backward. (Where the parameters are on the host too, it only costs copies.)
-        dp_process_group: the ranks to shard over; None: the default group.
-        extra_dp_group: not available yet.
+        dp_process_group: the ranks to shard over; None: the default group. Or two levels of them, ``(outer, inner)``.
+        extra_dp_group: the outer level's ranks, where ``dp_process_group`` is the inner level's.
         forced_dtype: convert the parameters to this dtype first.
         master_weights: step an fp32 copy of 16-bit slices, not the slices themselves.
         overlap_allgather: gather updated parameters while the next forward runs; whoever reads one waits for it.
@@ -75,6 +74,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
             remaining parameters broadcast too.
         reduce_scatter: in stage 1, reduce-scatter instead of all-reducing (stage 2 always does).
         assume_elementwise: accept an optimizer that could not be shown to treat elements independently.
+        hybrid_shard: of two levels, shard over the inner one, with replicas on the outer one; else over both.
 
     Raises:
         RuntimeError: no process group is initialised, or another rank could not construct its optimizer.
@@ -102,8 +102,8 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         overlap_communication: bool = True,
         partition_grad: bool = False,
         cpu_offload: bool = False,
-        dp_process_group: dist.ProcessGroup | None = None,
-        extra_dp_group: dist.ProcessGroup | None = None,
+        dp_process_group: Ranks | None = None,
+        extra_dp_group: Ranks | None = None,
         forced_dtype: torch.dtype | None = None,
         master_weights: bool = True,
         overlap_allgather: bool = False,
@@ -113,8 +113,9 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         model: nn.Module | None = None,
         reduce_scatter: bool = False,
         assume_elementwise: bool = False,
+        hybrid_shard: bool = False,
     ) -> None:
-        self._group = ShardGroup(dp_process_group)
+        self._group = shard_group(dp_process_group, extra_dp_group, hybrid_shard)
         scaling: dict[str, Any] = {
             "initial_scale": initial_scale,
             "min_scale": min_scale,
@@ -130,7 +131,6 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         try:
             refuse_undelivered(
                 pg_to_param_list=pg_to_param_list,
-                extra_dp_group=extra_dp_group,
                 fp8_communication=fp8_communication,
             )
             self._options = ZeroOptions(
@@ -144,11 +144,13 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
                 cpu_offload=cpu_offload,
                 master_weights=master_weights,
                 clip_grad_norm=clip_grad_norm,
+                hybrid_shard=hybrid_shard,
                 assume_elementwise=assume_elementwise,
                 backward_context=backward_context,
                 verbose=verbose,
             )
             LossScaler(**scaling)
+            check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             names = self._check(optimizer, model)
             lines = [*describe(optimizer, names, model), f"{self._options}", f"loss scale {scaling}"]
         except (TypeError, ValueError, RuntimeError) as raised:
@@ -184,7 +186,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         self._device = records[0].padded.device
         half = any(record.p.dtype == torch.float16 for record in records)
         self._scaler = LossScaler(**scaling, device=self._device) if half else None
-        self._raw_unit = partial(_raw_unit, self._group.size, self._scaler)
+        self._raw_unit = partial(_raw_unit, self._group.ranks, self._scaler)
         streams = streams_of([record.padded.device for record in records])
         offload = Offload(streams) if self._options.cpu_offload else None
         self._families = Families(self._parameters, self._options, streams, self._raw_unit, offload)
@@ -231,7 +233,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
                 torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
             elif not self._warned:
                 self._warned = True
-                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", self._group.rank)
+                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", self._group.place)
 
     @contextmanager
     def _round(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
@@ -328,7 +330,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         if not overflow.item():
             return False
         self._families.clear()
-        if self._options.verbose and self._group.rank == 0:
+        if self._options.verbose and self._group.place == 0:
             _log.info("overflow: step skipped, loss scale now %g", self.loss_scale)
         return True
 
@@ -362,7 +364,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         return norm
 
     def _log_start(self) -> None:
-        if self._group.rank == 0:
+        if self._group.place == 0:
             stage = 2 if self._options.partition_grad else 1
             elements = sum(record.split.numel for record in self._parameters)
             _log.info(
@@ -370,7 +372,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
                 stage,
                 f"{elements:,}",
                 len(self._parameters.records),
-                self._group.size,
+                self._group.ranks,
                 sum(len(family.reducer.plan.buckets) for family in self._families),
             )
 

@@ -27,6 +27,7 @@ class ZeroOptions:
         cpu_offload: masters, the gradients that step them and the optimizer's state live on the host.
         master_weights: step fp32 copies of 16-bit slices.
         clip_grad_norm: largest global L2 norm; 0: no clipping.
+        hybrid_shard: of two levels of ranks, shard over the inner one alone.
         assume_elementwise: take the caller's word that the optimizer is elementwise.
         backward_context: makes the context manager that backward runs in.
         verbose: log skipped steps.
@@ -44,6 +45,7 @@ class ZeroOptions:
     cpu_offload: bool = False
     master_weights: bool = True
     clip_grad_norm: float = 0.0
+    hybrid_shard: bool = False
     assume_elementwise: bool = False
     backward_context: BackwardContext | None = field(default=None, repr=False)
     verbose: bool = field(default=False, repr=False)

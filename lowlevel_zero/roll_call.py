@@ -22,37 +22,71 @@ _FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.05  # seconds between looks at the store
 _over: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 
 
-def call_roll(group: dist.ProcessGroup, room: str, timeout: float = 20.0, doing: str | None = None) -> None:
-    """Return when every rank of ``group`` has called this with the same ``room``.
+class Alarm:
+    """A word to all ranks that a roll call is in vain, even to those in another group; the first word stays.
+
+    Args:
+        name: what it is about; the same on all ranks, and not used again.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._store = _store_of(dist.distributed_c10d._get_default_group())
+        self._key = f"lowlevel_zero/alarm/{name}"
+
+    def give(self, word: str) -> None:
+        """Give it."""
+        self._store.compare_set(self._key, "", word)
+
+    def heard(self) -> str | None:
+        """The word; None: nobody has given one."""
+        return str(self._store.get(self._key), "utf-8") if self._store.check([self._key]) else None
+
+
+def call_roll(
+    group: dist.ProcessGroup,
+    room: str,
+    timeout: float = 20.0,
+    doing: str | None = None,
+    word: str = "here",
+    alarm: Alarm | None = None,
+) -> list[str]:
+    """Return when every rank of ``group`` has called this with the same ``room``: the words of all, in rank order.
 
     Args:
         group: the ranks that are to come.
         room: what they come for, as in ``"save_checkpoint"``.
         timeout: seconds to wait for the last.
         doing: what this rank does there, for the message; None: ``room``.
+        word: what this rank tells the others.
+        alarm: who hears it doesn't wait any longer.
 
     Raises:
         TimeoutError: somebody didn't come. Raised by all that did, once the first of them has waited for
             ``timeout`` seconds; the message names them. A later call finds everything as if nothing had been.
+        RuntimeError: the alarm's word.
     """
     size = dist.get_world_size(group)
     if size == 1 or dist.get_backend(group) == "fake":
-        return
+        return [word] * size
     attempt = _enter(group, room)
-    if attempt.arrive() == size:
+    if attempt.arrive(word) == size:
         attempt.decide(_GO)
     deadline = time.monotonic() + timeout
     pause = _FIRST_LOOK
     while (outcome := attempt.outcome()) is None:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or (alarm is not None and alarm.heard() is not None):
             outcome = attempt.decide(_OFF)
             break
         time.sleep(pause)
         pause = min(2 * pause, _SLOWEST_LOOK)
     _over[group][room] += 1
     if outcome == _OFF:
+        reason = None if alarm is None else alarm.heard()
+        if reason is not None:
+            raise RuntimeError(reason)
         raise TimeoutError(_who_came(attempt, doing or room, size, timeout))
     attempt.forget_earlier()
+    return attempt.words()
 
 
 class _Attempt:
@@ -65,9 +99,9 @@ class _Attempt:
         self._room = room
         self._number = number
 
-    def arrive(self) -> int:
+    def arrive(self, word: str) -> int:
         """Enter this rank; how many have come so far."""
-        self._store.set(self._key(f"rank {self._rank}"), "here")
+        self._store.set(self._key(f"rank {self._rank}"), word)
         return int(self._store.add(self._key("count"), 1))
 
     def decide(self, outcome: str) -> str:
@@ -82,6 +116,10 @@ class _Attempt:
     def came(self) -> list[int]:
         """The ranks that have arrived."""
         return [rank for rank in range(self._size) if self._store.check([self._key(f"rank {rank}")])]
+
+    def words(self) -> list[str]:
+        """What all that have arrived have said."""
+        return [str(self._store.get(self._key(f"rank {rank}")), "utf-8") for rank in range(self._size)]
 
     def forget_earlier(self) -> None:
         """Remove the attempt before this one, which nobody will look at any more: all have come to this one."""

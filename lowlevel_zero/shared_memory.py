@@ -9,6 +9,7 @@ get fresh ones, since a rank may be a whole backward ahead of its peers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import EllipsisType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -78,8 +79,8 @@ class SharedMemory(Exchange):
         return self._send(packed, REDUCE, finish)
 
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
-        """Each rank sums all wires, in rank order: the sums are the same bit for bit."""
-        packed = self._take_or_copy(wire, range(self.size))
+        """Each rank sums all wires, of any shape, in rank order: the sums are the same bit for bit."""
+        packed = self._take_or_copy(wire, [...])
 
         def finish(theirs: list[Header]) -> Tensor:
             views = self._views(theirs, wire.numel(), wire.dtype)
@@ -117,15 +118,15 @@ class SharedMemory(Exchange):
         slot = self._own.take(numel * dtype.itemsize, readers=self.size)
         return Packed(self._own.view(slot, numel, dtype), slot)
 
-    def _take_or_copy(self, wire: Tensor, wanted: Iterable[int]) -> Packed:
+    def _take_or_copy(self, wire: Tensor, wanted: Iterable[int | EllipsisType]) -> Packed:
         """The slot that ``wire`` was packed into; of one that lies elsewhere the ``wanted`` rows are copied."""
         for place, packed in enumerate(self._handed_out):
             if packed.wire.data_ptr() == wire.data_ptr():
                 return self._handed_out.pop(place)
         packed = self._packed(wire.numel(), wire.dtype)
         packed = packed._replace(wire=packed.wire.view(wire.shape))
-        for rank in wanted:
-            packed.wire[rank].copy_(wire[rank])
+        for rows in wanted:
+            packed.wire[rows].copy_(wire[rows])
         return packed
 
     # ---- headers ----

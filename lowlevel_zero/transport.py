@@ -18,6 +18,7 @@ _all_gather_single = getattr(dist, "all_gather_single" if _RENAMED else "all_gat
 # Elements of a tensor that are copied faster than the copy is set up.
 _TINY = 4096
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -91,11 +92,11 @@ class Transport(ABC):
         """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``."""
         if len(own) == 1:
             keep_own(own, rows, self.rank)
-            return _then(self.all_gather(rows[0]), lambda wire: None)
+            return then(self.all_gather(rows[0]), lambda wire: None)
         sizes = [each.numel() for each in own]
         wire = rows[0].new_empty(self.size, sum(sizes))
         lay_end_to_end(wire[self.rank], own)
-        return _then(self.all_gather(wire), lambda wire: unpack(wire, rows, sizes))
+        return then(self.all_gather(wire), lambda wire: unpack(wire, rows, sizes))
 
     def held(self) -> list[Tensor]:
         """Memory that is kept from wire to wire."""
@@ -171,5 +172,6 @@ def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
         torch._foreach_copy_([each[rank] for each in rows], list(own))
 
 
-def _then(pending: Pending[Tensor], act: Callable[[Tensor], None]) -> Pending[None]:
-    return Pending((), pending.tensors, lambda: act(pending.wait()))
+def then(pending: Pending[S], act: Callable[[S], T]) -> Pending[T]:
+    """What ``act`` makes of the result, when it is waited for."""
+    return Pending((), pending.tensors, lambda: act(pending.wait()), pending.done)

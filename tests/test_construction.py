@@ -69,13 +69,6 @@ def test_a_bad_option(options: dict[str, Any], error: str, message: str) -> None
         assert message in raised.message
 
 
-def test_a_group_option_that_is_not_available_yet() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        wrap(net(), dp_process_group=dist.group.WORLD, extra_dp_group=dist.group.WORLD)
-
-    assert {raised.type for raised in run_ranks_expecting(rank, 2, timeout=20)} == {"NotImplementedError"}
-
-
 def frozen(model: nn.Module) -> torch.optim.Optimizer:
     return adam(model.requires_grad_(False))
 

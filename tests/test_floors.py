@@ -32,10 +32,10 @@ HOUSE = (
     ),
     ("floor 1, without a group", ("mail",)),
     ("floor 1, under the others", ("transport", "arena")),
-    ("floor 1, without the backend's collectives", ("exchange", "staging")),
+    ("floor 1, without the backend's collectives", ("exchange", "staging", "levels")),
     ("floor 1, without messages", ("shared_memory",)),
     ("floor 1", ("collectives", "roll_call")),
-    ("floor 1, over the collectives", ("flat_shards",)),
+    ("floor 1, over the collectives", ("flat_shards", "two_levels")),
     ("floor 2, at the bottom", ("bookkeeping.offload",)),
     ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),
     (

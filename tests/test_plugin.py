@@ -52,6 +52,36 @@ def test_fp32_equals_ddp(world_size: int, clip: float) -> None:
     assert torch.equal(model_values()["dropped.weight"], ranks[0]["stage 2"]["dropped.weight"])
 
 
+def test_extra_dp_size_shards_over_all_ranks_as_colossalai_does() -> None:
+    """It keeps its numbers, its groups and its slices' sizes; only which rank has which slice is ours."""
+
+    def rank(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[list[int]], dict[str, int]]:
+        pair = boost(ours, stage=2, precision="fp32", max_norm=0.5, extra_dp_size=2)
+        pair.train(rank, 0, 5)
+        keywords = pair.booster.plugin.zero_optim_kwargs
+        groups = [dist.get_process_group_ranks(keywords[name]) for name in ("extra_dp_group", "dp_process_group")]
+        assert {len(p32) for p32 in pair.optimizer.optim.param_groups[0]["params"]} == {9, 20, 31}
+        return pair.values(), groups, pair.optimizer.traffic()
+
+    ranks = run_ranks(rank, 4)
+    expected = run_ranks(trained, 4, ddp, {}, 0.5)
+    for each in ranks:
+        check_equal(ranks[0][0], each[0])
+        check_close(expected[0], each[0], 2e-6)
+        assert 0 < each[2]["reduce_outer"] < each[2]["reduce"]
+    assert [groups for _, groups, _ in ranks] == [
+        [[0, 2], [0, 1]],
+        [[1, 3], [0, 1]],
+        [[0, 2], [2, 3]],
+        [[1, 3], [2, 3]],
+    ]
+
+
+def test_extra_dp_size_has_to_divide_the_world() -> None:
+    for raised in run_ranks_expecting(lambda rank, world_size: LowLevelZeroPlugin(extra_dp_size=2), 3):
+        assert "extra_dp_size: expected a divisor of the world size, 3, got 2" in raised.message
+
+
 def model_values() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model_of().named_parameters()}
 
@@ -249,7 +279,8 @@ def test_a_pair_goes_when_nobody_uses_it() -> None:
         ({"growth_factor": 0.5}, ValueError, "growth_factor"),
         ({"fp8_communication": True}, NotImplementedError, "fp8_communication=True is not available yet"),
         ({"use_fp8": True}, NotImplementedError, "use_fp8=True is not available yet"),
-        ({"extra_dp_size": 2}, NotImplementedError, "extra_dp_size=2 is not available yet"),
+        ({"extra_dp_size": 0}, ValueError, "extra_dp_size: expected a number of rows of ranks, at least 1, got 0"),
+        ({"extra_dp_size": 1.5}, ValueError, "extra_dp_size"),
     ],
 )
 def test_options_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str) -> None:

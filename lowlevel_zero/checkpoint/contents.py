@@ -212,7 +212,7 @@ def check_pair(model: object, optimizer: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not LED_BY_ANY_RANK and optimizer._group.size > 1 and dist.get_global_rank(optimizer._group.group, 0) != 0:
+    if not LED_BY_ANY_RANK and optimizer._group.ranks > 1 and dist.get_global_rank(optimizer._group.group, 0) != 0:
         raise NotImplementedError(
             f"optimizer: expected a process group whose first rank is rank 0, got one that rank "
             f"{dist.get_global_rank(optimizer._group.group, 0)} leads, which torch.distributed.checkpoint of torch "

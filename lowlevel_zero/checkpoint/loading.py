@@ -127,7 +127,7 @@ def _check_files(saved: _Saved, group: ShardGroup, verify: bool) -> None:
     """Raise ``ValueError`` unless the files are what was written; checksums are this rank's share alone."""
     wrong = saved.manifest.first_missing(saved.folder)
     if wrong is None and verify:
-        wrong = saved.manifest.first_damaged(saved.folder, sorted(saved.manifest.files)[group.rank :: group.size])
+        wrong = saved.manifest.first_damaged(saved.folder, sorted(saved.manifest.files)[group.place :: group.ranks])
     if wrong is not None:
         raise ValueError(f"{saved.folder}: damaged: {wrong}; load another, or copy it anew")
 

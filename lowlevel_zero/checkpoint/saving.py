@@ -100,11 +100,11 @@ def save_checkpoint(
         if async_save:
             tensors = _copied(tensors, contents)
     with together(group, f"write beside {path}"):
-        if group.rank == 0:
+        if group.place == 0:
             written.mkdir(parents=True)
     commit = _Commit(target, written, token, objects, _describe(contents, optimizer, tensors), keep)
-    saving = Saving(target, written if group.rank == 0 else None)
-    writer = CommittingWriter(written, group.rank, group.size, commit)
+    saving = Saving(target, written if group.place == 0 else None)
+    writer = CommittingWriter(written, group.place, group.ranks, commit)
     saving.start(tensors, writer, group.apart(), async_save)
     if async_save:
         _last[group.group] = saving
@@ -244,7 +244,7 @@ def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer, tensors: dic
         Manifest,
         version=__version__,
         torch=torch.__version__,
-        world_size=contents.group.size,
+        world_size=contents.group.ranks,
         stage=2 if optimizer._options.partition_grad else 1,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         tensors={name: entry.saved for name, entry in contents.entries.items()},

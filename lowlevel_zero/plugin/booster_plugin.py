@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
+from colossalai.cluster import ProcessGroupMesh
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.quantization import quantize_model
 from peft import PeftModel, get_peft_model
@@ -47,7 +48,9 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
         master_weights: step fp32 copies of 16-bit slices.
         verbose: log skipped steps.
         cast_inputs: convert floating-point inputs of the model to its dtype.
-        fp8_communication, use_fp8, extra_dp_size: not available yet.
+        fp8_communication, use_fp8: not available yet.
+        extra_dp_size: rows of ranks, each of which reduces gradients within before they cross; it divides the world
+            size. Optimizer state is sharded over all ranks, as with 1.
 
     Raises:
         ValueError, TypeError: a value out of range, or of the wrong type.
@@ -79,11 +82,10 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
         use_fp8: bool = False,
         extra_dp_size: int = 1,
     ) -> None:
-        _check_choices(stage, precision, norm_type)
+        _check_choices(stage, precision, norm_type, extra_dp_size)
         refuse_undelivered(
             fp8_communication=fp8_communication,
             use_fp8=use_fp8,
-            extra_dp_size=extra_dp_size if extra_dp_size != 1 else None,
         )
         self.zero_optim_kwargs: dict[str, Any] = {
             "initial_scale": initial_scale,
@@ -104,9 +106,13 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
             "verbose": verbose,
         }
         _check_options(self.zero_optim_kwargs)
-        _check_process_group()
+        _check_process_group(extra_dp_size)
         super().__init__()
         complete_cpu_accelerator()
+        if extra_dp_size > 1:
+            self.pg_mesh = ProcessGroupMesh(extra_dp_size, self.world_size // extra_dp_size)
+            self.zero_optim_kwargs["extra_dp_group"] = self.pg_mesh.get_group_along_axis(0)
+            self.zero_optim_kwargs["dp_process_group"] = self.pg_mesh.get_group_along_axis(1)
         self.stage = stage
         self.precision = precision
         self.cast_inputs = cast_inputs
@@ -216,13 +222,15 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
             add_lora_parameters(model, optimizer)
 
 
-def _check_choices(stage: object, precision: object, norm_type: object) -> None:
+def _check_choices(stage: object, precision: object, norm_type: object, extra_dp_size: object) -> None:
     if stage not in (1, 2):
         raise ValueError(f"stage: expected 1 or 2, got {stage!r}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
     if norm_type != 2:
         raise ValueError(f"norm_type: expected 2, the norm that gradients are clipped by, got {norm_type!r}")
+    if not isinstance(extra_dp_size, int) or isinstance(extra_dp_size, bool) or extra_dp_size < 1:
+        raise ValueError(f"extra_dp_size: expected a number of rows of ranks, at least 1, got {extra_dp_size!r}")
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -235,12 +243,15 @@ def _check_options(options: dict[str, Any]) -> None:
     LossScaler(**{name: options[name] for name in inspect.signature(LossScaler).parameters if name in options})
 
 
-def _check_process_group() -> None:
+def _check_process_group(extra_dp_size: int) -> None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError(
             "expected an initialised process group, got none: call colossalai.launch_from_torch() first, "
             "in a program that torchrun starts"
         )
+    world_size = torch.distributed.get_world_size()
+    if world_size % extra_dp_size:
+        raise ValueError(f"extra_dp_size: expected a divisor of the world size, {world_size}, got {extra_dp_size}")
 
 
 def _check_pair(model: object, optimizer: object) -> None:

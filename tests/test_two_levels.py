@@ -1,0 +1,511 @@
+"""Two levels of ranks: the numbers of one level and of one process, in order under delays, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoints import AFTER, BEFORE, Pair, Training, differences
+from oracle import Run, check_close, train_alone, train_rank, worst
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer, levels
+from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_metadata, save_checkpoint
+from lowlevel_zero.levels import OnStream, OnThread
+from lowlevel_zero.shared_memory import SharedMemory
+from lowlevel_zero.streams import Streams
+from lowlevel_zero.transport import Pending
+from lowlevel_zero.two_levels import TwoLevels, shard_group
+from ranks import run_ranks, run_ranks_expecting
+
+
+class Grid(NamedTuple):
+    """The outer and the inner process group of a rank, of ``shape`` ``(outer, inner)``."""
+
+    outer: Any
+    inner: Any
+
+    @classmethod
+    def of(cls, rank: int, shape: tuple[int, int], first: int = 0) -> Grid:
+        ranks = torch.arange(first, first + shape[0] * shape[1]).view(shape)
+        (outer,) = [group for line in ranks.t().tolist() if rank in line for group in [_group(line)]]
+        (inner,) = [group for line in ranks.tolist() if rank in line for group in [_group(line)]]
+        return cls(outer, inner)
+
+    def options(self, form: str) -> dict[str, Any]:
+        if form == "flat":
+            return {}
+        if form == "pair":
+            return {"dp_process_group": (self.outer, self.inner)}
+        options = {"dp_process_group": self.inner, "extra_dp_group": self.outer}
+        return options | ({"hybrid_shard": True} if form == "hybrid" else {})
+
+
+def _group(ranks: list[int]) -> Any:
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def drop_on_one_rank(step: int, rank: int) -> set[int]:
+    return {0, 1, 2, 3} if rank == 1 else {step % 4}
+
+
+# ---- numbers ----
+
+RUNS: dict[str, Run] = {
+    "stage 1": Run(steps=4),
+    "stage 2": Run(steps=4).with_options(partition_grad=True),
+    "drop on one rank": Run(drop=drop_on_one_rank, clip=0.3).with_options(partition_grad=True),
+    "drop, bare": Run(drop=drop_on_one_rank, bare=True, micro_batches=2).with_options(overlap_allgather=True),
+    "thrice": Run(steps=3, micro_batches=3, clip=0.3).with_options(partition_grad=True, overlap_allgather=True),
+    "no_sync": Run(steps=3, micro_batches=2, no_sync=True, bare=True).with_options(partition_grad=True),
+    "tiny buckets": Run(steps=3).with_options(reduce_scatter=True, reduce_bucket_size=1, overlap_communication=False),
+}
+FORMS = ("pair", "keywords", "hybrid")
+
+
+def runs_of(world_size: int) -> dict[str, Run]:
+    sized = {name: replace(run, world_size=world_size) for name, run in RUNS.items()}
+    return {name: run.with_options(**{"reduce_bucket_size": 50, **run.options}) for name, run in sized.items()}
+
+
+def train_all(rank: int, world_size: int, shape: tuple[int, int], form: str) -> dict[str, Any]:
+    """Parameters and norms of each run."""
+    grid = Grid.of(rank, shape)
+    results = {}
+    for name, run in runs_of(world_size).items():
+        model, _, norms = train_rank(rank, world_size, run.with_options(**grid.options(form)))
+        results[name] = {n: p.detach().clone() for n, p in model.named_parameters()}, norms
+    return results
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [*product([(2, 2), (2, 3)], ["pair", "hybrid"]), ((1, 2), "keywords"), ((2, 1), "pair"), ((2, 1), "hybrid")],
+    ids=str,
+)
+def test_it_equals_one_process(shape: tuple[int, int], form: str) -> None:
+    world_size = shape[0] * shape[1]
+    ranks = run_ranks(train_all, world_size, shape, form)
+    for name, run in runs_of(world_size).items():
+        expected, norms = train_alone(run)
+        check_close(expected, [each[name][0] for each in ranks], 2e-6)
+        for each in ranks:
+            assert each[name][1] == pytest.approx(norms, rel=1e-5), name
+
+
+@pytest.mark.parametrize(("dtype", "shared"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
+def test_sixteen_bits_equal_one_level_to_rounding(dtype: torch.dtype, shared: bool) -> None:
+    """Once with fp32 on the wire, where two roundings of a sum can't differ by much, and once as it is."""
+
+    def rank(rank: int, world_size: int) -> dict[str, list[float]]:
+        os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(shared))
+        grid = Grid.of(rank, (2, 2))
+        found: dict[str, list[float]] = {}
+        for wire in (torch.float32, None):
+            for stage in (1, 2):
+                run = Run(world_size, dtype=dtype, clip=0.5, steps=3).with_options(
+                    partition_grad=stage == 2, communication_dtype=wire, reduce_bucket_size=50, initial_scale=2.0**8
+                )
+                flat = train_rank(rank, world_size, run)
+                expected = flat.optimizer.state_dict()["state"]
+                for form in ("pair", "hybrid"):
+                    pair = train_rank(rank, world_size, run.with_options(**grid.options(form)))
+                    group = pair.optimizer._group
+                    assert isinstance(group, TwoLevels)
+                    assert isinstance(group._inner._wires.transport, SharedMemory) == shared
+                    state = pair.optimizer.state_dict()["state"]
+                    masters = [{str(at): each["master_param"] for at, each in s.items()} for s in (expected, state)]
+                    found.setdefault(str(wire), []).append(worst(masters[0], masters[1])[0])
+        return found
+
+    for found in run_ranks(rank, 4):
+        assert max(found["torch.float32"]) < 1e-4
+        assert max(found["None"]) < 3e-2
+
+
+def test_slices_are_those_of_the_form() -> None:
+    """Who holds what, what is held, and how much crosses the outer level."""
+
+    def rank(rank: int, world_size: int) -> dict[str, Any]:
+        grid = Grid.of(rank, (2, 3))
+        found: dict[str, Any] = {}
+        for form in ("flat", *FORMS):
+            torch.manual_seed(rank)
+            model = nn.Linear(12, 10, bias=False)
+            wrapped = torch.optim.AdamW(model.parameters())
+            optimizer = LowLevelZeroOptimizer(wrapped, model=model, partition_grad=True, **grid.options(form))
+            optimizer.backward(model(torch.ones(1, 12)).sum())
+            optimizer.step()
+            sent = optimizer.traffic()
+            whole = optimizer.get_param_grad(model.weight)
+            assert whole is not None
+            assert torch.equal(whole, torch.ones(10, 12))
+            (own,) = optimizer.optim.param_groups[0]["params"]
+            start = (own.data_ptr() - model.weight.data_ptr()) // 4
+            state = optimizer.state_dict(only_on_master=True)["state"]
+            found[form] = start, own.numel(), sent, len(state[0])
+        return found
+
+    ranks = run_ranks(rank, 6)
+    assert [each["flat"][:2] for each in ranks] == [(20 * at, 20) for at in range(6)]
+    for form in ("pair", "keywords"):
+        assert [each[form][:2] for each in ranks] == [(at, 20) for at in (0, 40, 80, 20, 60, 100)]
+    assert [each["hybrid"][:2] for each in ranks] == [(at, 40) for at in (0, 40, 80, 0, 40, 80)]
+    wire = 480 + 4 * 2 * 6  # and two flags a row
+    for each in ranks:
+        sent = {form: each[form][2] for form in each}
+        assert sent["flat"] == {"reduce": wire * 5 // 6, "gather": 480 * 5 // 6}
+        assert sent["keywords"] == sent["pair"] == {
+            "reduce": wire * 5 // 6, "gather": 480 * 5 // 6, "reduce_outer": wire // 6, "gather_outer": 480 // 6
+        }  # fmt: skip
+        row = 160 + 4 * 2
+        assert sent["hybrid"] == {
+            "reduce": 2 * row + row, "gather": 2 * 160, "reduce_outer": row, "gather_outer": 0
+        }  # fmt: skip
+    assert [each["hybrid"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
+    assert [each["pair"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
+
+
+def test_part_of_the_world_is_enough() -> None:
+    """Ranks 1 to 4 of five train; the last of them has the others' values in the end."""
+
+    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
+        if rank == 0:
+            return {}
+        grid = Grid.of(rank, (2, 2), first=1)
+        run = Run(4, steps=3, clip=0.4).with_options(partition_grad=True)
+        results = [train_rank(rank - 1, 4, run.with_options(**grid.options(form))) for form in ("pair", "hybrid")]
+        return {f"{at}.{n}": p.detach().clone() for at, r in enumerate(results) for n, p in r.model.named_parameters()}
+
+    _, *ranks = run_ranks(rank, 5)
+    expected, _ = train_alone(Run(4, steps=3, clip=0.4))
+    check_close({f"{at}.{name}": value for at in (0, 1) for name, value in expected.items()}, ranks, 2e-6)
+
+
+# ---- order ----
+
+
+@contextmanager
+def slowed(seed: int, rank: int) -> Any:
+    """In this rank's process, the thread between the levels, and layers, take a while at random."""
+    draw = random.Random(100 * seed + rank)
+    slow = draw.random() < 0.5
+    carry_on, forward = levels._carry_on, nn.Linear.forward
+
+    def nap() -> None:
+        if slow and draw.random() < 0.4:
+            time.sleep(draw.random() * 0.01)
+
+    def slow_carry_on(*args: Any) -> None:
+        nap()
+        carry_on(*args)
+
+    def slow_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        nap()
+        return forward(layer, x)
+
+    levels._carry_on, nn.Linear.forward = slow_carry_on, slow_forward  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        levels._carry_on, nn.Linear.forward = carry_on, forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "messages"])
+def test_delays_change_nothing(shared: bool) -> None:
+    """Bit for bit, with callers' own collectives between ours, and one rank that looks at parameters alone."""
+
+    def train(rank: int, grid: Grid, form: str, stage: int, bare: bool, seed: int | None) -> list[Tensor]:
+        run = Run(4, steps=4, micro_batches=2, drop=drop_on_one_rank if bare else lambda step, rank: set())
+        torch.manual_seed(0)
+        model = run.model()
+        wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"partition_grad": stage == 2, "reduce_bucket_size": 20, "overlap_allgather": True}
+        optimizer = LowLevelZeroOptimizer(wrapped, model=model, **options, **grid.options(form))
+        for step in range(run.steps):
+            for micro in range(run.micro_batches):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+                loss = model(x, run.drop(step, rank)).square().mean()
+                loss.backward() if bare else optimizer.backward(loss)
+                dist.all_reduce(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 3:
+                assert all(p.isfinite().all() for p in model.parameters())
+            dist.barrier()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def rank(rank: int, world_size: int) -> None:
+        os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(shared))
+        grid = Grid.of(rank, (2, 2))
+        for at, (form, stage, bare) in enumerate([("pair", 2, True), ("pair", 1, False), ("hybrid", 1, True)]):
+            expected = train(rank, grid, form, stage, bare, None)
+            with slowed(at, rank):
+                got = train(rank, grid, form, stage, bare, at)
+            assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+    run_ranks(rank, 4)
+
+
+def by_hand(done: Event, value: int) -> Pending[int]:
+    def wait() -> int:
+        assert done.wait(10)
+        return value
+
+    return Pending((), (), wait, done.is_set)
+
+
+def test_second_levels_start_in_the_order_of_first_ones_and_by_themselves() -> None:
+    first, second = [Event() for _ in range(3)], [Event() for _ in range(3)]
+    started: list[int] = []
+    told: Future[None] = Future()
+
+    def start(value: int) -> Pending[int]:
+        started.append(value)
+        if len(started) == 3:
+            told.set_result(None)
+        return by_hand(second[value], 10 * value)
+
+    sequel = OnThread()
+    pending = [sequel.after(by_hand(first[at], at), start) for at in range(3)]
+    first[2].set()
+    first[1].set()
+    assert not any(each.done() for each in pending)
+    assert started == []
+    first[0].set()
+    told.result(10)  # nobody has waited for any of them
+    assert started == [0, 1, 2]
+    second[1].set()
+    assert [each.done() for each in pending] == [False, True, False]
+    assert pending[1].wait() == 10
+
+
+def test_an_error_of_either_level_is_raised_by_who_waits() -> None:
+    def fail(value: int) -> Pending[int]:
+        raise RuntimeError(f"level {value}")
+
+    sequel = OnThread()
+    done = Event()
+    done.set()
+    broken = sequel.after(by_hand(done, 2), fail)
+    after = sequel.after(broken, fail)
+    whole = sequel.after(by_hand(done, 3), lambda value: by_hand(done, value))
+    for each in (broken, after):
+        with pytest.raises(RuntimeError, match="level 2"):
+            each.wait()
+        assert each.done()
+    assert whole.wait() == 3
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    sequel = OnThread()
+    done = Event()
+    done.set()
+    assert sequel.after(by_hand(done, 1), lambda value: by_hand(done, value)).wait() == 1
+    thread = sequel._thread
+    assert thread is not None
+    del sequel
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_on_a_device_a_stream_waits_and_the_host_does_not() -> None:
+    log: list[str] = []
+
+    class Recording(Streams):
+        @contextmanager
+        def copies(self) -> Any:
+            log.append("beside")
+            yield
+            log.append("back")
+
+    def noting(what: str) -> Pending[str]:
+        def wait() -> str:
+            log.append(f"wait {what}")
+            return what
+
+        return Pending((), (torch.zeros(1),), wait, lambda: False)
+
+    def start(_: str) -> Pending[str]:
+        log.append("start second")
+        return noting("second")
+
+    pending = OnStream(Recording()).after(noting("first"), start)
+    assert log == ["beside", "wait first", "start second", "back"]
+    assert len(pending.tensors) == 2
+    assert pending.wait() == "second"
+    assert log[4:] == ["wait second"]
+
+
+# ---- checkpoints ----
+
+
+def begin(training: Training, grid: Grid, form: str, seed: int = 0) -> Pair:
+    return replace(training, options=grid.options(form)).start(seed)
+
+
+CHECKPOINT_FORMS = ("flat", "pair", "hybrid")
+
+
+def test_checkpoints_go_from_every_form_to_every_other(tmp_path: Path) -> None:
+    training = Training(dtype=torch.bfloat16)
+
+    def save(rank: int, world_size: int) -> dict[str, Any]:
+        grid = Grid.of(rank, (2, 2))
+        wholes = {}
+        for form in CHECKPOINT_FORMS:
+            pair = begin(training, grid, form).train(BEFORE, rank, world_size)
+            save_checkpoint(tmp_path / form, pair.model, pair.optimizer, async_save=form == "hybrid").wait()
+            dcp.save({"optim": pair.optimizer.sharded_state_dict()}, checkpoint_id=tmp_path / f"own-{form}")
+            wholes[form] = pair.whole(), pair.train(AFTER, rank, world_size).whole()
+        return wholes
+
+    wholes = run_ranks(save, 4)[0]
+    assert {read_manifest(tmp_path / form).world_size for form in CHECKPOINT_FORMS} == {4}
+    metadata = read_metadata(tmp_path / "hybrid")
+    for entry in metadata.state_dict_metadata.values():
+        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel()
+    assert len({(at.relative_path, at.offset) for at in metadata.storage_data.values()}) == len(metadata.storage_data)
+    files = {at.relative_path for at in metadata.storage_data.values()}
+    assert len(files) == 4  # replicas share the work
+
+    def load(rank: int, world_size: int, forms: list[tuple[str, str]]) -> list[str]:
+        grid = Grid.of(rank, (2, world_size // 2))
+        wrong = []
+        for before, form in forms:
+            at = f"{before} to {form}"
+            pair = begin(training, grid, form, seed=3 + rank)
+            load_checkpoint(tmp_path / before, pair.model, pair.optimizer)
+            at_save, later = wholes[before]
+            wrong += differences(at_save, pair.whole(), at=at)
+            own = {"optim": pair.optimizer.sharded_state_dict()}
+            dcp.load(own, checkpoint_id=tmp_path / f"own-{before}")
+            pair.optimizer.load_sharded_state_dict(own["optim"])
+            wrong += differences(at_save, pair.whole(), at=f"{at}, own")
+            if form == before and world_size == 4:
+                wrong += differences(later, pair.train(AFTER, rank, world_size).whole(), at=f"{at}, later")
+        return wrong
+
+    every = list(product(CHECKPOINT_FORMS, repeat=2))
+    assert run_ranks(load, 4, [pair for pair in every if pair != ("flat", "flat")]) == [[]] * 4
+    assert run_ranks(load, 2, [("pair", "flat"), ("hybrid", "flat"), ("pair", "hybrid")]) == [[]] * 2
+
+
+# ---- what is refused ----
+
+
+def wrap(**options: Any) -> LowLevelZeroOptimizer:
+    model = nn.Linear(3, 2)
+    return LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model, **options)
+
+
+def no_inner(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"extra_dp_group": grid.outer}
+
+
+def three(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"dp_process_group": (grid.outer, grid.inner, grid.inner)}
+
+
+def pair_and_extra(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"dp_process_group": (grid.outer, grid.inner), "extra_dp_group": grid.outer}
+
+
+def sizes(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"dp_process_group": (2, 2)}
+
+
+def the_world_twice(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"dp_process_group": dist.group.WORLD, "extra_dp_group": dist.group.WORLD}
+
+
+def twice_on_one_rank(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"dp_process_group": (grid.outer, grid.inner) if rank else (grid.inner, grid.inner)}
+
+
+def another_s(grid: Grid, rank: int) -> dict[str, Any]:
+    others = dist.new_group([0, 1])  # all ranks make it, and two are in it
+    return {"dp_process_group": (grid.outer, others)}
+
+
+def ragged(grid: Grid, rank: int) -> dict[str, Any]:
+    inner = {0: [0], 1: [1, 2, 3]}
+    outer = {0: [0, 1], 1: [0, 1], 2: [2], 3: [3]}
+    return {"dp_process_group": (_group(outer[rank]), _group(inner[min(rank, 1)]))}
+
+
+def crossed(grid: Grid, rank: int) -> dict[str, Any]:
+    """Rows and columns meet once each, but a place in a row isn't the same in all of a column's."""
+    inner = {0: [0, 3], 3: [0, 3], 1: [1, 2], 2: [1, 2]}
+    outer = {0: [0, 2], 2: [0, 2], 1: [1, 3], 3: [1, 3]}
+    return {"dp_process_group": (_group(outer[rank]), _group(inner[rank]))}
+
+
+def hybrid_of_one_level(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"hybrid_shard": True}
+
+
+def hybrid_on_one_rank(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"dp_process_group": (grid.outer, grid.inner), "hybrid_shard": rank == 2}
+
+
+def hybrid_by_a_word(grid: Grid, rank: int) -> dict[str, Any]:
+    return {"dp_process_group": (grid.outer, grid.inner), "hybrid_shard": "both"}
+
+
+BAD = [
+    (no_inner, "extra_dp_group: expected dp_process_group beside it, got None"),
+    (three, "expected a process group or two, (outer, inner), got 3"),
+    (pair_and_extra, "extra_dp_group: expected None beside a pair"),
+    (sizes, "expected process groups, got int 2"),
+    (the_world_twice, "have this process alone in common, got ranks [0, 1, 2, 3] in both"),
+    (twice_on_one_rank, "have this process alone in common, got ranks [0, 1] in both"),
+    (another_s, "expected groups that this process belongs to, got an inner one without it"),
+    (ragged, "expected inner groups of one size"),
+    (crossed, "outer groups that each have the ranks of one place"),
+    (hybrid_of_one_level, "hybrid_shard=True: expected two levels of ranks, got one"),
+    (hybrid_on_one_rank, "expected the same model, optimizer and options on every rank"),
+    (hybrid_by_a_word, "hybrid_shard: expected True or False, got 'both'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_rank_is_told_what_is_wrong(options: Callable[[Grid, int], dict[str, Any]], message: str) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        wrap(**options(Grid.of(rank, (2, 2)), rank))
+
+    for raised in run_ranks_expecting(rank, 4, timeout=30):
+        assert message in raised.message
+        assert raised.type in ("ValueError", "TypeError", "RuntimeError")
+
+
+def test_a_group_of_two_levels_can_be_made_again() -> None:
+    """After a refused try too; instances use the same wires one after the other."""
+
+    def rank(rank: int, world_size: int) -> int:
+        grid = Grid.of(rank, (2, 2))
+        with pytest.raises(ValueError, match="alone in common"):
+            wrap(**twice_on_one_rank(grid, 0))
+        for _ in range(3):
+            optimizer = wrap(**grid.options("pair"))
+            optimizer.backward(optimizer.optim.param_groups[0]["params"][0].new_ones(1, requires_grad=True).sum())
+            optimizer.step()
+            del optimizer
+        one, other = (shard_group((grid.outer, grid.inner), None, False) for _ in range(2))
+        assert one.group is other.group
+        return len(dist.distributed_c10d._world.pg_map)
+
+    assert len(set(run_ranks(rank, 4))) == 1
