@@ -17,7 +17,7 @@ from .transport import Native, Pending
 _BLOCK = 2**16
 
 # Tags of messages between two ranks: reductions and gathers have an order of their own each.
-REDUCE, GATHER = 7001, 7002
+REDUCE, GATHER, SUMMED = 7001, 7002, 7003
 
 
 class Exchange(Native):

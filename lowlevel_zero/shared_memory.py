@@ -8,6 +8,7 @@ get fresh ones, since a rank may be a whole backward ahead of its peers.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
 from typing import NamedTuple, TypeVar
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arena import Address, Arena, OthersArena, Slot
-from .exchange import GATHER, REDUCE, Exchange, sum_rows
+from .exchange import GATHER, REDUCE, SUMMED, Exchange, sum_rows
 from .mail import Header, Subject
 from .transport import Pending, keep_own, lay_end_to_end
 
@@ -33,6 +34,23 @@ class Packed(NamedTuple):
 
     wire: Tensor
     slot: Slot
+
+
+class Turn:
+    """An all-reduce in two turns: each rank's wire is packed, each rank's own row of it summed.
+
+    Attributes:
+        packed: this rank's.
+        packed_by_all: what peers say when they have packed theirs.
+        summed: what they say when they have summed their row; None: this rank hasn't summed its own.
+    """
+
+    __slots__ = ("packed", "packed_by_all", "summed")
+
+    def __init__(self, packed: Packed, packed_by_all: list[Subject]) -> None:
+        self.packed = packed
+        self.packed_by_all = packed_by_all
+        self.summed: list[Subject] | None = None
 
 
 class SharedMemory(Exchange):
@@ -57,7 +75,8 @@ class SharedMemory(Exchange):
         for _, of in self.peers:
             own.mail.watch(of, addresses[of].process)
         self._handed_out: list[Packed] = []
-        self._serials = {REDUCE: 0, GATHER: 0}
+        self._turns: deque[Turn] = deque()
+        self._serials = {REDUCE: 0, GATHER: 0, SUMMED: 0}
         self._timeout = _timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -79,15 +98,59 @@ class SharedMemory(Exchange):
         return self._send(packed, REDUCE, finish)
 
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
-        """Each rank sums all wires, of any shape, in rank order: the sums are the same bit for bit."""
+        """Each rank sums its own row in rank order, and copies the others' sums: the same everywhere bit for bit.
+
+        A wire of another shape, or of two ranks, every rank sums as a whole right away: of two, that moves no more
+        bytes, and waits once.
+        """
         packed = self._take_or_copy(wire, [...])
+        if self.size > 2 and wire.dim() == 2 and len(wire) == self.size:
+            return self._in_two_turns(packed)
 
         def finish(theirs: list[Header]) -> Tensor:
             views = self._views(theirs, wire.numel(), wire.dtype)
-            by_rank = dict(zip((of for _, of in self.peers), views, strict=True)) | {self.rank: packed.wire.view(-1)}
-            return sum_rows([by_rank[rank] for rank in range(self.size)]).view(wire.shape)
+            return sum_rows(self._in_rank_order(packed.wire.view(-1), views)).view(wire.shape)
 
         return self._send(packed, REDUCE, finish)
+
+    def _in_two_turns(self, packed: Packed) -> Pending[Tensor]:
+        """The slot's own row, which peers have no other use for, becomes the sum that they copy."""
+        mail, own = self._own.mail, packed.wire[self.rank]
+        turn = Turn(packed, self._tell(packed, REDUCE))
+        self._turns.append(turn)
+
+        def done() -> bool:
+            self._take_first_turns()
+            return turn.summed is not None and mail.has(turn.summed)
+
+        def read() -> Tensor:
+            self._take_first_turns(up_to=turn)
+            assert turn.summed is not None
+            theirs = mail.wait(turn.summed, self._timeout)
+            rows = [
+                arena.view(header.offset + of * own.nbytes, own.numel(), own.dtype)
+                for arena, header, (_, of) in zip(self._theirs, theirs, self.peers, strict=True)
+            ]
+            total = torch.stack(self._in_rank_order(own, rows))
+            self._release(packed, theirs)
+            return total
+
+        return Pending((), (packed.wire,), read, done)
+
+    def _take_first_turns(self, up_to: Turn | None = None) -> None:
+        """Sum this rank's row of what has come, in the order in which all ranks started; wait for ``up_to``."""
+        mail = self._own.mail
+        while self._turns and ((up_to is not None and up_to.summed is None) or mail.has(self._turns[0].packed_by_all)):
+            turn = self._turns.popleft()
+            own = turn.packed.wire[self.rank]
+            theirs = mail.wait(turn.packed_by_all, self._timeout)
+            views = self._views(theirs, own.numel(), own.dtype, self.rank * own.nbytes)
+            own.copy_(sum_rows(self._in_rank_order(own, views)))
+            turn.summed = self._tell(turn.packed, SUMMED)
+
+    def _in_rank_order(self, own: Tensor, theirs: Sequence[Tensor]) -> list[Tensor]:
+        by_rank = dict(zip((of for _, of in self.peers), theirs, strict=True)) | {self.rank: own}
+        return [by_rank[rank] for rank in range(self.size)]
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
         """Each rank copies what it lacks out of the others' slots, straight to where it belongs."""
@@ -133,21 +196,29 @@ class SharedMemory(Exchange):
 
     def _send(self, packed: Packed, kind: int, finish: Callable[[list[Header]], T]) -> Pending[T]:
         """Tell the peers where a wire lies; ``finish`` gets where theirs do, turn by turn, and reads them."""
-        serial = self._serials[kind]
-        self._serials[kind] += 1
-        for arena in self._theirs:
-            arena.mail.tell(Subject(kind, self.rank, serial), Header(packed.slot.offset, packed.slot.number))
-        expected = [Subject(kind, of, serial) for _, of in self.peers]
+        expected = self._tell(packed, kind)
 
         def read() -> T:
             theirs = self._own.mail.wait(expected, self._timeout)
             result = finish(theirs)
-            self._own.finish(packed.slot)
-            for arena, header in zip(self._theirs, theirs, strict=True):
-                arena.mail.tell_read(header.slot)
+            self._release(packed, theirs)
             return result
 
         return Pending((), (packed.wire,), read, lambda: self._own.mail.has(expected))
+
+    def _tell(self, packed: Packed, kind: int) -> list[Subject]:
+        """Tell the peers where a wire lies; what they will tell of theirs, turn by turn."""
+        serial = self._serials[kind]
+        self._serials[kind] += 1
+        for arena in self._theirs:
+            arena.mail.tell(Subject(kind, self.rank, serial), Header(packed.slot.offset, packed.slot.number))
+        return [Subject(kind, of, serial) for _, of in self.peers]
+
+    def _release(self, packed: Packed, theirs: Sequence[Header]) -> None:
+        """This rank has finished with a wire of its own and with its peers'."""
+        self._own.finish(packed.slot)
+        for arena, header in zip(self._theirs, theirs, strict=True):
+            arena.mail.tell_read(header.slot)
 
     def _views(self, theirs: Sequence[Header], numel: int, dtype: torch.dtype, start: int = 0) -> list[Tensor]:
         """What the peers' slots hold from byte ``start`` on, turn by turn."""
