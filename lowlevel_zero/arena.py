@@ -130,7 +130,7 @@ class Arena:
         return [self.view(slot, slot.nbytes, torch.uint8) for slot in self._slots if slot.resident]
 
     def _new(self, nbytes: int) -> Slot:
-        slot = Slot(len(self._slots), self._top, _rounded(nbytes))
+        slot = Slot(len(self._slots), self._top, rounded(nbytes))
         if slot.offset + slot.nbytes > self.address.size:
             raise MemoryError(_exhausted(nbytes, "all of its address space is taken"))
         self._slots.append(slot)
@@ -194,7 +194,7 @@ def _host() -> str:
         return file.read().strip()
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
     """Sizes that fit each other: powers of 2 up to a MiB, then whole MiB."""
     return max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
 

@@ -6,14 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .families import Families
+from .families import Families, Family
 from .grad_norm import GlobalNorm
+from .layout import Layout, Owned, Shared, layout_of
 from .loss_scaler import LossScaler
 from .memory import held_bytes
+from .options import ZeroOptions
 from .state import Pinned, State, load_state_shards, packed_groups, whole_gradients, whole_state_shards
 
 
@@ -21,6 +24,7 @@ class CallerNames:
     """Look-ups under ColossalAI 0.5.0's names. Maps are keyed by ``id()`` because its callers look up so."""
 
     optim: Optimizer
+    _options: ZeroOptions
     _norm: GlobalNorm | None
     _scaler: LossScaler | None
     _parameters: ParameterStore
@@ -140,10 +144,36 @@ class CallerNames:
                 "parameters": members,
                 "gradients": [*kept, *self._families.gradients_held()],
                 "masters": [record.p32 for record in records],
-                "states": [v for state in self.optim.state.values() for v in state.values() if isinstance(v, Tensor)],
+                "states": [tensor for state in self.optim.state.values() for tensor in _tensors(state)],
                 "wires": [wire for ranks in self._parameters.shard_groups for wire in ranks.held()],
             }
         )
+
+    def layout(self) -> Layout:
+        """Who owns what: each parameter's slices, place in the wires and bytes, as this rank has them now.
+
+        No communication. See ``Layout`` for its ``table()``, ``json()`` and ``picture(path)``.
+        """
+        shared = [
+            Shared(tuple(family.group.slice_ranks), self._owned(family), family.reducer.plan)
+            for family in self._families
+        ]
+        return layout_of(shared, self._options, dist.get_rank())
+
+    def _owned(self, family: Family) -> list[Owned]:
+        return [
+            Owned(
+                name=record.name,
+                shape=tuple(record.p.shape),
+                dtype=record.p.dtype,
+                wire_dtype=record.wire_dtype,
+                split=record.split,
+                group=record.group,
+                p32_bytes=0 if record.shares_storage else record.p32.nbytes,
+                state_bytes=sum(value.nbytes for value in _tensors(self.optim.state.get(record.p32, {}))),
+            )
+            for record in family.records
+        ]
 
     def traffic(self) -> dict[str, int]:
         """Bytes of wires that this rank has handed to other ranks so far, by purpose: "reduce" and "gather".
@@ -163,3 +193,7 @@ class CallerNames:
     def _own(self, record: ShardedParameter) -> Tensor:
         own: Any = self._families.of(record).gradients.averaged(record)
         return own.to(record.p.dtype)  # type: ignore[no-any-return]
+
+
+def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]

@@ -69,8 +69,10 @@ def try_on_slices(optimizer: Optimizer) -> str | None:
     raise NoTrial(told) from failures[0][1]
 
 
-def first_states(optimizer: Optimizer, numel: int) -> list[dict[str, Any]]:
+def first_states(optimizer: Optimizer, numel: int, dtype: torch.dtype | None = None) -> list[dict[str, Any]]:
     """The state that a parameter of ``numel`` elements gets in its first step: one dict for each param group.
+
+    The parameter is one of ``dtype`` on the host; None: one like the group's first.
 
     Found out by twins, as above; ``optimizer`` stays as it is, and has not been asked for more than its options.
 
@@ -79,7 +81,10 @@ def first_states(optimizer: Optimizer, numel: int) -> list[dict[str, Any]]:
     """
     with _SmallTensorsOnly():
         options = copy.deepcopy([_without_params(group) for group in optimizer.param_groups])
-    likes = [group["params"][0] if group["params"] else torch.zeros(0) for group in optimizer.param_groups]
+    likes = [
+        group["params"][0] if group["params"] and dtype is None else torch.zeros(0, dtype=dtype)
+        for group in optimizer.param_groups
+    ]
     for build in (_copied, _rebuilt):
         params: list[Tensor] = [torch.nn.Parameter(like.new_zeros(numel)) for like in likes]
         groups = [{**copy.deepcopy(own), "params": [p]} for own, p in zip(options, params, strict=True)]

@@ -346,7 +346,8 @@ def test_inspect_for_people(saved: Callable[[str], Saved], capsys: pytest.Captur
     before = saved("fp32, 2 ranks")
     assert main(["inspect", str(before.path.parent)]) == 0
     told = capsys.readouterr().out
-    lines = {line.split()[0]: line.split() for line in told.splitlines() if line}
+    described = told[: told.index(" elements in 15 parameters over")]
+    lines = {line.split()[0]: line.split() for line in described.splitlines() if line}
     assert "2 ranks, stage 2" in told
     assert lines["steps"] == ["steps", "3"]
     assert lines["inward"] == ["inward", "5x4", "float32", "0", "step,", "exp_avg,", "exp_avg_sq", "80", "164"]
@@ -439,7 +440,7 @@ def test_every_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> 
         main(["--help"])
     assert leaving.value.code == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert {command.name for command in COMMANDS} == {"consolidate", "inspect"}
+    assert {command.name for command in COMMANDS} == {"consolidate", "inspect", "plan"}
     assert all(f"{command.name} {command.does}" in told for command in COMMANDS)
 
 

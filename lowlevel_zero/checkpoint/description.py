@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ..text import aligned, shape_text
 from .manifest import FORMAT
 from .stored import StoredTensor
 from .whole import WholeCheckpoint
@@ -169,27 +170,12 @@ def _table(found: Description) -> str:
     for line in found.model:
         group = str(line.group) if line.kind == "trainable" else line.kind
         sizes = (f"{line.tensor.bytes:,}", f"{line.state_bytes:,}")
-        rows.append((line.name, _shape(line.tensor), line.tensor.dtype, group, ", ".join(line.state) or "-", *sizes))
+        rows.append(
+            (line.name, shape_text(line.tensor.shape), line.tensor.dtype, group, ", ".join(line.state) or "-", *sizes)
+        )
     rows += [(alias, "", "", "", f"tied to {name}", "", "") for alias, name in found.tied.items()]
     rows.append(("together", "", "", "", "", f"{found.model_bytes:,}", f"{found.state_bytes:,}"))
     return aligned(rows, right=(5, 6))
-
-
-def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> str:
-    """Rows as lines, columns two spaces apart; those in ``right`` end where their widest does."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(f"  {line}".rstrip() for line in lines)
-
-
-def _shape(line: TensorLine) -> str:
-    return "x".join(map(str, line.shape)) or "scalar"
 
 
 def _rest(found: Description) -> list[str]:

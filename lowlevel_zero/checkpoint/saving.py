@@ -25,6 +25,7 @@ from .. import flat_shards
 from ..collectives import ShardGroup
 from ..construction import together
 from ..optimizer import LowLevelZeroOptimizer
+from ..options import ZeroOptions
 from ..roll_call import call_roll
 from ..sharded_state import packed
 from ..version import __version__
@@ -94,7 +95,7 @@ def save_checkpoint(
         contents = Contents(model, optimizer)
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}"]
         lines += [f"{name} {entry.saved}" for name, entry in contents.entries.items()]
-        objects = _pack_objects(contents, scheduler, extra)
+        objects = _pack_objects(contents, scheduler, extra, optimizer._options)
         tensors = contents.tensors()
         lines += tensors
         if async_save:
@@ -224,13 +225,27 @@ def _check_arguments(target: Path, keep: int | None) -> None:
     check_target(target)
 
 
-def _pack_objects(contents: Contents, scheduler: Any, extra: Any) -> bytes:
+def _pack_objects(contents: Contents, scheduler: Any, extra: Any, options: ZeroOptions) -> bytes:
     """What isn't a tensor of the model or the optimizer, each part checked by itself so that errors can name it."""
     objects = {**contents.state.settings(), "model": contents.extra_states(), "extra": extra}
     objects["scheduler"] = None if scheduler is None else scheduler.state_dict()
+    objects["options"] = _told(options)
+    objects["slices"] = contents.group.size
     for what, part in objects.items():
         packed(part, what)
     return packed(objects, "the checkpoint's objects")
+
+
+def _told(options: ZeroOptions) -> dict[str, Any]:
+    """What its layout depends on, and loading doesn't."""
+    wire = options.communication_dtype
+    return {
+        "bucket_size": options.bucket_size,
+        "communication_dtype": None if wire is None else str(wire).removeprefix("torch."),
+        "reduce_scatter": options.reduce_scatter,
+        "master_weights": options.master_weights,
+        "cpu_offload": options.cpu_offload,
+    }
 
 
 def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer, tensors: dict[str, Tensor]) -> partial[Manifest]:

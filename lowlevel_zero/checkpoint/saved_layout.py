@@ -1,0 +1,87 @@
+"""Who owns what of a checkpoint: the layout of the run that saved it, or at any other number of ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ..bookkeeping.bucket_plan import Item, completed, make_plan
+from ..layout import Layout, Owned, Shared, layout_of
+from ..memory import as_dtype
+from ..options import ZeroOptions
+from ..partition import EvenSplit
+from ..state import MASTER, SCALARS
+from .manifest import SavedTensor
+from .stored import StoredTensor
+from .whole import WholeCheckpoint
+
+
+def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None, bucket_size: int | None = None) -> Layout:
+    """The layout after loading it; no tensor is read, and no process group needed.
+
+    Args:
+        world_size: ranks; None: as many as shared it when it was saved (replicas aside).
+        bucket_size: elements of a bucket; None: the run's, where the checkpoint tells, else the default.
+
+    Raises:
+        ValueError: fewer than one rank, or one element.
+    """
+    saved_by = checkpoint.objects.get("slices", checkpoint.manifest.world_size)
+    size = saved_by if world_size is None else world_size
+    if size < 1:
+        raise ValueError(f"world size: expected at least 1 rank, got {size}")
+    names, options = _trained(checkpoint), _options(checkpoint, bucket_size)
+    owned = [_owned(checkpoint, name, size, options) for name in names]
+    items = [Item(each.split, (each.dtype, each.wire_dtype), each.dtype == each.wire_dtype) for each in owned]
+    plan = make_plan(items, _order(checkpoint, names), options.bucket_size)
+    return layout_of([Shared(tuple(range(size)), owned, plan)], options)
+
+
+def _options(checkpoint: WholeCheckpoint, bucket_size: int | None) -> ZeroOptions:
+    """Those of the run; defaults where the checkpoint, an older one, doesn't tell."""
+    told = dict(checkpoint.objects.get("options", {}))
+    told["communication_dtype"] = as_dtype("communication_dtype", told.get("communication_dtype"))
+    if bucket_size is not None:
+        told["bucket_size"] = bucket_size
+    return ZeroOptions(partition_grad=checkpoint.manifest.stage == 2, **told)
+
+
+def _trained(checkpoint: WholeCheckpoint) -> list[str]:
+    """In order of registration."""
+    tensors = checkpoint.manifest.tensors
+    named = (name for group in checkpoint.objects["param_groups"] for name in group["params"])
+    return [name for name in named if tensors[name].kind == "trainable"]
+
+
+def _order(checkpoint: WholeCheckpoint, names: list[str]) -> list[int]:
+    """In which buckets are filled: as the run had learnt, as far as it had."""
+    plan = checkpoint.objects["plan"]
+    if plan is None:
+        return list(range(len(names)))[::-1]
+    index = {name: at for at, name in enumerate(names)}
+    order = [index[name] for name in plan["order"]]
+    forecasts = bool(plan["forecast"] and plan["forecast"][0])
+    return completed(order[: plan["came"]], len(order)) if forecasts else order
+
+
+def _owned(checkpoint: WholeCheckpoint, name: str, world_size: int, options: ZeroOptions) -> Owned:
+    entry = checkpoint.manifest.tensors[name]
+    split, dtype = EvenSplit(entry.numel, world_size), entry.torch_dtype
+    master = torch.promote_types(dtype, torch.float32) if options.master_weights else dtype
+    copied = options.cpu_offload or master != dtype
+    states = {key: value for key, value in checkpoint.state(name).items() if isinstance(value, StoredTensor)}
+    return Owned(
+        name=name,
+        shape=entry.shape,
+        dtype=dtype,
+        wire_dtype=options.communication_dtype or dtype,
+        split=split,
+        group=entry.group or 0,
+        p32_bytes=split.slice_size * master.itemsize if copied else 0,
+        state_bytes=sum(_bytes(key, value, entry, split) for key, value in states.items() if key != MASTER),
+    )
+
+
+def _bytes(key: str, value: StoredTensor, entry: SavedTensor, split: EvenSplit) -> int:
+    """Of one rank's slice, or of what isn't sliced all."""
+    sliced = key not in SCALARS and value.shape == entry.shape
+    return split.slice_size * value.dtype.itemsize if sliced else value.nbytes

@@ -1,0 +1,77 @@
+"""The commands that read a checkpoint: consolidate and inspect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from ..checkpoint.consolidate import MODEL, OPTIMIZER, bytes_to_do, consolidate, refuse_existing
+from ..checkpoint.description import as_text, describe
+from ..checkpoint.folders import latest, locate
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.progress import Progress
+from ..checkpoint.saved_layout import layout_in
+from ..checkpoint.whole import WholeCheckpoint
+from .command import Command, whole_number
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    told = "a checkpoint, or a directory of checkpoints, of which the newest whole one is taken"
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=told)
+
+
+def _open(path: Path) -> WholeCheckpoint:
+    """The checkpoint ``path``, or the newest whole one in it, which is said then, out of the way of results."""
+    found = path if (path / MANIFEST).exists() else latest(path) or locate(path)
+    if found != path:
+        print(f"{path}: the newest whole checkpoint is {found}", file=sys.stderr)
+    return WholeCheckpoint(found)
+
+
+def _consolidate_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    parser.add_argument("out", metavar="OUT", type=Path, help=f"directory to make, with {MODEL} and {OPTIMIZER} in it")
+    parser.add_argument("--force", action="store_true", help="replace OUT, if it holds nothing but such files")
+
+
+def _consolidate(options: argparse.Namespace) -> None:
+    refuse_existing(options.out, options.force)
+    checkpoint = _open(options.checkpoint)
+    with Progress(bytes_to_do(checkpoint)) as progress:
+        consolidate(checkpoint, options.out, force=options.force, done=progress.add)
+    print(f"wrote {options.out / MODEL} and {options.out / OPTIMIZER}")
+    if checkpoint.not_tensors():
+        print(f"left out, since safetensors holds tensors alone: {', '.join(checkpoint.not_tensors())}")
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser)
+    parser.add_argument("--json", action="store_true", help="for machines: one JSON object")
+    parser.add_argument("--check", action="store_true", help="read every file first, and compare it with its checksum")
+    parser.add_argument("--world-size", metavar="N", help="lay it out for so many ranks (those that saved it)")
+    parser.add_argument("--bucket-size", metavar="N", help="lay it out in buckets of so many elements (the run's)")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the buckets by rank into a PNG, SVG or PDF")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    ranks = None if options.world_size is None else whole_number("--world-size", options.world_size)
+    width = None if options.bucket_size is None else whole_number("--bucket-size", options.bucket_size)
+    checkpoint = _open(options.checkpoint)
+    if options.check:
+        checkpoint.check_files()
+    found, layout = describe(checkpoint), layout_in(checkpoint, ranks, width)
+    if options.picture is not None:
+        layout.picture(options.picture)
+    if options.json:
+        print(json.dumps({**asdict(found), "layout": layout.as_dict()}, default=str, indent=1))
+    else:
+        print(f"{as_text(found)}\n\n{layout.table()}")
+
+
+CONSOLIDATE = Command(
+    "consolidate", "turn a checkpoint into files that load without this package", _consolidate_arguments, _consolidate
+)
+INSPECT = Command("inspect", "print what is in a checkpoint, and who owns what", _inspect_arguments, _inspect)

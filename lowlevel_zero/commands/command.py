@@ -1,0 +1,33 @@
+"""A sub-command: what it is called, what it takes, what it does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """One of them.
+
+    Attributes:
+        does: what, in a few words.
+        run: raises ``ValueError``, ``OSError`` or ``ImportError`` where it can't.
+    """
+
+    name: str
+    does: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
+def whole_number(option: str, text: str) -> int:
+    """The value of an option, such as ``8``; ``ValueError`` unless it is a whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{option}: expected a whole number, at least 1, got {text!r}")
+    return number

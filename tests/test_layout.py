@@ -1,0 +1,215 @@
+"""The layout: that it is what ranks hold and wires carry, of an optimizer and of a checkpoint, in all its forms."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Odd, Run, groups, train_rank
+from torch import nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.__main__ import main
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.checkpoint.saved_layout import layout_in
+from lowlevel_zero.checkpoint.whole import WholeCheckpoint
+from lowlevel_zero.layout import Layout, RankBytes
+from ranks import run_ranks
+
+RUN = Run(steps=2).with_options(reduce_bucket_size=50)
+
+
+def of_run(rank: int, world_size: int, run: Run) -> tuple[Layout, dict[str, int], dict[str, tuple[int, int]]]:
+    """The layout after some steps, what is held then, and where each slice's gradient lies in its bucket's row."""
+    model, optimizer, _ = train_rank(rank, world_size, run)
+    held = optimizer.memory_held()
+    layout = optimizer.layout()
+    optimizer.backward(model(torch.randn(3, 4).to(run.dtype), set()).sum())
+    optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
+    parts = {}
+    for record in optimizer._parameters:
+        if record.sum is not None:
+            part = record.sum.part_of(record.index)
+            parts[record.name] = (part.storage_offset() - record.sum.row.storage_offset(), part.numel())
+    return layout, held, parts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_it_is_what_ranks_hold_and_wires_carry(world_size: int, stage: int, dtype: torch.dtype) -> None:
+    run = replace(RUN, world_size=world_size, dtype=dtype).with_options(partition_grad=stage == 2)
+    expected = {name: p for name, p in Odd().named_parameters() if p.requires_grad}
+    frozen = sum(p.numel() for p in Odd().parameters() if not p.requires_grad) * dtype.itemsize
+    ranks = run_ranks(of_run, world_size, run)
+    for rank, (layout, held, parts) in enumerate(ranks):
+        assert (layout.world_size, layout.rank, layout.stage) == (world_size, rank, stage)
+        assert {p.name for p in layout.parameters} == expected.keys()
+        assert layout.bytes.p + frozen == held["parameters"]
+        assert (layout.bytes.p32, layout.bytes.state) == (held["masters"], held["states"])
+        for p in layout.parameters:
+            assert (p.shape, p.numel) == (expected[p.name].shape, expected[p.name].numel())
+            assert p.dtype == str(dtype).removeprefix("torch.")
+            assert p.process_group == tuple(range(world_size))
+            owned = [list(range(p.numel)[start:stop]) for start, stop in p.spans]
+            assert list(chain.from_iterable(owned)) == list(range(p.numel))
+            assert sum(map(bool, owned)) == p.owners
+            assert p.slice_size * world_size == p.numel + p.padding
+            if p.name in parts:
+                assert (p.offset, p.slice_size) == parts[p.name]
+        check_buckets(layout)
+    assert all(replace(layout, rank=0) == ranks[0][0] for layout, *_ in ranks)
+
+
+def check_buckets(layout: Layout) -> None:
+    by_name = {p.name: p for p in layout.parameters}
+    travelling = sorted(name for bucket in layout.buckets for name in bucket.members)
+    assert travelling == sorted(p.name for p in layout.parameters if p.numel)
+    for at, bucket in enumerate(layout.buckets):
+        assert bucket.number == at
+        end = 0
+        for name in bucket.members:
+            assert by_name[name].bucket == at
+            assert by_name[name].offset >= end
+            end = by_name[name].offset + by_name[name].slice_size
+        assert end + bucket.flags <= bucket.row
+        itemsize = getattr(torch, bucket.dtype).itemsize
+        assert bucket.wire_bytes == layout.world_size * bucket.row * itemsize
+    assert by_name["empty"].bucket is by_name["empty"].offset is None
+
+
+def test_before_a_step_and_in_a_group_of_some_ranks() -> None:
+    def work(rank: int, world_size: int) -> Layout | None:
+        group = torch.distributed.new_group([1, 2])
+        if rank == 0:
+            return None
+        model = Odd()
+        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(groups(model)), dp_process_group=group)
+        return optimizer.layout()
+
+    _, first, second = run_ranks(work, 3)
+    assert first.parameters[0].process_group == (1, 2)
+    assert (first.rank, second.rank, first.bytes.state) == (1, 2, 0)
+    assert {p.group for p in first.parameters} == {0, 1}
+
+
+def simple() -> Layout:
+    def work(rank: int, world_size: int) -> Layout:
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1, bias=False)).bfloat16()
+        decayed, rest = [model[0].weight, model[1].weight], [model[0].bias]
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
+        return LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True, reduce_bucket_size=16).layout()
+
+    found: Layout = run_ranks(work, 3)[1]
+    return found
+
+
+def test_the_table() -> None:
+    told = simple().table().splitlines()
+    assert told[0] == "28 elements in 3 parameters over 3 ranks, stage 2, 3 buckets, padding 17.86%"
+    cells = [line.split() for line in told]
+    assert [" ".join(line) for line in cells[3:7]] == [
+        "0.weight 4x5 bfloat16 0 20 1 7 3 7:14 1 0 42 B 14 B 28 B 0 B",
+        "1.weight 1x4 bfloat16 0 4 2 2 2 2:4 0 2 12 B 4 B 8 B 0 B",
+        "0.bias 4 bfloat16 1 4 2 2 2 2:4 0 0 12 B 4 B 8 B 0 B",
+        "together 66 B 22 B 44 B 0 B",
+    ]
+    assert [" ".join(line) for line in cells[9:12]] == [
+        "0 bfloat16 2 parameters 4 0 24 B",
+        "1 bfloat16 1 parameter 7 0 42 B",
+        "2 float32 flags alone 4 4 48 B",
+    ]
+    assert len({len(line) for line in told[2:7]}) == 1
+
+
+def test_json_tells_every_rank_s_span() -> None:
+    layout = simple()
+    told = json.loads(layout.json())
+    assert told == json.loads(json.dumps(layout.as_dict()))
+    first = told["parameters"][0]
+    assert (first["name"], first["spans"]) == ("0.weight", [[0, 7], [7, 14], [14, 20]])
+    assert RankBytes(**first["bytes"]) == layout.parameters[0].bytes
+    assert told["buckets"][0]["members"] == ["0.bias", "1.weight"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture(suffix: str, tmp_path: Path) -> None:
+    layout = simple()
+    layout.picture(tmp_path / f"layout.{suffix}")
+    drawn = (tmp_path / f"layout.{suffix}").read_bytes()
+    assert drawn.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
+
+
+def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = simple()
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match="pip install 'lowlevel-zero\\[cli\\]'"):
+        layout.picture(tmp_path / "layout.png")
+
+
+# A checkpoint's
+
+
+def comparable(layout: Layout) -> dict[str, Any]:
+    return {**layout.as_dict(), "rank": None}
+
+
+def saved(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
+    trained = train_rank(rank, world_size, run)
+    save_checkpoint(path, trained.model, trained.optimizer)
+    return comparable(trained.optimizer.layout())
+
+
+def loaded(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
+    trained = train_rank(rank, world_size, replace(run, steps=0))
+    load_checkpoint(path, trained.model, trained.optimizer)
+    return comparable(trained.optimizer.layout())
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        RUN.with_options(partition_grad=True),
+        replace(RUN, dtype=torch.bfloat16, drop=lambda step, rank: {1}),
+        RUN.with_options(reduce_scatter=True, communication_dtype=torch.bfloat16),
+    ],
+    ids=["fp32, stage 2", "bf16, a dropped layer", "bf16 on the wire"],
+)
+def test_a_checkpoint_s_is_that_of_the_runs_that_saved_and_load_it(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "step-2"
+    at_two = run_ranks(saved, 2, run, path)[0]
+    assert comparable(layout_in(WholeCheckpoint(path))) == at_two
+    at_three = run_ranks(loaded, 3, run, path)[0]
+    assert comparable(layout_in(WholeCheckpoint(path), world_size=3)) == at_three
+
+
+def test_inspect_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step-2"
+    run_ranks(saved, 2, RUN, path)
+    layout = layout_in(WholeCheckpoint(path))
+    assert main(["inspect", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{layout.table()}\n")
+    assert "span" in layout.table()
+
+    picture = tmp_path / "layout.png"
+    command = ["inspect", str(path), "--world-size", "64", "--bucket-size", "7", "--json", "--picture", str(picture)]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["world_size"] == 2
+    assert told["layout"] == json.loads(layout_in(WholeCheckpoint(path), 64, 7).json())
+    assert told["layout"]["world_size"] == 64
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("mistake", ["--world-size=0", "--world-size=two", "--bucket-size=-1", "--world-size="])
+def test_inspect_s_mistakes(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path), mistake]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"lowlevel_zero inspect: error: {mistake.partition('=')[0]}: expected a whole number")
+    assert told.count("\n") == 1

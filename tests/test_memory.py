@@ -1,0 +1,380 @@
+"""The memory estimator: what real runs hold, formulas, optimizers of all kinds, and what can't be estimated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import ref
+
+import pytest
+import torch
+from oracle import Odd
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.fake import _Done, fake_world
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.__main__ import main
+from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.memory import Estimate, Held, estimate, held_bytes
+from lowlevel_zero.state_sizes import NAMES, state_sizes
+from lowlevel_zero.transport import Native
+from ranks import run_ranks
+
+OWNERS = ("parameters", "gradients", "masters", "states")
+
+
+class Net(nn.Module):
+    """Layers of awkward sizes beside Odd's, some of which are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = Odd()
+        self.layers = nn.Sequential(nn.Linear(4, 61), nn.Tanh(), nn.Linear(61, 127), nn.Tanh(), nn.Linear(127, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x) + self.odd(x, set())
+        return out
+
+
+class Case(NamedTuple):
+    """A run: its dtype, how its optimizer is made, and its options."""
+
+    dtype: torch.dtype = torch.float32
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    micro_batches: int = 1
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def estimate(self, model: nn.Module | int, world_size: int, optimizer: Any, **more: Any) -> Estimate:
+        options = {"reduce_bucket_size": 3000, **self.options, **more}
+        stage = 2 if options.pop("partition_grad", False) else 1
+        return estimate(model, world_size, stage, None, optimizer, micro_batches=self.micro_batches, **options)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STAGE2 = {"partition_grad": True}
+CASES = (
+    Case(),
+    Case(options=STAGE2),
+    Case(options={"reduce_scatter": True}),
+    Case(BF16),
+    Case(BF16, options=STAGE2),
+    Case(BF16, sgd, options=STAGE2),
+    Case(BF16, momentum, 3, STAGE2),
+    Case(BF16, torch.optim.Adagrad, 2),
+    Case(FP16, torch.optim.Adam, options=STAGE2),
+    Case(FP32, momentum, options={"cpu_offload": True}),
+    Case(BF16, options={"cpu_offload": True, **STAGE2}),
+    Case(BF16, torch.optim.RMSprop, 2, {"cpu_offload": True, **STAGE2}),
+    Case(BF16, options={"master_weights": False, **STAGE2}),
+    Case(BF16, options={"master_weights": False, "cpu_offload": True}),
+    Case(BF16, options={"communication_dtype": FP32, **STAGE2}),
+    Case(FP32, options={"communication_dtype": BF16}),
+)
+
+
+def held_in(rank: int, case: Case) -> tuple[Estimate, dict[str, int], dict[str, int]]:
+    """An estimate before the run, and what it holds after a second backward and after its step."""
+    torch.manual_seed(0)
+    model = Net().to(case.dtype)
+    inner = case.optimizer(model.parameters())
+    world_size = torch.distributed.get_world_size()
+    told = case.estimate(model, world_size, inner, shared_memory=True)
+    optimizer = LowLevelZeroOptimizer(inner, model=model, reduce_bucket_size=3000, initial_scale=1.0, **case.options)
+    after_backward: dict[str, int] = {}
+    for _ in range(2):
+        for _ in range(case.micro_batches):
+            optimizer.backward(model(torch.randn(2, 4).to(case.dtype)).float().square().mean())
+        optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
+        after_backward = optimizer.memory_held()
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, after_backward, optimizer.memory_held()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_it_is_what_runs_hold(world_size: int) -> None:
+    def work(rank: int, world_size: int) -> list[Any]:
+        return [held_in(rank, case) for case in CASES]
+
+    for of_rank in run_ranks(work, world_size):
+        for case, (told, after_backward, after_step) in zip(CASES, of_rank, strict=True):
+            for owner in OWNERS:
+                for moment, held in ((told.after_backward, after_backward), (told.after_step, after_step)):
+                    assert getattr(moment, owner) == pytest.approx(held[owner], rel=0.01), (case, owner)
+            assert after_step["wires"] <= told.wires, case
+
+
+def test_stage_0_is_ddp() -> None:
+    """Its gradients stay in its buckets, which torch's reducer may pad a little."""
+
+    def work(rank: int, world_size: int) -> tuple[Estimate, dict[str, int]]:
+        model = nn.Sequential(nn.Linear(61, 127), nn.Linear(127, 3))
+        replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            replicated(torch.randn(2, 61)).square().mean().backward()
+            optimizer.step()
+        parameters = list(model.parameters())
+        owners = {
+            "parameters": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "states": [value for state in optimizer.state.values() for value in state.values()],
+        }
+        return estimate(model, world_size, 0, None, optimizer), held_bytes(owners)
+
+    for told, held in run_ranks(work, 2):
+        for owner, size in held.items():
+            assert getattr(told.after_step, owner) == pytest.approx(size, rel=0.01), owner
+        assert told.masters == told.wires == told.host.total == 0
+        assert told.after_step == told.after_backward
+
+
+class Alive:
+    """Counts wires: how many bytes of them were alive at a time, at most."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._wires: list[ref[Tensor]] = []
+
+    def watch(self, wire: Tensor) -> Tensor:
+        self._wires.append(ref(wire))
+        self.most = max(self.most, sum(each.nbytes for known in self._wires if (each := known()) is not None))
+        return wire
+
+
+def test_wires_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 8 ranks with a backend of its own, that isn't done before it is waited for."""
+    reduced, gathered = Alive(), Alive()
+    new_wire, all_gather = ShardGroup.new_wire, Native.all_gather
+    monkeypatch.setattr(ShardGroup, "new_wire", lambda *args: reduced.watch(new_wire(*args)))
+    monkeypatch.setattr(Native, "all_gather", lambda group, wire: all_gather(group, gathered.watch(wire)))
+    monkeypatch.setattr(_Done, "is_completed", lambda work: False)
+    layer, layers = 64 * 64, 12
+    with fake_world(8):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).bfloat16()
+        options: dict[str, Any] = {"reduce_bucket_size": 2 * layer, "communication_dtype": FP32}
+        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), partition_grad=True, **options)
+        optimizer.backward(model(torch.ones(1, 64, dtype=BF16)).float().sum())
+        most = reduced.most
+        optimizer.step()
+    assert estimate(model, 8, 2, **options).wires == pytest.approx(most, rel=0.05)
+    assert most == pytest.approx(4 * 2 * layer * 4, rel=0.05)
+    assert estimate(model, 8, 1, **options).wires == gathered.most == layers * layer * 2
+
+
+# Formulas
+
+
+def per_parameter(stage: int, world_size: int, **options: Any) -> float:
+    """Bytes a parameter, wires left out, of a bf16 model with Adam."""
+    told = estimate(7e9, world_size, stage, "bf16", "adam", **options)
+    return (told.total - told.wires) / 7e9
+
+
+@pytest.mark.parametrize("world_size", [1, 8, 64, 512])
+def test_the_design_s_table(world_size: int) -> None:
+    assert per_parameter(0, world_size) == pytest.approx(16)
+    assert per_parameter(1, world_size) == pytest.approx(4 + 12 / world_size, rel=1e-3)
+    assert per_parameter(2, world_size) == pytest.approx(2 + 14 / world_size, rel=1e-3)
+    assert per_parameter(2, world_size, micro_batches=4) == pytest.approx(2 + 16 / world_size, rel=1e-3)
+
+
+def test_what_lies_on_the_host() -> None:
+    told = estimate(10**9, 8, 2, "bf16", "adamw", cpu_offload=True)
+    assert told.host.total == 10**9 // 8 * (2 + 4 + 8)
+    assert told.device == 2 * 10**9 + told.wires
+    assert told.after_backward == estimate(10**9, 8, 2, "bf16", "adamw").after_backward
+    alone = estimate(10**9, 8, 1, torch.float32, "adamw", cpu_offload=True)
+    assert (alone.masters, alone.gradients) == (4 * 10**9 // 8, 4 * 10**9 + 4 * 10**9 // 8)
+
+
+def test_the_sum_is_the_total_and_the_peak_is_above_what_lasts() -> None:
+    for stage in (0, 1, 2):
+        told = estimate(123_456_789, 64, stage, "bf16")
+        assert told.total == sum(asdict(told.owners()).values())
+        assert told.peak.total >= told.after_backward.total >= told.after_step.total
+        assert json.loads(json.dumps(told.as_dict()))["total"] == told.total
+
+
+def test_a_model_s_padding_is_counted() -> None:
+    """Three ranks share 4 elements as 2, 2 and none: 6 in all."""
+    told = estimate([nn.Parameter(torch.zeros(4))], 3, 2, None, "sgd-momentum")
+    assert (told.parameters, told.masters, told.states) == (24, 0, 8)
+
+
+def test_a_model_without_memory_of_its_own() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2**14, 2**14)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert estimate(model, 4, 2, "bf16", optimizer).parameters == 2 * (2**28 + 2**14)
+    assert not optimizer.state
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_what_its_optimizer_keeps(name: str) -> None:
+    (size,) = state_sizes(name, FP32)
+    expected = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4, "adagrad": 4, "rmsprop": 4, "adadelta": 8}
+    assert size.per_element == expected.get(name, size.per_element)
+    assert size.per_parameter <= 16
+
+
+def test_groups_keep_what_their_settings_say() -> None:
+    first, second = nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(10))
+    groups = [{"params": [first], "momentum": 0.9}, {"params": [second]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    assert estimate([first, second], 1, 1, None, optimizer).states == 400
+    assert estimate([first, second], 1, 1, None, lambda params: torch.optim.Adam(params, amsgrad=True)).states == 1328
+    assert estimate([second], 1, 1, None, torch.optim.Adam([first], fused=True)).states == 84
+
+
+def test_frozen_and_foreign_parameters_are_only_held() -> None:
+    trained, frozen, foreign = (nn.Parameter(torch.zeros(8)) for _ in range(3))
+    frozen.requires_grad_(False)
+    told = estimate([trained, frozen, foreign], 2, 2, None, torch.optim.SGD([trained, frozen], lr=0.1))
+    assert (told.parameters, told.gradients) == (3 * 32, pytest.approx(16, abs=8))
+
+
+# What is refused
+
+
+class Huge(torch.optim.Optimizer):
+    """Can't be tried: it wants what nobody recorded."""
+
+    def __init__(self, params: Any, secret: int) -> None:
+        super().__init__(params, {})
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no elements": (lambda: estimate(0, 2), ValueError, "model_or_numel: expected a whole number of elements"),
+    "half an element": (lambda: estimate(1.5, 2), ValueError, "got 1.5"),
+    "infinitely many": (lambda: estimate(float("inf"), 2), ValueError, "got inf"),
+    "no parameters": (lambda: estimate(nn.Tanh(), 2), ValueError, "expected at least one parameter"),
+    "something else": (lambda: estimate(["weight"], 2), TypeError, "expected a model, parameters or a number, got str"),
+    "no ranks": (lambda: estimate(9, 0), ValueError, "world_size: expected at least 1, got 0"),
+    "half a rank": (lambda: estimate(9, 1.5), TypeError, "world_size: expected an int"),  # type: ignore[arg-type]
+    "stage 3": (lambda: estimate(9, 2, 3), ValueError, "stage: expected 0 \\(DDP\\), 1 or 2, got 3"),
+    "a strange dtype": (lambda: estimate(9, 2, 1, "int4"), ValueError, "dtype: expected one of fp32, bf16"),
+    "a dtype of integers": (lambda: estimate(9, 2, 1, torch.int8), ValueError, "forced_dtype: expected float16"),
+    "a strange optimizer": (
+        lambda: estimate(9, 2, 1, None, "adamz"),
+        ValueError,
+        "optimizer: expected one of adadelta",
+    ),
+    "no optimizer": (lambda: estimate(9, 2, 1, None, 3), TypeError, "expected an optimizer, its class"),  # type: ignore[arg-type]
+    "one that needs more": (lambda: estimate(9, 2, 1, None, Huge), ValueError, "could not be made of parameters alone"),  # type: ignore[arg-type]
+    "one that makes none": (lambda: estimate(9, 2, 1, None, list), TypeError, "to return a torch.optim.Optimizer"),  # type: ignore[arg-type]
+    "no micro-batches": (lambda: estimate(9, 2, micro_batches=0), ValueError, "micro_batches: expected at least 1"),
+    "no buckets": (lambda: estimate(9, 2, reduce_bucket_size=0), ValueError, "reduce_bucket_size: expected at least"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_mistakes(mistake: str) -> None:
+    call, error, message = REFUSED[mistake]
+    with pytest.raises(error, match=message):
+        call()
+
+
+# The command
+
+
+def test_the_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "7e9", "--world-size", "8", "64", "--dtype", "bf16"]) == 0
+    told = capsys.readouterr().out
+    lines = [line.split("  ") for line in told.splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells[0] == ["7,000,000,000 parameters, bf16, adamw: GiB per rank"]
+    head = "ranks, stage, offload, parameters, gradients, masters, states, wires, total, on host, peak"
+    assert cells[2] == head.split(", ")
+    assert cells[3] == ["8", "0", "no", "13.04", "13.04", "26.08", "52.15", "-", "104.31", "-", "130.39"]
+    assert cells[7][:7] == ["8", "2", "no", "13.04", "1.63", "3.26", "6.52"]
+    assert cells[8][-2] == "11.41"
+    assert [line[0] for line in cells[3:9]] == ["8"] * 6
+    assert cells[9] == []
+    assert [line[0] for line in cells[10:16]] == ["64"] * 6
+    rows = told.splitlines()[2:16]
+    assert {len(row) for row in rows if row} == {len(rows[0])}
+    assert main(["plan", "--params", "7B", "--world-size", "8", "64"]) == 0
+    assert capsys.readouterr().out == told
+
+
+def test_the_plan_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "plan",
+                "--params",
+                "1M",
+                "--world-size",
+                "4",
+                "--stage",
+                "2",
+                "--no-offload",
+                "--optimizer",
+                "SGD",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert (told["params"], told["optimizer"]) == (10**6, "SGD")
+    (only,) = told["estimates"]
+    expected = estimate(10**6, 4, 2, "bf16", "sgd")
+    assert only == json.loads(json.dumps(expected.as_dict()))
+    assert Held(**only["after_step"]) == expected.after_step
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_plan_as_a_picture(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / f"plan.{suffix}"
+    assert main(f"plan --params 125M --world-size 1 8 --picture {picture}".split()) == 0
+    start = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
+    assert picture.read_bytes().startswith(start)
+    assert "125,000,000 parameters" in capsys.readouterr().out
+
+
+COMMANDS = {
+    "--params 0 --world-size 8": "--params: expected a whole number of elements",
+    "--params=-7e9 --world-size 8": "--params: expected",
+    "--params many --world-size 8": "got 'many'",
+    "--params nan --world-size 8": "got 'nan'",
+    "--params 0.5 --world-size 8": "got '0.5'",
+    "--params 7e9 --world-size 0": "--world-size: expected a whole number, at least 1, got '0'",
+    "--params 7e9 --world-size 8 x": "got 'x'",
+    "--params 7e9 --world-size 8 --dtype int4": "dtype: expected one of fp32, bf16, fp16, fp64, got 'int4'",
+    "--params 7e9 --world-size 8 --communication-dtype no": "communication_dtype: expected one of fp32",
+    "--params 7e9 --world-size 8 --stage 3": "--stage: expected 0 (DDP), 1 or 2, got '3'",
+    "--params 7e9 --world-size 8 --optimizer muon": "optimizer: expected one of adadelta",
+    "--params 7e9 --world-size 8 --bucket-size -1": "--bucket-size: expected a whole number, at least 1, got '-1'",
+    "--params 7e9 --world-size 8 --picture nowhere/at/all.png": "No such file or directory",
+    "--params 7e9 --world-size 8 --picture plan.gif": "is not supported",
+}
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_the_command_s_mistakes_are_one_line(
+    arguments: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *arguments.split()]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("lowlevel_zero plan: error: ")
+    assert COMMANDS[arguments] in told.err
+    assert told.err.count("\n") == 1
