@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .arena import rounded
 from .bookkeeping.gather_store import IN_FLIGHT
-from .options import ZeroOptions
+from .options import ZeroOptions, check_floating
 from .rank_share import Kind, Load, Setup, load_of_number, load_of_parameters
 from .shared_memory import KEPT, SharedMemory
 from .state_sizes import OptimizerLike
@@ -164,12 +164,14 @@ def estimate(
     Raises:
         TypeError, ValueError: what can't be estimated; the message says which argument.
     """
+    forced = as_dtype("dtype", dtype)
+    check_floating("dtype", forced)
     options = ZeroOptions(
         partition_grad=stage == 2,
         reduce_scatter=reduce_scatter,
         bucket_size=reduce_bucket_size,
         communication_dtype=as_dtype("communication_dtype", communication_dtype),
-        forced_dtype=as_dtype("dtype", dtype),
+        forced_dtype=forced,
         cpu_offload=cpu_offload,
         master_weights=master_weights,
     )
@@ -210,7 +212,7 @@ def _count(number: float) -> int:
 
 def _parameters(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     among = model.parameters() if isinstance(model, nn.Module) else model
-    found = list(among) if isinstance(among, Iterable) else [among]
+    found = [among] if isinstance(among, Tensor) or not isinstance(among, Iterable) else list(dict.fromkeys(among))
     for p in found:
         if not isinstance(p, Tensor):
             raise TypeError(f"model_or_numel: expected a model, parameters or a number, got {type(p).__name__}")
