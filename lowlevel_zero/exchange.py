@@ -16,7 +16,8 @@ from .transport import Native, Pending
 # Elements that fit a core's cache several times.
 _BLOCK = 2**16
 
-# Tags of messages between two ranks: reductions and gathers have an order of their own each.
+# Tags of messages between two ranks: reductions and gathers have an order of their own each. (Of the last kind, what
+# is said of a reduction's sums, there are no messages.)
 REDUCE, GATHER, SUMMED = 7001, 7002, 7003
 
 
@@ -55,7 +56,7 @@ class Exchange(Native):
 
 
 def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
-    """The sum of two rows or more, 1-D, from the first on, 16-bit ones in fp32; fresh, or, of two, ``into``.
+    """The sum of two rows or more, 1-D, from the first on, 16-bit ones in fp32; fresh, or ``into``.
 
     Two 16-bit numbers are added right as they are: their sum is rounded once either way. More rows are added a
     block at a time, so that the sum stays in the cache.
@@ -63,7 +64,7 @@ def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
     first, second, *others = rows
     if not others:
         return torch.add(first, second, out=into)
-    total = torch.empty_like(first)
+    total = torch.empty_like(first) if into is None else into
     blocks = [torch.split(row, _BLOCK) for row in (total, *rows)]
     for block, one, other, *more in zip(*blocks, strict=True):
         _sum_block(block, one, other, more)

@@ -277,8 +277,10 @@ class Reducer:
         After a bare backward only those that are done: others may not have begun, and not begin until the ranks
         agree on it.
         """
-        if self._driver in self._driving and not self._uneven and self._in_flight is not None:
-            self._take(self._buckets.finish(self._in_flight if leave is None else leave))
+        if self._driver in self._driving and not self._uneven:
+            leave = self._in_flight if leave is None else leave
+            if leave is not None:
+                self._take(self._buckets.finish(leave))
         self._take(self._buckets.finish(wait=False))
 
     def _take(self, reduced: list[Reduced]) -> None:

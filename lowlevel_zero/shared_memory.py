@@ -30,27 +30,36 @@ KEPT = 32 * 2**20
 
 
 class Packed(NamedTuple):
-    """A wire in a slot."""
+    """A wire in a slot.
+
+    Attributes:
+        wire: the wire.
+        slot: where it is.
+        spare: room behind it for this rank's row of the sum, ``[row]``; None: there is none.
+    """
 
     wire: Tensor
     slot: Slot
+    spare: Tensor | None = None
 
 
-class Turn:
-    """An all-reduce in two turns: each rank's wire is packed, each rank's own row of it summed.
+class AllReduction:
+    """A wire of more than two ranks, whose rows are best summed by one rank each.
 
     Attributes:
-        packed: this rank's.
-        packed_by_all: what peers say when they have packed theirs.
-        summed: what they say when they have summed their row; None: this rank hasn't summed its own.
+        packed: this rank's wire.
+        serial: its number among all reductions.
+        expected: what peers say when they have packed theirs.
+        theirs: where those are; None: not all have come.
     """
 
-    __slots__ = ("packed", "packed_by_all", "summed")
+    __slots__ = ("expected", "packed", "serial", "theirs")
 
-    def __init__(self, packed: Packed, packed_by_all: list[Subject]) -> None:
+    def __init__(self, packed: Packed, serial: int, expected: list[Subject]) -> None:
         self.packed = packed
-        self.packed_by_all = packed_by_all
-        self.summed: list[Subject] | None = None
+        self.serial = serial
+        self.expected = expected
+        self.theirs: list[Header] | None = None
 
 
 class SharedMemory(Exchange):
@@ -72,17 +81,20 @@ class SharedMemory(Exchange):
         super().__init__(group)
         self._own = own
         self._theirs = [OthersArena(addresses[of]) for _, of in self.peers]
+        self._arena_of = {of: arena for (_, of), arena in zip(self.peers, self._theirs, strict=True)}
         for _, of in self.peers:
             own.mail.watch(of, addresses[of].process)
         self._handed_out: list[Packed] = []
-        self._turns: deque[Turn] = deque()
-        self._serials = {REDUCE: 0, GATHER: 0, SUMMED: 0}
+        self._unsummed: deque[AllReduction] = deque()
+        self._spare_rows = 0
+        self._serials = {REDUCE: 0, GATHER: 0}
         self._timeout = _timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A wire in a slot; each is handed to one reduction."""
-        packed = self._packed(self.size * row, dtype)
-        packed = packed._replace(wire=packed.wire.view(self.size, row))
+        packed = self._packed((self.size + self._spare_rows) * row, dtype)
+        wire, spare = packed.wire[: self.size * row], packed.wire[self.size * row :]
+        packed = Packed(wire.view(self.size, row), packed.slot, spare if self._spare_rows else None)
         self._handed_out.append(packed)
         return packed.wire
 
@@ -98,55 +110,67 @@ class SharedMemory(Exchange):
         return self._send(packed, REDUCE, finish)
 
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
-        """Each rank sums its own row in rank order, and copies the others' sums: the same everywhere bit for bit.
+        """All rows summed in rank order: the sums are the same bit for bit, whoever adds them up.
 
-        A wire of another shape, or of two ranks, every rank sums as a whole right away: of two, that moves no more
-        bytes, and waits once.
+        Of more than two wires every rank first sums its own row, for its peers to copy. Nobody waits for that: a row
+        that its owner hasn't summed yet is summed here too.
         """
         packed = self._take_or_copy(wire, [...])
-        if self.size > 2 and wire.dim() == 2 and len(wire) == self.size:
-            return self._in_two_turns(packed)
-
-        def finish(theirs: list[Header]) -> Tensor:
-            views = self._views(theirs, wire.numel(), wire.dtype)
-            return sum_rows(self._in_rank_order(packed.wire.view(-1), views)).view(wire.shape)
-
-        return self._send(packed, REDUCE, finish)
-
-    def _in_two_turns(self, packed: Packed) -> Pending[Tensor]:
-        """The slot's own row, which peers have no other use for, becomes the sum that they copy."""
-        mail, own = self._own.mail, packed.wire[self.rank]
-        turn = Turn(packed, self._tell(packed, REDUCE))
-        self._turns.append(turn)
+        if self.size == 2 or wire.dim() != 2 or len(wire) != self.size:
+            return self._send(packed, REDUCE, lambda theirs: self._summed_here(packed, theirs))
+        self._spare_rows = 1
+        serial = self._serials[REDUCE]
+        reduction = AllReduction(packed, serial, self._tell(packed, REDUCE))
+        self._unsummed.append(reduction)
 
         def done() -> bool:
-            self._take_first_turns()
-            return turn.summed is not None and mail.has(turn.summed)
+            self._sum_own_rows()
+            return reduction.theirs is not None
 
-        def read() -> Tensor:
-            self._take_first_turns(up_to=turn)
-            assert turn.summed is not None
-            theirs = mail.wait(turn.summed, self._timeout)
-            rows = [
-                arena.view(header.offset + of * own.nbytes, own.numel(), own.dtype)
-                for arena, header, (_, of) in zip(self._theirs, theirs, self.peers, strict=True)
-            ]
-            total = torch.stack(self._in_rank_order(own, rows))
-            self._release(packed, theirs)
-            return total
+        return Pending((), (packed.wire,), lambda: self._added_up(reduction), done)
 
-        return Pending((), (packed.wire,), read, done)
+    def _summed_here(self, packed: Packed, theirs: Sequence[Header]) -> Tensor:
+        views = self._views(theirs, packed.wire.numel(), packed.wire.dtype)
+        return sum_rows(self._in_rank_order(packed.wire.view(-1), views)).view(packed.wire.shape)
 
-    def _take_first_turns(self, up_to: Turn | None = None) -> None:
-        """Sum this rank's row of what has come, in the order in which all ranks started; wait for ``up_to``."""
+    def _sum_own_rows(self, up_to: AllReduction | None = None) -> None:
+        """Sum this rank's row of the wires that have come, in the order of their start; wait for ``up_to``."""
         mail = self._own.mail
-        while self._turns and ((up_to is not None and up_to.summed is None) or mail.has(self._turns[0].packed_by_all)):
-            turn = self._turns.popleft()
-            own = turn.packed.wire[self.rank]
-            theirs = mail.wait(turn.packed_by_all, self._timeout)
-            views = self._views(theirs, own.numel(), own.dtype, self.rank * own.nbytes)
-            own.copy_(sum_rows(self._in_rank_order(own, views)))
-            turn.summed = self._tell(turn.packed, SUMMED)
+        while self._unsummed and ((up_to is not None and up_to.theirs is None) or mail.has(self._unsummed[0].expected)):
+            reduction = self._unsummed.popleft()
+            reduction.theirs = mail.wait(reduction.expected, self._timeout)
+            spare = reduction.packed.spare
+            if spare is not None:
+                sum_rows(self._row_of_all(reduction, self.rank), into=spare)
+                self._tell_of(reduction.packed.slot, Subject(SUMMED, self.rank, reduction.serial))
+
+    def _added_up(self, reduction: AllReduction) -> Tensor:
+        self._sum_own_rows(up_to=reduction)
+        total = torch.empty_like(reduction.packed.wire)
+        for rank, row in enumerate(total):
+            summed = self._summed_by(rank, reduction)
+            if summed is None:
+                sum_rows(self._row_of_all(reduction, rank), into=row)
+            else:
+                row.copy_(summed)
+        self._own.mail.skip(SUMMED, up_to=reduction.serial)
+        self._release(reduction.packed, reduction.theirs or ())
+        return total
+
+    def _summed_by(self, rank: int, reduction: AllReduction) -> Tensor | None:
+        """The sum of its row that a rank offers, ``[row]``, if it does already."""
+        if rank == self.rank:
+            return reduction.packed.spare
+        header = self._own.mail.take(Subject(SUMMED, rank, reduction.serial))
+        if header is None:
+            return None
+        wire = reduction.packed.wire
+        return self._arena_of[rank].view(header.offset + wire.nbytes, wire.shape[1], wire.dtype)
+
+    def _row_of_all(self, reduction: AllReduction, rank: int) -> list[Tensor]:
+        """One row of everybody's wire, in rank order."""
+        own = reduction.packed.wire[rank]
+        return self._in_rank_order(own, self._views(reduction.theirs or (), own.numel(), own.dtype, rank * own.nbytes))
 
     def _in_rank_order(self, own: Tensor, theirs: Sequence[Tensor]) -> list[Tensor]:
         by_rank = dict(zip((of for _, of in self.peers), theirs, strict=True)) | {self.rank: own}
@@ -210,9 +234,12 @@ class SharedMemory(Exchange):
         """Tell the peers where a wire lies; what they will tell of theirs, turn by turn."""
         serial = self._serials[kind]
         self._serials[kind] += 1
-        for arena in self._theirs:
-            arena.mail.tell(Subject(kind, self.rank, serial), Header(packed.slot.offset, packed.slot.number))
+        self._tell_of(packed.slot, Subject(kind, self.rank, serial))
         return [Subject(kind, of, serial) for _, of in self.peers]
+
+    def _tell_of(self, slot: Slot, about: Subject) -> None:
+        for arena in self._theirs:
+            arena.mail.tell(about, Header(slot.offset, slot.number))
 
     def _release(self, packed: Packed, theirs: Sequence[Header]) -> None:
         """This rank has finished with a wire of its own and with its peers'."""
