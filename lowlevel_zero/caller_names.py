@@ -182,7 +182,7 @@ class CallerNames:
         gather. Over two levels "reduce_outer" and "gather_outer" are those among them that crossed the outer one.
         """
         by_group = [ranks.traffic() for ranks in self._parameters.shard_groups]
-        return {purpose: sum(sent[purpose] for sent in by_group) for purpose in by_group[0]}
+        return {purpose: sum(sent.get(purpose, 0) for sent in by_group) for purpose in by_group[0]}
 
     def _settled(self) -> list[ShardedParameter]:
         """Records with a gradient, as far as this rank's own rounds tell; doesn't communicate."""

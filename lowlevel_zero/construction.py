@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -113,18 +113,29 @@ def check_steps_on_host(optimizer: Optimizer) -> None:
             )
 
 
-def describe(optimizer: Optimizer, names: dict[Tensor, str], model: nn.Module | None) -> Iterator[str]:
-    """What has to be alike on all ranks, a line each: parameters with their states, and the model's buffers."""
+def describe(
+    optimizer: Optimizer,
+    names: dict[Tensor, str],
+    model: nn.Module | None,
+    family_of: Callable[[Tensor], int] = lambda _: 0,
+    family: int = 0,
+) -> Iterator[str]:
+    """What has to be alike on all ranks that share a family, a line each: parameters with their states, and buffers.
+
+    Settings of param groups have to be on all ranks: they are the first family's.
+    """
     for at, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-        yield f"settings of group {at}: {settings}"
-        for p in group["params"]:
+        if family == 0:
+            yield f"settings of group {at}: {settings}"
+        for p in (p for p in group["params"] if family_of(p) == family):
             state = ", ".join(f"{key} {_shape(value)}" for key, value in optimizer.state.get(p, {}).items())
             kind = "trainable" if p.requires_grad else "frozen"
             yield f"parameter {names[p]} of group {at}: {kind}, {_shape(p)}" + (f", state {state}" if state else "")
     if model is not None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            yield f"tensor {name} of the model: {_shape(tensor)}"
+            if family_of(tensor) == family:
+                yield f"tensor {name} of the model: {_shape(tensor)}"
 
 
 def _shape(value: object) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from .bookkeeping.gather_store import GatherStore
@@ -53,6 +54,9 @@ class Families:
         streams: what all of this happens on.
         raw_unit: makes what gradients as reductions leave them are to be multiplied with to be averaged and unscaled.
         offload: brings rows to the host and back; None: they stay where they are.
+
+    Attributes:
+        several: there may be more than one, and ranks may differ in what they have gradients for.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Families:
         self.raw_unit = raw_unit
         self.offload = offload
         self.driver = object()
+        self.several = len(parameters.shard_groups) > 1
         self._families: list[Family] = []
         self.extend()
 
@@ -77,6 +82,12 @@ class Families:
 
     def __getitem__(self, place: int) -> Family:
         return self._families[place]
+
+    @property
+    def widest(self) -> torch.dtype:
+        """In which gradients are measured at least: fp64 if any is, since a rank may have none of those."""
+        double = any(record.wire_dtype == torch.float64 for record in self.parameters)
+        return torch.float64 if self.several and double else torch.float32
 
     def of(self, record: ShardedParameter) -> Family:
         """The family of a parameter."""

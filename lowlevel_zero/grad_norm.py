@@ -19,12 +19,16 @@ class GlobalNorm:
         group: the ranks.
         device: where the norm shall be.
         unit: what it is multiplied with.
+        dtype: in which squares are summed at least; alike on all ranks.
     """
 
-    def __init__(self, group: ShardGroup, device: torch.device, unit: float | Tensor) -> None:
+    def __init__(
+        self, group: ShardGroup, device: torch.device, unit: float | Tensor, dtype: torch.dtype = torch.float32
+    ) -> None:
         self._group = group
         self._device = device
         self._unit = unit
+        self._dtype = dtype
         self._norms: list[Tensor] = []
         self._pending: Pending[Tensor] | None = None
         self._value: Tensor | None = None
@@ -36,7 +40,7 @@ class GlobalNorm:
 
     def start(self) -> None:
         """All pieces have been added: start summing over the ranks, one number; all ranks call it."""
-        dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in self._norms) else torch.float32
+        dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in self._norms) else self._dtype
         squares = torch.zeros((), dtype=dtype, device=self._device)
         if self._norms:
             squares += torch.stack([norm.to(dtype) for norm in self._norms]).square().sum()

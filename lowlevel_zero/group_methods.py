@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .assignment import agree_apart
 from .bookkeeping.parameter_store import ParameterStore
 from .collectives import ShardGroup
 from .construction import agree, check_parameters, check_steps_on_host, describe, parameter_names
@@ -33,7 +34,8 @@ class GroupMethods:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
 
-        Parameters that were frozen at construction, and aren't any more, come in this way too.
+        Parameters that were frozen at construction, and aren't any more, come in this way too. Those that
+        ``pg_to_param_list`` had are shared as it says, all others by all data-parallel ranks.
         """
         self._families.even_out()
         params = param_group["params"]
@@ -49,7 +51,8 @@ class GroupMethods:
     def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
         """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""
         names: dict[Tensor, str] = {}
-        lines: list[str] = []
+        parameters = self._parameters
+        lines: list[list[str]] = [[] for _ in parameters.shard_groups]
         error: Exception | None = None
         try:
             self._refuse_known(param_group)
@@ -61,10 +64,12 @@ class GroupMethods:
             if self._options.cpu_offload:
                 check_steps_on_host(self.optim)
             self._refuse_first_half(new)
-            lines = list(describe(self.optim, names, None))
+            lines = [list(describe(self.optim, names, None, parameters.family_of, at)) for at in range(len(lines))]
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
-        agree(self._group, lines, error, doing="add a param group")
+        agree(self._group, lines[0], error, doing="add a param group")
+        if self._families.several:
+            agree_apart(parameters.shard_groups, lines[1:], "add a param group")
         return names
 
     def _refuse_known(self, param_group: dict[str, Any]) -> None:

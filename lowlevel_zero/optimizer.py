@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .assignment import NOTHING_APART, assign, data_parallel_group, make_groups
 from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
@@ -51,7 +52,10 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
 
     Args:
         optimizer: an elementwise torch optimizer over the parameters.
-        pg_to_param_list: not available yet.
+        pg_to_param_list: what fewer ranks share, by process group: this rank's experts, under the group of the ranks
+            that have the same ones. These groups part the ranks of ``dp_process_group``, who share what isn't listed.
+            Gradients are summed over a parameter's own group and divided by the number of data-parallel ranks, as
+            in a dense run. Buffers and frozen parameters go with their modules.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale:
             the dynamic loss scale, used where a parameter is fp16 (see ``LossScaler``).
         clip_grad_norm: clip gradients to this global L2 norm; 0: don't.
@@ -63,7 +67,8 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         cpu_offload: step on the host: masters, the gradients that step them and the optimizer's state live there,
             Adam and AdamW are fused unless they were made with a choice of their own; gradients go down during
             backward. (Where the parameters are on the host too, it only costs copies.)
-        dp_process_group: the ranks to shard over; None: the default group. Or two levels of them, ``(outer, inner)``.
+        dp_process_group: the ranks to shard over; None: the default group, or of a ``pg_to_param_list`` that has all
+            parameters the group with the ranks of the others. Or two levels of ranks, ``(outer, inner)``.
         extra_dp_group: the outer level's ranks, where ``dp_process_group`` is the inner level's.
         forced_dtype: convert the parameters to this dtype first.
         master_weights: step an fp32 copy of 16-bit slices, not the slices themselves.
@@ -87,7 +92,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
     def __init__(
         self,
         optimizer: Optimizer,
-        pg_to_param_list: Mapping[Any, Any] | None = None,
+        pg_to_param_list: Mapping[Any, Sequence[nn.Parameter]] | None = None,
         initial_scale: float = 2**16,
         min_scale: float = 1,
         growth_factor: float = 2.0,
@@ -115,7 +120,8 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         assume_elementwise: bool = False,
         hybrid_shard: bool = False,
     ) -> None:
-        self._group = shard_group(dp_process_group, extra_dp_group, hybrid_shard)
+        dp = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
+        self._group = shard_group(dp, extra_dp_group, hybrid_shard)
         scaling: dict[str, Any] = {
             "initial_scale": initial_scale,
             "min_scale": min_scale,
@@ -126,13 +132,11 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
             "max_scale": max_scale,
         }
         names: dict[Tensor, str] = {}
-        lines: list[str] = []
+        assignment = NOTHING_APART
+        lines: list[list[str]] = [[]]
         error: Exception | None = None
         try:
-            refuse_undelivered(
-                pg_to_param_list=pg_to_param_list,
-                fp8_communication=fp8_communication,
-            )
+            refuse_undelivered(fp8_communication=fp8_communication)
             self._options = ZeroOptions(
                 partition_grad=partition_grad,
                 reduce_scatter=reduce_scatter,
@@ -152,10 +156,14 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
             LossScaler(**scaling)
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             names = self._check(optimizer, model)
-            lines = [*describe(optimizer, names, model), f"{self._options}", f"loss scale {scaling}"]
+            assignment = assign(pg_to_param_list, self._group, names, model)
+            lines = [list(describe(optimizer, names, model, assignment.of, whose)) for whose in assignment.families]
+            lines[0] += [f"{self._options}", f"loss scale {scaling}", *assignment.in_common(names, self._options)]
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
-        agree(self._group, lines, error)
+        agree(self._group, lines[0], error)
+        groups = make_groups(self._group, assignment.groups, lines[1:])
+        self._parameters = ParameterStore(groups, assignment.family_of)
         self._build(optimizer, model, names, scaling)
 
     # ---- construction: check, agree, then change ----
@@ -174,11 +182,11 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
     def _build(
         self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str], scaling: dict[str, Any]
     ) -> None:
-        self._group.own_wires()
+        for group in self._parameters.shard_groups:
+            group.own_wires()
         if self._options.forced_dtype is not None:
             convert(optimizer, self._options.forced_dtype)
         self._model = model
-        self._parameters = ParameterStore([self._group])
         shard_groups(optimizer, self._parameters, self._options, names)
         broadcast_rest(model, self._parameters)
         super().__init__(optimizer)
@@ -298,7 +306,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         self._finish_last_step()
         self._families.finish()
         follow_edits(self._parameters.working())
-        self._norm = norm = GlobalNorm(self._group, self._device, self._raw_unit())
+        self._norm = norm = self._new_norm()
         if self._options.clip_grad_norm > 0 or self._scaler is not None:
             self._step_by_norm(norm)
         else:
@@ -308,6 +316,9 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         self._families.end_step()
         return loss
 
+    def _new_norm(self) -> GlobalNorm:
+        return GlobalNorm(self._group, self._device, self._raw_unit(), self._families.widest)
+
     def _step_by_norm(self, norm: GlobalNorm) -> None:
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
         sums = self._families.sums()
@@ -316,7 +327,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         if self._options.clip_grad_norm > 0:
             unit = unit * clip_factor(value, self._options.clip_grad_norm)
         overflow = None if self._scaler is None else ~value.isfinite()
-        if sums and not self._skips(overflow):
+        if (sums or self._families.several) and not self._skips(overflow):
             on_host = self._options.cpu_offload  # it has to know both, and to wait for gradients anyway
             self._stepper.step(Scale(float(unit)) if on_host else Scale(unit, overflow), None)
 
@@ -359,7 +370,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         """
         check_max_norm("max_norm", max_norm)
         self._families.finish()
-        norm = _measured(self._families.sums(), GlobalNorm(self._group, self._device, self._raw_unit()))
+        norm = _measured(self._families.sums(), self._new_norm())
         self._families.scale(clip_factor(norm, max_norm))
         return norm
 

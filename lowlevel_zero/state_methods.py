@@ -142,7 +142,12 @@ class StateMethods:
                 record.offer_master(whole)
 
     def sharded_state(self, names: Mapping[Tensor, str] | None = None) -> ShardedState:
-        """The optimizer's state by ``names`` of its parameters; None: by those it has for messages."""
+        """The optimizer's state by ``names`` of its parameters; None: by those it has for messages.
+
+        Raises:
+            NotImplementedError: the ranks have different parameters.
+        """
+        self.check_sharded_state()
         return ShardedState(
             self.optim,
             self._parameters,
@@ -151,6 +156,15 @@ class StateMethods:
             self._scaler,
             self._own_names() if names is None else names,
         )
+
+    def check_sharded_state(self) -> None:
+        """Raise ``NotImplementedError``, on all ranks, where they may have different parameters of the same names."""
+        if self._families.several:
+            raise NotImplementedError(
+                "expected an optimizer whose parameters are the same on all ranks, got one with pg_to_param_list, "
+                "whose experts have the same names on ranks that have different ones: call optimizer.state_dict() on "
+                "every rank and torch.save it beside model.state_dict(), in a file for each rank with other experts"
+            )
 
     def _own_names(self) -> dict[Tensor, str]:
         """The names of the groups' parameters, frozen ones included."""

@@ -55,7 +55,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"growth_interval": 0}, "ValueError", "growth_interval"),
     ({"hysteresis": -1}, "ValueError", "hysteresis"),
     ({"fp8_communication": True}, "NotImplementedError", "fp8_communication"),
-    ({"pg_to_param_list": {1: []}}, "NotImplementedError", "pg_to_param_list"),
+    ({"pg_to_param_list": {1: []}}, "TypeError", "pg_to_param_list: expected process groups"),
 ]
 
 

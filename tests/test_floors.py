@@ -51,7 +51,7 @@ HOUSE = (
     ("floor 2, its public names", ("bookkeeping.__init__",)),
     ("floor 3, under the others", ("forecast", "grad_norm", "rank_share", "layout_picture")),
     ("floor 3", ("state", "reducer", "construction", "layout")),
-    ("floor 3, over the reducer", ("families",)),
+    ("floor 3, over the reducer", ("families", "assignment")),
     ("floor 3, thin over the others", ("sharding", "stepping", "sharded_state")),
     ("floor 3, over stepping", ("memory",)),
     ("floor 3, thinner still", ("state_methods", "group_methods", "caller_names")),

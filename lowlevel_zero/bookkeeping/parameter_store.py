@@ -268,8 +268,9 @@ class ParameterStore:
         return iter(self.records)
 
     def family_of(self, tensor: Tensor) -> int:
-        """The family of a parameter or buffer, trained or not."""
-        return self._family_of.get(tensor, 0)
+        """The family of a parameter, trained or not, of its master slice, or of a buffer."""
+        record = self._record_of_slice.get(tensor)
+        return self._family_of.get(tensor, 0) if record is None else record.family
 
     def ranks_of(self, record: ShardedParameter) -> ShardGroup:
         """The ranks that share a parameter."""

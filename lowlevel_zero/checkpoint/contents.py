@@ -203,7 +203,8 @@ class Contents:
 def check_pair(model: object, optimizer: object) -> None:
     """Raise ``TypeError`` unless these are a module and one of this package's optimizers.
 
-    ``NotImplementedError``: torch can't do it for the optimizer's group; the same on all of its ranks.
+    ``NotImplementedError``: torch can't do it for the optimizer's group, or ranks have different parameters; raised on
+    all of its ranks alike.
     """
     if not isinstance(optimizer, LowLevelZeroOptimizer):
         raise TypeError(
@@ -212,6 +213,7 @@ def check_pair(model: object, optimizer: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    optimizer.check_sharded_state()
     if not LED_BY_ANY_RANK and optimizer._group.ranks > 1 and dist.get_global_rank(optimizer._group.group, 0) != 0:
         raise NotImplementedError(
             f"optimizer: expected a process group whose first rank is rank 0, got one that rank "

@@ -1,0 +1,213 @@
+"""The assignment: which ranks share which parameter, read from ``pg_to_param_list``, checked and agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .collectives import ShardGroup
+from .construction import agree
+from .options import ZeroOptions
+
+_KEYWORD = "pg_to_param_list"
+
+
+class Assignment(NamedTuple):
+    """What isn't shared by all data-parallel ranks, and by whom it is.
+
+    Attributes:
+        groups: the process groups of families 1, 2, …: in the order in which the optimizer has their parameters, so
+            alike on all ranks, whatever order a dict has them in.
+        family_of: the families of their parameters, and of buffers and frozen parameters in modules of theirs alone.
+    """
+
+    groups: Sequence[dist.ProcessGroup]
+    family_of: dict[Tensor, int]
+
+    @property
+    def families(self) -> range:
+        """The families' numbers; 0 is that of what all share."""
+        return range(1 + len(self.groups))
+
+    def of(self, tensor: Tensor) -> int:
+        """The family of a parameter or buffer."""
+        return self.family_of.get(tensor, 0)
+
+    def in_common(self, parameters: Iterable[Tensor], options: ZeroOptions) -> list[str]:
+        """What has to be alike on all ranks where families differ, a line each."""
+        dtypes = {options.forced_dtype or p.dtype for p in parameters if p.requires_grad}
+        present = {dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}
+        count = len(self.groups)
+        return [f"{count} groups in {_KEYWORD} beside the data-parallel one, dtypes {present}"] if count else []
+
+
+NOTHING_APART = Assignment((), {})
+
+
+def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> Any:
+    """The group of all data-parallel ranks; None: the default one. Looks at nothing that may be wrong.
+
+    It is the ``given`` one, else that of the mapping's groups which has the others' ranks, if all parameters that are
+    to be trained are listed under one: ColossalAI's callers name it so.
+    """
+    if given is not None or not isinstance(pg_to_param_list, Mapping) or not isinstance(optimizer, Optimizer):
+        return given
+    lists = [members for members in pg_to_param_list.values() if isinstance(members, (list, tuple))]
+    listed = {p for members in lists for p in members if isinstance(p, Tensor)}
+    if any(p.requires_grad and p not in listed for group in optimizer.param_groups for p in group["params"]):
+        return None
+    ranks = {pg: set(_ranks(pg)) for pg in pg_to_param_list if isinstance(pg, dist.ProcessGroup)}
+    return next((pg for pg in ranks if all(ranks[pg] >= others for others in ranks.values())), None)
+
+
+def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], model: nn.Module | None) -> Assignment:
+    """Read the mapping.
+
+    Args:
+        pg_to_param_list: lists of parameters by process group; None: ``dp`` shares them all.
+        dp: the data-parallel ranks, who share what isn't listed.
+        names: of the optimizer's parameters.
+        model: whose parameters may be listed too.
+
+    Raises:
+        TypeError, ValueError: it isn't such a mapping, or not one of these parameters and ranks.
+    """
+    if pg_to_param_list is None:
+        return NOTHING_APART
+    known: dict[Tensor, str] = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    known.update(names)
+    group_of = _groups_by_parameter(pg_to_param_list, dp, known)
+    in_order = [group_of[p] for p in (*names, *known) if p in group_of]
+    groups = [pg for pg in dict.fromkeys(in_order) if pg is not dp.group]
+    if groups and dp.ranks > dp.size:
+        raise ValueError(
+            f"hybrid_shard=True: expected no {_KEYWORD}, got groups in it that share less: shard over both levels, "
+            "or let experts be shared as the rest is"
+        )
+    number: dict[dist.ProcessGroup, int] = {pg: at for at, pg in enumerate([dp.group, *groups])}
+    family_of = {p: number[pg] for p, pg in group_of.items()}
+    _add_companions(family_of, model)
+    return Assignment(groups, {tensor: family for tensor, family in family_of.items() if family})
+
+
+def _groups_by_parameter(
+    pg_to_param_list: Any, dp: ShardGroup, known: dict[Tensor, str]
+) -> dict[Tensor, dist.ProcessGroup]:
+    if not isinstance(pg_to_param_list, Mapping):
+        raise TypeError(f"{_KEYWORD}: expected a dict of lists by process group, got {type(pg_to_param_list).__name__}")
+    found: dict[Tensor, dist.ProcessGroup] = {}
+    for pg, members in pg_to_param_list.items():
+        _check_entry(pg, members, dp)
+        for p in members:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"{_KEYWORD}: expected lists of parameters, got {type(p).__name__} {p!r:.40} in one")
+            if p not in known:
+                raise ValueError(
+                    f"{_KEYWORD}: expected parameters of the optimizer, got a {tuple(p.shape)} tensor that it doesn't "
+                    "hold: list the very parameters that the optimizer was made from"
+                )
+            if p in found:
+                raise ValueError(
+                    f"{known[p]}: expected it in one list of {_KEYWORD}, once, found it again: list it once"
+                )
+            found[p] = pg
+    return found
+
+
+def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
+    if not isinstance(members, (list, tuple)):
+        raise TypeError(f"{_KEYWORD}: expected a list of parameters for each group, got {type(members).__name__}")
+    if pg == dist.GroupMember.NON_GROUP_MEMBER:
+        if members:
+            raise ValueError(
+                f"{_KEYWORD}: expected process groups that this rank belongs to, got parameters for one without it: "
+                "list what this rank has, under groups of which it is a member"
+            )
+        return
+    if not isinstance(pg, dist.ProcessGroup):
+        raise TypeError(f"{_KEYWORD}: expected process groups as keys, got {type(pg).__name__} {pg!r:.40}")
+    outside = sorted(set(_ranks(pg)) - set(_ranks(dp.group)))
+    if outside:
+        raise ValueError(
+            f"{_KEYWORD}: expected groups within the data-parallel one, of ranks {_ranks(dp.group)}, got one with "
+            f"ranks {outside} too: pass the group of all of them as dp_process_group"
+        )
+
+
+def _add_companions(family_of: dict[Tensor, int], model: nn.Module | None) -> None:
+    """Buffers and frozen parameters of a module whose assigned and trained parameters are all of one family."""
+    for module in model.modules() if model is not None else ():
+        parameters = list(module.parameters())
+        families = {family_of.get(p, 0) for p in parameters if p.requires_grad or p in family_of}
+        if len(families) == 1:
+            (family,) = families
+            for tensor in (*parameters, *module.buffers()):
+                if family:
+                    family_of.setdefault(tensor, family)
+
+
+# ---- groups ----
+
+
+def make_groups(
+    dp: ShardGroup, groups: Sequence[dist.ProcessGroup], lines: Sequence[Iterable[str]]
+) -> list[ShardGroup]:
+    """The shard groups of all families, ``dp`` first; all its ranks call it, with as many ``groups``.
+
+    Args:
+        dp: the data-parallel ranks.
+        groups: of the further families.
+        lines: what has to be alike in each of these groups.
+
+    Raises (on all ranks):
+        ValueError: the groups of a family don't part the data-parallel ranks, or lines differ in one.
+        RuntimeError: lines differ in another rank's group.
+    """
+    if not groups:
+        return [dp]
+    _check_parts(dp, groups)
+    made = [dp, *map(ShardGroup, groups)]
+    agree_apart(made, lines, "construct its LowLevelZeroOptimizer")
+    return made
+
+
+def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], doing: str) -> None:
+    """Raise on all ranks of the first of ``groups`` if ``lines`` differ in one of the others.
+
+    Args:
+        groups: of all families.
+        lines: what has to be alike, of all families but the first.
+        doing: what for, as ``agree`` has it.
+    """
+    error: Exception | None = None
+    for group, own in zip(groups[1:], lines, strict=True):
+        try:
+            agree(group, list(own), error, doing)
+        except (RuntimeError, ValueError) as raised:
+            error = raised
+    agree(groups[0], (), error, doing)
+
+
+def _check_parts(dp: ShardGroup, groups: Sequence[dist.ProcessGroup]) -> None:
+    own = [(_ranks(pg), pg.group_name) for pg in groups]
+    told = dict(zip(_ranks(dp.group), dp.exchange(own), strict=True))
+    for at in range(len(groups)):
+        for rank, theirs in told.items():
+            members, _ = theirs[at]
+            differing = [member for member in members if told[member][at] != theirs[at]]
+            if differing:
+                other, _ = told[differing[0]][at]
+                raise ValueError(
+                    f"{_KEYWORD}: expected all members of a group to list their parameters under it, but rank {rank} "
+                    f"has the group of ranks {members} where rank {differing[0]} has one of ranks {other}: make the "
+                    "groups alike on all ranks, and list parameters in the same order under them"
+                )
+
+
+def _ranks(pg: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(pg)

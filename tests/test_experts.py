@@ -1,0 +1,458 @@
+"""Experts that ranks share out: against one process that has them all, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts import (
+    TOKENS,
+    Mixture,
+    Run,
+    Trace,
+    lay_out,
+    loss_of,
+    prepare,
+    train_alone,
+    train_spread,
+    train_step,
+    whole_name,
+    wrap,
+)
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.accessors import full_grads, safe_get_full_grad
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from ranks import run_ranks, run_ranks_expecting
+
+LAYOUTS = {"2 ranks, 2 experts each": (2, 2), "2x2 ranks, 2 experts each": (4, 2), "4 ranks, 1 expert each": (4, 4)}
+
+SCALING = {"initial_scale": 2.0**7, "hysteresis": 1, "growth_interval": 1}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def check(run: Run, tolerance: float) -> None:
+    """Gradients, norms, losses and parameters are those of one process."""
+    expected = train_alone(run)
+    ranks: list[Trace] = run_ranks(train_spread, run.world_size, run)
+    assert {name for trace in ranks for name in trace.parameters} == expected.parameters.keys()
+    for trace in ranks:
+        assert trace.norms == pytest.approx(expected.norms, rel=tolerance)
+        for name, gradient in trace.gradients.items():
+            _check_close(name, gradient, expected.gradients[name], tolerance)
+        for name, value in trace.parameters.items():
+            _check_close(name, value, expected.parameters[name], tolerance)
+    losses = torch.tensor([trace.losses for trace in ranks]).mean(0)
+    assert losses.tolist() == pytest.approx(expected.losses, rel=tolerance)
+    held: dict[str, Tensor] = {}
+    for trace in ranks:  # who has the same parameter has the same values
+        for name, value in trace.parameters.items():
+            assert torch.equal(held.setdefault(name, value), value)
+
+
+def _check_close(name: str, got: Tensor | None, expected: Tensor | None, tolerance: float) -> None:
+    if got is None or expected is None:
+        assert got is expected, name
+    elif got.numel():
+        assert (got.float() - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()), name
+
+
+@pytest.mark.parametrize("stage_2", [False, True], ids=["stage 1", "stage 2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_train_as_in_one_process(layout: str, stage_2: bool) -> None:
+    world_size, size = LAYOUTS[layout]
+    run = Run(world_size, size, clip=0.1, options={"partition_grad": stage_2, "reduce_bucket_size": 60})
+    check(run, 2e-5)
+
+
+def drops(step: int, rank: int) -> set[int]:
+    """The first layer on some ranks, the second on all of them at times."""
+    return {0} if (step + rank) % 2 else {1} if step == 2 else set()
+
+
+def lacks_one(step: int, rank: int) -> set[int]:
+    return {9} if rank == 1 else set()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "layers dropped": {"drop": drops, "steps": 6},
+    "layers dropped, stage 2": {
+        "drop": drops,
+        "steps": 6,
+        "options": {"partition_grad": True, "reduce_bucket_size": 1},
+    },
+    # In backward rank 0 has ten wires to start before rank 1, which lacks the third, needs it for its experts' tokens.
+    "a peer that waits": {"behind": 8, "drop": lacks_one, "options": {"partition_grad": True, "reduce_bucket_size": 1}},
+    "micro-batches": {"micro_batches": 2, "drop": drops, "options": {"partition_grad": True}},
+    "without sync": {"micro_batches": 3, "no_sync": True},
+    "bare backward": {"bare": True, "drop": drops, "options": {"partition_grad": True, "reduce_bucket_size": 1}},
+    "overlapped gathers": {"options": {"overlap_allgather": True}},
+    "on the host": {"options": {"cpu_offload": True, "partition_grad": True}, "clip": 0.1},
+    "fp64 experts": {"options": {"communication_dtype": torch.float64}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_train(way: str) -> None:
+    check(Run(4, 2, optimizer=sgd, **WAYS[way]), 2e-5)
+
+
+@pytest.mark.parametrize("stage_2", [False, True], ids=["stage 1", "stage 2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bit_experts(dtype: torch.dtype, stage_2: bool) -> None:
+    check(Run(4, 2, dtype=dtype, optimizer=sgd, options={"partition_grad": stage_2, "initial_scale": 2.0**7}), 0.05)
+
+
+def test_gradients_of_an_optimizer_without_a_kernel_of_its_own() -> None:
+    """One whose steps a hook watches steps all at once."""
+
+    def watched(params: Any) -> torch.optim.Optimizer:
+        optimizer = sgd(params)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    check(Run(4, 2, optimizer=watched), 2e-5)
+
+
+# ---- who has no tokens ----
+
+
+def test_an_expert_that_nobody_used_stays_as_it_is() -> None:
+    """Weight decay and momentum included, on ranks that step nothing else of theirs too."""
+
+    def rank(rank: int, world_size: int) -> None:
+        run = Run(4, 2)
+        trained = prepare(rank, run)
+        model, optimizer, layout = trained
+        for step in (0, 2):  # all experts, then only those of the first neighbour
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            states = {p32: {k: v.clone() for k, v in state.items()} for p32, state in optimizer.state.items()}
+            train_step(trained, run, step, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, p in model.named_parameters():
+                expert = int(whole_name(name, layout).split(".")[1]) if name.startswith("experts") else None
+                still = not p.requires_grad or (step == 2 and expert is not None and expert > 1)
+                assert torch.equal(before[name], p) == still, name
+                if still and p.requires_grad:
+                    p32 = optimizer.working_to_master_param[id(p)]
+                    assert states[p32].keys() == optimizer.state[p32].keys() != set()
+                    assert all(torch.equal(value, states[p32][key]) for key, value in optimizer.state[p32].items())
+
+    run_ranks(rank, 4)
+
+
+def test_an_overflow_of_one_expert_skips_the_step_of_all() -> None:
+    def rank(rank: int, world_size: int) -> list[float]:
+        run = Run(4, 2, dtype=torch.float16, optimizer=sgd, options=SCALING)
+        trained = prepare(rank, run)
+        model, optimizer, _ = trained
+        scales = []
+        for step in (1, 2, 0, 0):
+            before = [p.detach().clone() for p in model.parameters()]
+            weight = model.experts[0].get_parameter("up.weight")
+            infinite = weight.register_hook(lambda grad, by=float("inf") if (rank, step) == (0, 2) else 1.0: grad * by)
+            train_step(trained, run, step, rank)
+            infinite.remove()
+            optimizer.step()
+            skipped = all(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
+            assert skipped == (step == 2)
+            optimizer.zero_grad()
+            scales.append(optimizer.loss_scale)
+        return scales
+
+    ranks = run_ranks(rank, 4)
+    assert ranks == [[2.0**8, 2.0**7, 2.0**8, 2.0**9]] * 4
+
+
+def test_a_step_in_which_one_rank_alone_has_gradients() -> None:
+    """Its expert's; the loss scale grows on all ranks alike."""
+
+    def rank(rank: int, world_size: int) -> tuple[float, float, bool]:
+        layout = lay_out(rank, 2, 2)
+        model = Mixture(layout).half()
+        optimizer = wrap(Run(2, 2, optimizer=sgd), model, layout, **SCALING)
+        before = [p.detach().clone() for p in model.parameters()]
+        value = model.experts[0](torch.ones(1, 5).half()).sum() if rank == 1 else torch.ones((), requires_grad=True)
+        optimizer.backward(value)
+        optimizer.step()
+        still = all(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
+        norm = optimizer.get_grad_norm()
+        assert norm is not None
+        return optimizer.loss_scale, norm, still
+
+    (scale, norm, still), (other_scale, other_norm, other_still) = run_ranks(rank, 2)
+    assert (still, other_still) == (True, False)
+    assert scale == other_scale == 2.0**8
+    assert norm == other_norm > 0
+
+
+# ---- what travels ----
+
+
+def test_experts_without_twins_send_nothing() -> None:
+    def rank(rank: int, world_size: int) -> tuple[int, int]:
+        run = Run(2, 2)
+        trained = prepare(rank, run)
+        dense = sum(p.numel() for name, p in trained.model.named_parameters() if not name.startswith("experts"))
+        train_step(trained, run, 0, rank)
+        trained.optimizer.step()
+        return trained.optimizer.traffic()["gather"], dense
+
+    for gathered, dense in run_ranks(rank, 2):
+        assert dense * 4 / 2 <= gathered <= dense * 4 / 2 + 100  # padding
+
+
+# ---- state ----
+
+
+def test_state_dicts_go_on_where_they_were() -> None:
+    """Also with the order of buckets that the first steps taught; each rank's are its own experts'."""
+
+    def rank(rank: int, world_size: int) -> None:
+        run = Run(4, 2, drop=drops, options={"partition_grad": True})
+        trained = prepare(rank, run)
+        for step in range(2):
+            _whole_step(trained, run, step, rank)
+        values, state = trained.model.state_dict(), trained.optimizer.state_dict()
+        values = {name: value.clone() for name, value in values.items()}
+        model = Mixture(trained.layout)
+        model.load_state_dict(values)
+        again = trained._replace(model=model, optimizer=wrap(run, model, trained.layout))
+        again.optimizer.load_state_dict(state)
+        plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        plain.load_state_dict(state)
+        for p, held in plain.state.items():
+            assert held["exp_avg"].shape == p.shape
+        for step in range(2, 5):
+            _whole_step(trained, run, step, rank)
+            _whole_step(again, run, step, rank)
+        for p, other in zip(trained.model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p, other)
+        orders = [family.reducer.plan.buckets for family in trained.optimizer._families]
+        assert orders == [family.reducer.plan.buckets for family in again.optimizer._families]
+        alone = trained.optimizer.state_dict(only_on_master=True)["state"]
+        assert sum(bool(each) for each in alone.values()) == (len(alone) if rank == 0 else 8 if rank == 1 else 0)
+
+    run_ranks(rank, 4)
+
+
+def _whole_step(trained: Any, run: Run, step: int, rank: int) -> None:
+    train_step(trained, run, step, rank)
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("call", ["sharded_state_dict", "save_checkpoint", "load_checkpoint"])
+def test_what_needs_the_same_parameters_on_all_ranks_is_refused(call: str, tmp_path: Any) -> None:
+    calls: dict[str, Callable[[Any], object]] = {
+        "sharded_state_dict": lambda trained: trained.optimizer.sharded_state_dict(),
+        "save_checkpoint": lambda trained: save_checkpoint(tmp_path / "it", trained.model, trained.optimizer),
+        "load_checkpoint": lambda trained: load_checkpoint(tmp_path / "it", trained.model, trained.optimizer),
+    }
+
+    def rank(rank: int, world_size: int) -> None:
+        calls[call](prepare(rank, Run(2, 2)))
+
+    for raised in run_ranks_expecting(rank, 2, timeout=20):
+        assert raised.type == "NotImplementedError"
+        assert "optimizer.state_dict()" in raised.message
+
+
+# ---- who is started alike ----
+
+
+def test_each_group_starts_from_its_own_first_rank() -> None:
+    """Parameters, buffers and frozen parameters of experts; the dense ones from rank 0."""
+
+    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
+        layout = lay_out(rank, 4, 2)
+        model = Mixture(layout)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(float(rank))
+        wrap(Run(4, 2), model, layout)
+        return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    for at, tensors in enumerate(run_ranks(rank, 4)):
+        for name, tensor in tensors.items():
+            assert (tensor == (at % 2 if name.startswith("experts") else 0)).all(), name
+
+
+def test_experts_may_have_names_of_their_own_and_other_shapes() -> None:
+    """As where a rank keeps the experts of a dense model that are its own."""
+
+    def rank(rank: int, world_size: int) -> float:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"dense": nn.Linear(3, 3), f"expert {rank}": nn.Linear(3, 3 + rank)})
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+        assigned = {alone: list(model[f"expert {rank}"].parameters())}
+        optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model, pg_to_param_list=assigned)
+        optimizer.backward(model[f"expert {rank}"](model["dense"](torch.ones(1, 3))).sum())
+        seen = full_grads(model)
+        assert all(seen[name].shape == p.shape for name, p in model.named_parameters())
+        assert torch.equal(safe_get_full_grad(assigned[alone][1]), torch.full((3 + rank,), 0.5))
+        optimizer.step()
+        norm = optimizer.get_grad_norm()
+        assert norm is not None
+        return norm
+
+    one, other = run_ranks(rank, 2)
+    assert one == other > 0
+
+
+# ---- later groups ----
+
+
+def test_groups_that_come_later() -> None:
+    """Of dense parameters and of experts that were frozen before."""
+
+    def rank(rank: int, world_size: int) -> list[Tensor]:
+        layout = lay_out(rank, 2, 2)
+        model = Mixture(layout)
+        late = model.experts[1]
+        late.requires_grad_(False)
+        model.outward.requires_grad_(False)
+        optimizer = LowLevelZeroOptimizer(
+            sgd([p for p in model.parameters() if p.requires_grad]),
+            model=model,
+            pg_to_param_list={layout.twins: list(model.experts.parameters())},
+        )
+        _first = loss_of(model, Run(2, 2, route=lambda *_: torch.zeros(TOKENS, dtype=torch.int64)), 0, 0, rank)
+        optimizer.backward(_first)
+        optimizer.step()
+        optimizer.zero_grad()
+        late.up.requires_grad_(True)
+        model.outward.requires_grad_(True)
+        optimizer.add_param_group({"params": [*late.up.parameters(), *model.outward.parameters()]})
+        optimizer.backward(loss_of(model, Run(2, 2), 0, 0, rank))
+        optimizer.step()
+        assert [record.family for record in optimizer._parameters if record.group == 1] == [1, 1, 0, 0]
+        return [p.detach().clone() for p in model.outward.parameters()]
+
+    one, other = run_ranks(rank, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- what is refused ----
+
+
+def _bad(change: Callable[[int, Mixture, Any], dict[Any, Any]]) -> Callable[[int, int], None]:
+    def rank(rank: int, world_size: int) -> None:
+        layout = lay_out(rank, 2, 2)
+        model = Mixture(layout)
+        wrap(Run(2, 2), model, layout, pg_to_param_list=change(rank, model, layout))
+
+    return rank
+
+
+def _experts(model: Mixture) -> list[nn.Parameter]:
+    return list(model.experts.parameters())
+
+
+MISTAKES: dict[str, tuple[Callable[[int, Mixture, Any], Any], str, str]] = {
+    "not a mapping": (lambda rank, model, layout: [1], "TypeError", "expected a dict"),
+    "not a group": (lambda rank, model, layout: {1: _experts(model)}, "TypeError", "process groups as keys"),
+    "not a list": (lambda rank, model, layout: {layout.twins: model.gate.weight}, "TypeError", "expected a list"),
+    "not a parameter": (lambda rank, model, layout: {layout.twins: ["gate"]}, "TypeError", "expected lists of param"),
+    "a stranger": (
+        lambda rank, model, layout: {layout.twins: [nn.Parameter(torch.zeros(2, 9))]},
+        "ValueError",
+        "(2, 9) tensor",
+    ),
+    "listed twice": (
+        lambda rank, model, layout: {layout.twins: [model.gate.bias], layout.neighbours: [model.gate.bias]},
+        "ValueError",
+        "gate.bias: expected it in one list",
+    ),
+    "a group without this rank": (
+        lambda rank, model, layout: {dist.GroupMember.NON_GROUP_MEMBER: _experts(model)},
+        "ValueError",
+        "that this rank belongs to",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_bad_mapping(mistake: str) -> None:
+    change, error, message = MISTAKES[mistake]
+    for raised in run_ranks_expecting(_bad(change), 2, timeout=20):
+        assert raised.type == error
+        assert message in raised.message
+
+
+def test_what_one_rank_has_wrong_all_refuse() -> None:
+    def change(rank: int, model: Mixture, layout: Any) -> dict[Any, Any]:
+        twice = [model.gate.bias] if rank == 1 else []
+        return {dist.group.WORLD: [*model.gate.parameters(), *twice], layout.twins: _experts(model)}
+
+    first, second = run_ranks_expecting(_bad(change), 2, timeout=20)
+    assert (first.type, second.type) == ("RuntimeError", "ValueError")
+    assert "rank 1 could not" in first.message
+    assert "gate.bias" in first.message
+
+
+def test_a_mapping_on_one_rank_alone() -> None:
+    for raised in run_ranks_expecting(
+        _bad(lambda rank, model, layout: {layout.twins: _experts(model)} if rank == 0 else None), 2, timeout=20
+    ):
+        assert raised.type == "ValueError"
+
+
+def test_groups_that_do_not_part_the_ranks() -> None:
+    """One rank lists its experts under a group of both, the other under its own."""
+
+    def change(rank: int, model: Mixture, layout: Any) -> dict[Any, Any]:
+        both = dist.new_group([0, 1])
+        return {both if rank == 0 else layout.twins: _experts(model)}
+
+    for raised in run_ranks_expecting(_bad(change), 2, timeout=20):
+        assert raised.type == "ValueError"
+        assert "rank 0 has the group of ranks [0, 1] where rank 1 has one of ranks [1]" in raised.message
+
+
+def test_a_group_outside_the_data_parallel_one() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+        both = dist.new_group([0, 1])
+        model = nn.Linear(2, 2)
+        options = {"dp_process_group": alone, "pg_to_param_list": {both: [model.weight]}}
+        LowLevelZeroOptimizer(sgd(model.parameters()), model=model, **options)
+
+    for raised in run_ranks_expecting(rank, 2, timeout=20):
+        assert raised.type == "ValueError"
+        assert "expected groups within the data-parallel one" in raised.message
+
+
+def test_experts_that_differ_in_a_group_of_twins() -> None:
+    """Only one pair of twins differs; the others hear of it."""
+
+    def rank(rank: int, world_size: int) -> None:
+        layout = lay_out(rank, 4, 2)
+        model = Mixture(layout)
+        if rank == 3:
+            model.experts[0].up = nn.Linear(5, 7, bias=False)
+        wrap(Run(4, 2), model, layout)
+
+    raised = run_ranks_expecting(rank, 4, timeout=20)
+    assert [each.type for each in raised] == ["RuntimeError", "ValueError", "RuntimeError", "ValueError"]
+    assert "experts.0.up.bias" in raised[1].message
+    assert "rank 1 could not" in raised[0].message
+
+
+def test_lists_without_parameters_change_nothing() -> None:
+    def rank(rank: int, world_size: int) -> int:
+        layout = lay_out(rank, 2, 2)
+        model = Mixture(layout)
+        empty = {layout.twins: [], dist.group.WORLD: list(model.parameters()), dist.GroupMember.NON_GROUP_MEMBER: []}
+        optimizer = wrap(Run(2, 2), model, layout, pg_to_param_list=empty)
+        return len(list(optimizer._families))
+
+    assert run_ranks(rank, 2) == [1, 1]
