@@ -176,13 +176,14 @@ class CallerNames:
         ]
 
     def traffic(self) -> dict[str, int]:
-        """Bytes of wires that this rank has handed to other ranks so far, by purpose: "reduce" and "gather".
+        """Bytes of wires that this rank has handed to others so far, by purpose: "reduce", "gather", and Muon's "step".
 
         Counted alike on every backend, without what a backend adds; an all-reduce counts as a reduce-scatter and a
         gather. Over two levels "reduce_outer" and "gather_outer" are those among them that crossed the outer one.
         """
         by_group = [ranks.traffic() for ranks in self._parameters.shard_groups]
-        return {purpose: sum(sent.get(purpose, 0) for sent in by_group) for purpose in by_group[0]}
+        purposes = dict.fromkeys(purpose for sent in by_group for purpose in sent)
+        return {purpose: sum(sent.get(purpose, 0) for sent in by_group) for purpose in purposes}
 
     def _settled(self) -> list[ShardedParameter]:
         """Records with a gradient, as far as this rank's own rounds tell; doesn't communicate."""

@@ -180,8 +180,20 @@ class ShardGroup:
         self._note_sent("gather", elements * rows[0].element_size())
         return self._transport(rows[0].device).gather(own, rows)
 
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """Start handing ``wire`` (1-D) out, ``sizes[r]`` elements of it to rank ``r``, in the order of ranks.
+
+        The result is ``into`` (1-D), of which ``sizes_into[r]`` elements come from rank ``r``. Both must stay as they
+        are until the result is there.
+        """
+        others = wire.numel() - sizes[self.rank]
+        self._sent["step"] = self._sent.get("step", 0) + others * wire.element_size()
+        return self._transport(wire.device).all_to_all(wire, sizes, into, sizes_into)
+
     def traffic(self) -> dict[str, int]:
-        """Bytes of wires that this rank has handed to others so far, by purpose: "reduce" and "gather".
+        """Bytes of wires that this rank has handed to others so far, by purpose: "reduce", "gather", and Muon's "step".
 
         An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does.
         """
@@ -196,7 +208,10 @@ class ShardGroup:
         self._wires.transport.rest()
 
     def sum_scalar(self, value: Tensor) -> Pending[Tensor]:
-        """Start summing ``value`` (0-d) over the ranks, in place; on CUDA (NCCL) without a host synchronisation."""
+        """Start summing ``value`` (0-d, or a few numbers) over the ranks, in place.
+
+        On CUDA (NCCL) without a host synchronisation.
+        """
         if not self._on_gloo(value.device):
             return self._native.all_reduce(value)
         summed = value if not _is_staged(value.device) else value.cpu()

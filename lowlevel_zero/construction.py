@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import overlapping
 from .collectives import ShardGroup
+from .elementwise import MUON, full_name
 from .wrapping import WrappingOptimizer
 
 
@@ -39,10 +40,22 @@ def check_optimizer(optimizer: object, model: object) -> None:
             "model: expected the module whose parameters the optimizer holds, got one that it holds none of: "
             "make the optimizer from model.parameters() of this very module"
         )
-    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not trained:
         raise ValueError(
             "optimizer: expected at least one parameter with requires_grad=True, got none: "
             "unfreeze what is to be trained before constructing the optimizer"
+        )
+    check_matrices(optimizer, trained, parameter_names(optimizer, model))
+
+
+def check_matrices(optimizer: Optimizer, parameters: Sequence[Tensor], names: dict[Tensor, str]) -> None:
+    """Raise if ``optimizer`` steps matrices alone, for the first parameter that isn't one."""
+    others = [p for p in parameters if p.dim() != 2]
+    if others and full_name(optimizer) == MUON:
+        raise ValueError(
+            f"{names[others[0]]}: expected a matrix, which Muon steps, got shape {tuple(others[0].shape)}: "
+            "give what isn't one to an optimizer of its own, such as torch.optim.AdamW"
         )
 
 

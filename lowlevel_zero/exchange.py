@@ -16,9 +16,9 @@ from .transport import Native, Pending
 # Elements that fit a core's cache several times.
 _BLOCK = 2**16
 
-# Tags of messages between two ranks: reductions and gathers have an order of their own each. (Of the last kind, what
-# is said of a reduction's sums, there are no messages.)
-REDUCE, GATHER, SUMMED = 7001, 7002, 7003
+# Tags of messages between two ranks: reductions, gathers and the rest have an order of their own each. (Of what is
+# said of a reduction's sums, there are no messages.)
+REDUCE, GATHER, SUMMED, HAND_OUT = 7001, 7002, 7003, 7004
 
 
 class Exchange(Native):
@@ -46,12 +46,23 @@ class Exchange(Native):
         works = self.swap([(wire[self.rank], wire[of]) for _, of in self.peers], GATHER)
         return Pending(works, (wire,), lambda: wire)
 
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """Each rank sends every other one what is for it."""
+        mine, theirs = wire.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
+        works = self.swap([(mine[to], theirs[of]) for to, of in self.peers], HAND_OUT)
+        theirs[self.rank].copy_(mine[self.rank])
+        return Pending(works, (wire, into), lambda: into)
+
     def swap(self, pairs: Sequence[tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
-        """Start sending the first and receiving into the second of a pair, a pair a turn."""
+        """Start sending the first and receiving into the second of a pair, a pair a turn; what is empty stays."""
         works: list[dist.Work | None] = []
         for (to, of), (mine, theirs) in zip(self.peers, pairs, strict=True):
-            works.append(dist.irecv(theirs, src=self._global_ranks[of], group=self._group, tag=tag))
-            works.append(dist.isend(mine, dst=self._global_ranks[to], group=self._group, tag=tag))
+            if theirs.numel():
+                works.append(dist.irecv(theirs, src=self._global_ranks[of], group=self._group, tag=tag))
+            if mine.numel():
+                works.append(dist.isend(mine, dst=self._global_ranks[to], group=self._group, tag=tag))
         return [work for work in works if work is not None]
 
 

@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 from .assignment import agree_apart
 from .bookkeeping.parameter_store import ParameterStore
 from .collectives import ShardGroup
-from .construction import agree, check_parameters, check_steps_on_host, describe, parameter_names
+from .construction import (
+    agree,
+    check_matrices,
+    check_parameters,
+    check_steps_on_host,
+    describe,
+    parameter_names,
+)
 from .elementwise import check_elementwise
 from .families import Families
 from .loss_scaler import LossScaler
@@ -60,6 +67,7 @@ class GroupMethods:
             names = parameter_names(self.optim, self._model)
             new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
             check_parameters(new, names, self._group)
+            check_matrices(self.optim, new, names)
             check_elementwise(self.optim, assume_elementwise=self._options.assume_elementwise)
             if self._options.cpu_offload:
                 check_steps_on_host(self.optim)

@@ -143,7 +143,26 @@ class Levels(Transport):
 
 
 class Nested(Levels):
-    """Each rank of the grid has a slice of its own."""
+    """Each rank of the grid has a slice of its own.
+
+    Args:
+        straight: brings what is for one rank alone straight to it, over a group of all ranks.
+        places: of who has slice 0, 1, 2, ... in that group.
+    """
+
+    def __init__(
+        self,
+        outer: Transport,
+        inner: Transport,
+        sequel: Sequel,
+        rank: int,
+        size: int,
+        straight: Transport,
+        places: Sequence[int],
+    ) -> None:
+        super().__init__(outer, inner, sequel, rank, size)
+        self._straight = straight
+        self._by_place = sorted(range(size), key=places.__getitem__)
 
     def _reduce_across(self, block: Tensor) -> Pending[Tensor]:
         return self._outer.reduce_scatter(block.view(self._outer.size, -1))
@@ -157,6 +176,22 @@ class Nested(Levels):
             return then(self._inner.gather([block.view(-1)], [blocks]), lambda _: wire)
 
         return self._sequel.after(self._outer.gather([wire[self.rank]], [block]), spread)
+
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """Straight: nothing of it becomes less on the way over a third rank."""
+        parts, parts_into = wire.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
+        leaving = torch.cat([parts[number] for number in self._by_place])
+        sizes_by_place = [[each[number] for number in self._by_place] for each in (sizes, sizes_into)]
+        coming = self._straight.all_to_all(leaving, sizes_by_place[0], torch.empty_like(into), sizes_by_place[1])
+
+        def renumber(come: Tensor) -> Tensor:
+            for number, part in zip(self._by_place, come.split_with_sizes(sizes_by_place[1]), strict=True):
+                parts_into[number].copy_(part)
+            return into
+
+        return then(coming, renumber)
 
 
 class Replicated(Levels):
@@ -172,3 +207,9 @@ class Replicated(Levels):
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
         """Within."""
         return self._inner.gather(own, rows)
+
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """Within: each inner group does the same."""
+        return self._inner.all_to_all(wire, sizes, into, sizes_into)

@@ -5,6 +5,8 @@ Copies wait for the device: it is a way for tests and small runs, not a fast one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,14 @@ class Staged(Transport):
         staged[self.rank].copy_(wire[self.rank])
         pending = self._host.all_gather(staged)
         return Pending((), (*pending.tensors, wire), lambda: wire.copy_(pending.wait()), pending.done)
+
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """As ``host`` does it."""
+        staged = torch.empty(into.shape, dtype=into.dtype, device=_HOST)
+        pending = self._host.all_to_all(wire.to(_HOST), sizes, staged, sizes_into)
+        return Pending((), (*pending.tensors, into), lambda: into.copy_(pending.wait()), pending.done)
 
     def _staged(self, wire: Tensor) -> Tensor:
         staged = self._host.new_wire(wire.shape[1], wire.dtype, _HOST)

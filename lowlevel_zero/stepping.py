@@ -15,6 +15,7 @@ from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
 from .families import Families, Family
 from .grad_norm import GlobalNorm
+from .whole_steps import whole_step
 
 # torch's own, whose state is per parameter, step counters included.
 _BY_PARAMETER = {
@@ -74,6 +75,7 @@ class Stepper:
         self._on_host = on_host
         self._optim = optim
         self._families = families
+        self._step_whole = whole_step(optim, families.parameters)
 
     def step(self, scale: Scale, norm: GlobalNorm | None) -> None:
         """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be.
@@ -95,7 +97,7 @@ class Stepper:
                     self._step_part(part.records)
                     part.family.gathers.start(part.records)
             if parts and not in_parts:
-                self._optim.step()
+                self._step_whole([record for part in parts for record in part.records])
         if not in_parts:
             for part in parts:
                 _release_gradients(part.records)

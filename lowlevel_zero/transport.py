@@ -88,6 +88,15 @@ class Transport(ABC):
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire``, of which every rank gives its own row; in place."""
 
+    @abstractmethod
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """Start handing 1-D ``wire`` out, ``sizes[r]`` elements to rank ``r``; ``into`` is filled so by the others.
+
+        The result is ``into``, ``sizes_into[r]`` elements of it from rank ``r``; both must stay as they are until then.
+        """
+
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
         """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``."""
         if len(own) == 1:
@@ -121,6 +130,13 @@ class Alone(Transport):
         """``wire``."""
         return Pending((), (wire,), lambda: wire)
 
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """A copy."""
+        into.copy_(wire)
+        return Pending((), (into,), lambda: into)
+
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
         """A copy, where ``own`` is one."""
         keep_own(own, rows, self.rank)
@@ -149,6 +165,13 @@ class Native(Transport):
         """In place."""
         work = _all_gather_single(wire.view(-1), wire[self.rank], group=self._group, async_op=True)
         return Pending((work,), (wire,), lambda: wire)
+
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """One collective."""
+        work = dist.all_to_all_single(into, wire, list(sizes_into), list(sizes), group=self._group, async_op=True)
+        return Pending((cast(dist.Work, work),), (wire, into), lambda: into)
 
 
 def unpack(wire: Tensor, rows: Sequence[Tensor], sizes: list[int]) -> None:

@@ -70,11 +70,12 @@ def try_on_slices(optimizer: Optimizer) -> str | None:
 
 
 def first_states(optimizer: Optimizer, numel: int, dtype: torch.dtype | None = None) -> list[dict[str, Any]]:
-    """The state that a parameter of ``numel`` elements gets in its first step: one dict for each param group.
+    """The state that a flat parameter of ``numel`` elements gets in its first step: one dict for each param group.
 
     The parameter is one of ``dtype`` on the host; None: one like the group's first.
 
-    Found out by twins, as above; ``optimizer`` stays as it is, and has not been asked for more than its options.
+    Found out by twins, as above, with a matrix of one row where the class wants matrices; ``optimizer`` stays as it
+    is, and has not been asked for more than its options.
 
     Raises:
         NoTrial: no twin could be made.
@@ -85,17 +86,22 @@ def first_states(optimizer: Optimizer, numel: int, dtype: torch.dtype | None = N
         group["params"][0] if group["params"] and dtype is None else torch.zeros(0, dtype=dtype)
         for group in optimizer.param_groups
     ]
-    for build in (_copied, _rebuilt):
-        params: list[Tensor] = [torch.nn.Parameter(like.new_zeros(numel)) for like in likes]
+    for build, shape in itertools.product((_copied, _rebuilt), ((numel,), (1, numel))):
+        params: list[Tensor] = [torch.nn.Parameter(like.new_zeros(shape)) for like in likes]
         groups = [{**copy.deepcopy(own), "params": [p]} for own, p in zip(options, params, strict=True)]
         try:
             with _undisturbed(likes[0].device):
                 twin = _Twin(build(optimizer, groups), params)
                 twin.step([torch.zeros_like(p) for p in params])
-            return [dict(twin.optimizer.state.get(p, {})) for p in params]
+            return [_flat(twin.optimizer.state.get(p, {}), shape) for p in params]
         except Exception as error:  # whatever a stranger's class raises
             failure = error
     raise NoTrial(f"{type(failure).__name__}: {failure}") from failure
+
+
+def _flat(state: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    like_it = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+    return {key: value.flatten() if key in like_it else value for key, value in state.items()}
 
 
 class _Twin(NamedTuple):

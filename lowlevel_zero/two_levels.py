@@ -97,6 +97,7 @@ class TwoLevels(ShardGroup):
         self._outer, self._inner = ShardGroup(outer), ShardGroup(inner)
         self._replicated = replicated
         self._grid = grid
+        self._union_types = self.device_types
         self._backends = self._inner._backends
         self._levels: dict[str, Levels] = {}
         self._sequels: dict[str, Sequel] = {}
@@ -104,6 +105,7 @@ class TwoLevels(ShardGroup):
         self.rank, self.size = self._inner.rank, self._inner.size
         if not replicated:
             self.rank, self.size = self.rank * self._outer.size + self._outer.rank, self.ranks
+        self._places = [self._global_ranks.index(rank) for rank in self.slice_ranks]
 
     @property
     def slices(self) -> dist.ProcessGroup | None:
@@ -160,10 +162,19 @@ class TwoLevels(ShardGroup):
 
     def _over_levels(self, device: torch.device) -> Levels:
         if device.type not in self._levels:
-            kind = Replicated if self._replicated else Nested
-            ways = self._outer._transport(device), self._inner._transport(device)
-            self._levels[device.type] = kind(*ways, self._sequel(device), self.rank, self.size)
+            ways = self._outer._transport(device), self._inner._transport(device), self._sequel(device)
+            self._levels[device.type] = (
+                Replicated(*ways, self.rank, self.size)
+                if self._replicated
+                else Nested(*ways, self.rank, self.size, self._straight(device), self._places)
+            )
         return self._levels[device.type]
+
+    def _straight(self, device: torch.device) -> Transport:
+        """Over a group of all ranks, which may not carry what the levels do: then through the host."""
+        if self._on_gloo(device):
+            return self._wires.transport
+        return self._native if device.type in self._union_types else Staged(self._wires.transport)
 
     def _sequel(self, device: torch.device) -> Sequel:
         if device.type not in self._sequels:

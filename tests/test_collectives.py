@@ -80,6 +80,31 @@ def test_all_gather_fills_the_wire_with_every_rank_s_row(world_size: int, dtype:
                 assert torch.equal(wire[rank], wire_of(rank, world_size, row, dtype)[rank])
 
 
+@over_dtypes
+@over_world_sizes
+def test_all_to_all_hands_out_what_each_rank_has_for_each(world_size: int, dtype: torch.dtype) -> None:
+    def size(of: int, to: int) -> int:
+        return 0 if to == 1 else 3 * of + to + 1  # nothing for rank 1
+
+    def piece(of: int, to: int, number: int) -> Tensor:
+        return torch.arange(size(of, to)).to(dtype) + 10 * of + number
+
+    def hand_out(rank: int, world_size: int) -> list[Tensor]:
+        group = ShardGroup()
+        ranks = range(world_size)
+        sizes, sizes_into = [size(rank, to) for to in ranks], [size(of, rank) for of in ranks]
+        pending = []
+        for number in range(3):
+            wire = torch.cat([piece(rank, to, number) for to in ranks])
+            pending.append(group.all_to_all(wire, sizes, wire.new_empty(sum(sizes_into)), sizes_into))
+        assert group.traffic()["step"] == 3 * (sum(sizes) - sizes[rank]) * dtype.itemsize
+        return [each.wait() for each in pending]
+
+    for rank, received in enumerate(run_ranks(hand_out, world_size)):
+        for number, tensor in enumerate(received):
+            assert torch.equal(tensor, torch.cat([piece(of, rank, number) for of in range(world_size)]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bit_rows_are_summed_in_fp32(dtype: torch.dtype) -> None:
     large = 256.0 if dtype == torch.bfloat16 else 2048.0  # above it only even numbers can be held

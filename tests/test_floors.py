@@ -30,6 +30,9 @@ HOUSE = (
             "state_sizes",
             "text",
             "pictures",
+            "optim",
+            "orthogonal",
+            "work_shares",
         ),
     ),
     ("floor 1, without a group", ("mail",)),
@@ -49,7 +52,8 @@ HOUSE = (
         ("bookkeeping.bucket_store", "bookkeeping.gradient_store", "bookkeeping.gather_store"),
     ),
     ("floor 2, its public names", ("bookkeeping.__init__",)),
-    ("floor 3, under the others", ("forecast", "grad_norm", "rank_share", "layout_picture")),
+    ("floor 3, at the bottom", ("muon",)),
+    ("floor 3, under the others", ("forecast", "grad_norm", "rank_share", "layout_picture", "whole_steps")),
     ("floor 3", ("state", "reducer", "construction", "layout")),
     ("floor 3, over the reducer", ("families", "assignment")),
     ("floor 3, thin over the others", ("sharding", "stepping", "sharded_state")),
@@ -68,7 +72,7 @@ ROWS = {file: row for row, (_, files) in enumerate(HOUSE) for file in files}
 # Who may use which of torch.distributed's functions that talk to other ranks or make groups; None: all.
 TALKERS: dict[str, frozenset[str] | None] = {
     "collectives": None,
-    "transport": frozenset({"all_reduce", "reduce_scatter_single", "all_gather_single"}),
+    "transport": frozenset({"all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single"}),
     "exchange": frozenset({"isend", "irecv"}),
     "plugin.*": frozenset({"destroy_process_group"}),  # its demo's end
     "demo.*": frozenset({"init_process_group", "destroy_process_group", "all_reduce"}),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -26,6 +27,8 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_code_runs_block_after_block(world_size: int, tmp_path: Path) -> None:
     joined = "".join(blocks("python"))
+    if not hasattr(torch.optim, "Muon"):  # before torch 2.9
+        joined = joined.replace("torch.optim.Muon", "torch.optim.SGD")
     assert joined.count("optimizer.step()") >= 2
 
     def rank(rank: int, world_size: int) -> float:

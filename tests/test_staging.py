@@ -44,6 +44,12 @@ def test_wires_come_back_as_they_would_have(world_size: int, dtype: torch.dtype,
             everyones = torch.stack([wire_of(of, world_size, row, dtype)[of] for of in range(world_size)])
             assert group.all_gather(gathered).wait() is gathered
             assert torch.equal(gathered, everyones)
+            into = torch.zeros_like(mine)
+            sizes = [row] * world_size
+            assert group.all_to_all(mine.view(-1), sizes, into.view(-1), sizes).wait().shape == (world_size * row,)
+            assert torch.equal(
+                into, torch.stack([wire_of(of, world_size, row, dtype)[rank] for of in range(world_size)])
+            )
         assert group.sum_scalar(torch.tensor(float(rank))).wait().item() == world_size * (world_size - 1) / 2
 
     run_ranks(work, world_size)

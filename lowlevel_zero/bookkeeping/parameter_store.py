@@ -345,13 +345,17 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 def _rehome(p: nn.Parameter, split: EvenSplit) -> Tensor:
     """Put ``p`` over a storage of its own, no larger than the padding needs, and return it whole, 1-D.
 
-    A storage that is just right already is kept. Dense strides (a transposed or channels_last parameter) stay
-    as they are; others become contiguous. Frees ``torch.save(model.state_dict())`` of what isn't ``p``'s.
+    A storage that is just right already is kept. Padding is zeros, which no norm sees. Dense strides (a transposed or
+    channels_last parameter) stay as they are; others become contiguous. Frees ``torch.save(model.state_dict())`` of
+    what isn't ``p``'s.
     """
     dense = torch.empty_like(p.detach())  # keeps dense strides, and makes others dense
     own = p.untyped_storage().nbytes() == split.padded_numel * p.element_size()
     if own and p.stride() == dense.stride() and p.storage_offset() == 0:
-        return torch.as_strided(p.detach(), (split.padded_numel,), (1,))
+        flat = torch.as_strided(p.detach(), (split.padded_numel,), (1,))
+        if split.padding:
+            flat[split.numel :].zero_()
+        return flat
     padded = torch.zeros(split.padded_numel, dtype=p.dtype, device=p.device)
     home = torch.as_strided(padded, p.shape, dense.stride())
     home.copy_(p.detach())

@@ -1,0 +1,372 @@
+"""Muon over slices: each matrix is orthogonalised whole, by one rank, and the numbers are one process's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Run, check_close, emulate, loss_of, train_alone, train_rank, train_sharded
+from test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of
+from test_two_levels import Grid
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lowlevel_zero import LowLevelZeroOptimizer, muon
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.orthogonal import adjusted_rate, newton_schulz, orthogonalise, rate_for
+from ranks import run_ranks, run_ranks_expecting
+
+if not hasattr(torch.optim, "Muon"):
+    pytest.skip("torch has Muon from 2.9 on", allow_module_level=True)
+
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+class Matrices(nn.Module):
+    """Nothing but matrices: wide, tall, smaller than the ranks, transposed, shared, frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Parameter(torch.randn(4, 5).t() * 0.5)
+        self.one = nn.Parameter(torch.randn(1, 1))
+        self.gate = nn.Parameter(torch.randn(1, 5))
+        self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
+        self.layers[3].weight = self.layers[0].weight
+        self.up, self.down = nn.Linear(5, 17, bias=False), nn.Linear(17, 5, bias=False)
+        self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
+        self.outward = nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: Tensor, drop: set[int]) -> Tensor:
+        hidden = x @ self.inward.t() * self.one
+        for place, layer in enumerate(self.layers):
+            if place not in drop:
+                hidden = hidden + torch.tanh(layer(hidden)) * self.gate
+        hidden = hidden + self.down(torch.tanh(self.up(hidden)))
+        return self.outward(self.frozen(hidden))
+
+
+def muon_of(**settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.Muon(parameters, **{"lr": 0.02, **settings})
+
+
+def run_of(world_size: int = 2, dtype: torch.dtype = torch.float64, **settings: Any) -> Run:
+    return Run(world_size, steps=10, dtype=dtype, model=Matrices, optimizer=muon_of(), **settings)
+
+
+def alone(run: Run) -> tuple[dict[str, Tensor], list[float]]:
+    """The oracle, with as many threads as a rank has: bf16 products may differ with them."""
+    return run_ranks(lambda rank, world_size: train_alone(run), 1, init=False)[0]  # type: ignore[no-any-return]
+
+
+# ---- the numbers: in fp64, where no sum over the ranks tips the rounding to bf16 that follows, they are exact ----
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "heavy": {"nesterov": False, "weight_decay": 0.5, "momentum": 0.5},
+    "moonshot": {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 2, "eps": 1.0},
+    "tensor lr": {"lr": torch.tensor(0.05), "ns_coefficients": (2.0, -1.5, 0.5)},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "once": {"drop": DROPS["different"]},
+    "clip": {"clip": 0.3, "drop": DROPS["same"]},
+    "no_sync": {"micro_batches": 2, "no_sync": True, "bare": True},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_settings_on_any_number_of_ranks(world_size: int, settings: str) -> None:
+    stage = list(STAGES)[(world_size + len(settings)) % 3]
+    run = replace(run_of(world_size, drop=DROPS["different"]), optimizer=muon_of(**SETTINGS[settings]))
+    expected, _ = alone(run)
+    ranks = run_ranks(train_sharded, world_size, run.with_options(**STAGES[stage]))
+    check_close(expected, [parameters for parameters, _ in ranks], 1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ways_to_get_gradients(stage: str, way: str) -> None:
+    run = run_of(3, **WAYS[way]).with_options(reduce_bucket_size=40, **STAGES[stage])
+    expected, norms = alone(run)
+    ranks = run_ranks(train_sharded, 3, run)
+    check_close(expected, [parameters for parameters, _ in ranks], 1e-9)
+    assert ranks[0][1] == pytest.approx(norms, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cpu_offload": True}, {"overlap_allgather": True}, {"cpu_offload": True, "partition_grad": True}]
+)
+def test_options(options: dict[str, Any]) -> None:
+    run = run_of(2, drop=DROPS["different"]).with_options(**options)
+    check_close(alone(run)[0], [parameters for parameters, _ in run_ranks(train_sharded, 2, run)], 1e-9)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_fp32_to_1e_5(world_size: int) -> None:
+    run = replace(run_of(world_size, torch.float32), optimizer=muon_of(lr=1e-3)).with_options(partition_grad=True)
+    check_close(alone(run)[0], [parameters for parameters, _ in run_ranks(train_sharded, world_size, run)], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits_over_fp32_masters(dtype: torch.dtype) -> None:
+    """With gradients in fp32 on the wire: else its rounding is what would be seen."""
+    run = run_of(2, dtype, drop=DROPS["different"], clip=0.3)
+    run = run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
+    expected, _ = emulate(run)
+    ranks = run_ranks(masters_of, 2, run)
+    check_movement(run, expected, joined([slices for slices, _, _ in ranks], expected), 1e-2)
+
+
+def test_small_batches_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(3, drop=DROPS["different"])
+    expected, _ = alone(run)
+    monkeypatch.setattr(muon, "MOST", 1)
+    check_close(expected, [parameters for parameters, _ in run_ranks(train_sharded, 3, run)], 1e-9)
+
+
+def test_our_arithmetic_is_torch_s() -> None:
+    for shape in ((3, 5), (5, 3), (1, 1), (16, 16)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        settings = ((3.4445, -4.775, 2.0315), 5, 1e-7)
+        torch.testing.assert_close(newton_schulz(matrix, *settings), orthogonalise(matrix, *settings))
+        for rule in (None, "original", "match_rms_adamw"):
+            assert rate_for(0.1, rule, shape) == pytest.approx(adjusted_rate(0.1, rule, torch.Size(shape)))
+    assert orthogonalise is not newton_schulz
+
+
+# ---- what stays, and who works ----
+
+
+def test_a_dropped_matrix_stays_bit_for_bit() -> None:
+    run = run_of(2, torch.float32)
+
+    def work(rank: int, world_size: int) -> None:
+        model, optimizer, _ = train_rank(rank, world_size, run)
+        dropped = model.layers[1].weight
+        state = optimizer.optim.state[optimizer._parameters[dropped].p32]["momentum_buffer"]
+        before, momentum = dropped.detach().clone(), state.clone()
+        optimizer.backward(model(torch.randn(3, 4), {1}).sum())
+        optimizer.step()
+        assert torch.equal(dropped, before)
+        assert torch.equal(state, momentum)
+        assert not torch.equal(model.layers[2].weight, before)
+
+    run_ranks(work, 2)
+
+
+def test_every_matrix_is_orthogonalised_once_and_by_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, world_size: int) -> list[int]:
+        taken: list[tuple[int, int]] = []
+        monkeypatch.setattr(muon, "orthogonalise", lambda x, *settings: (taken.append(tuple(x.shape)), x)[1])
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+        optimizer = LowLevelZeroOptimizer(torch.optim.Muon(model.parameters()), model=model)
+        counts = []
+        for layers in (model, model[:4]):
+            taken.clear()
+            optimizer.backward(layers(torch.randn(2, 16)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(taken))
+        traffic = optimizer.traffic()["step"]
+        assert traffic == 2 * 2 * (8 + 4) * 256 * 3 // 16  # there and back, 2 bytes, of matrices shared by 4
+        return counts
+
+    assert run_ranks(work, 4) == [[2, 1]] * 4
+
+
+# ---- in a model with other parameters ----
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.up, self.norm, self.down = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6)
+        self.head = nn.Linear(6, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        logits: Tensor = self.head(hidden + self.down(functional.gelu(self.norm(self.up(hidden)))))
+        return logits
+
+
+def pair_of(model: Net) -> list[torch.optim.Optimizer]:
+    inner = [model.up.weight, model.down.weight]
+    others = [p for p in model.parameters() if all(p is not each for each in inner)]
+    return [torch.optim.Muon(inner, lr=0.02), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def share(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(7, (2, 5), generator=generator), torch.randint(7, (2, 5), generator=generator)
+
+
+def loss_on(model: Net, step: int, rank: int) -> Tensor:
+    x, y = share(step, rank)
+    return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_muon_for_matrices_and_adamw_for_the_rest(world_size: int, bare: bool) -> None:
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain = Net().double()
+        torch.manual_seed(0)
+        model = Net().double()
+        optimizers = pair_of(plain)
+        ours = [LowLevelZeroOptimizer(each, model=model, partition_grad=True) for each in pair_of(model)]
+        for step in range(10):
+            torch.stack([loss_on(plain, step, of) for of in range(world_size)]).mean().backward()
+            if bare:
+                loss_on(model, step, rank).backward()
+            else:
+                ours[0].backward(loss_on(model, step, rank))
+            for each in (*optimizers, *ours):
+                each.step()
+                each.zero_grad()
+        for (name, expected), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9, msg=name)
+
+    run_ranks(work, world_size)
+
+
+# ---- state ----
+
+
+def steps(optimizer: Any, model: nn.Module, run: Run, which: range, rank: int | None) -> None:
+    """Train one rank's share, or all shares in one process (``rank`` None)."""
+    for step in which:
+        if rank is None:
+            torch.stack([loss_of(model, run, step, 0, of) for of in range(run.world_size)]).mean().backward()
+        else:
+            optimizer.backward(loss_of(model, run, step, 0, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def started(seed: int = 0) -> tuple[Matrices, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Matrices().double()
+    return model, torch.optim.Muon(model.parameters(), lr=0.02)
+
+
+def test_state_goes_to_plain_muon_and_back() -> None:
+    run = run_of(3)
+
+    def work(rank: int, world_size: int) -> None:
+        plain, optimizer = started()
+        model, wrapped = started(seed=rank)
+        ours = LowLevelZeroOptimizer(wrapped, model=model, partition_grad=True)
+        for start, source, target in ((0, ours, optimizer), (3, optimizer, ours)):
+            steps(optimizer, plain, run, range(start, start + 3), None)
+            steps(ours, model, run, range(start, start + 3), rank)
+            mine, theirs = ours.state_dict()["state"], optimizer.state_dict()["state"]
+            assert mine.keys() == theirs.keys()
+            torch.testing.assert_close([*mine.values()], [*theirs.values()], rtol=1e-9, atol=1e-12)
+            target.load_state_dict(source.state_dict())
+        steps(optimizer, plain, run, range(6, 9), None)
+        steps(ours, model, run, range(6, 9), rank)
+        torch.testing.assert_close([*model.parameters()], [*plain.parameters()], rtol=1e-9, atol=1e-9)
+
+    run_ranks(work, 3)
+
+
+def test_a_checkpoint_goes_on_at_another_world_size(tmp_path: Path) -> None:
+    run = run_of(6)  # shares of each batch: 2 and 3 ranks divide them
+
+    def trained(rank: int, world_size: int, ours: LowLevelZeroOptimizer, model: nn.Module, which: range) -> None:
+        for step in which:
+            losses = [loss_of(model, run, step, 0, of) for of in range(rank, 6, world_size)]
+            ours.backward(torch.stack(losses).mean())
+            ours.step()
+            ours.zero_grad()
+
+    def save(rank: int, world_size: int) -> list[Tensor]:
+        model, wrapped = started()
+        ours = LowLevelZeroOptimizer(wrapped, model=model)
+        assert set(ours.sharded_state_dict()) >= {"up.weight.momentum_buffer", "inward.momentum_buffer"}
+        trained(rank, world_size, ours, model, range(3))
+        save_checkpoint(tmp_path / "a", model, ours)
+        trained(rank, world_size, ours, model, range(3, 6))
+        return [p.detach().clone() for p in model.parameters()]
+
+    def resume(rank: int, world_size: int) -> list[Tensor]:
+        model, wrapped = started(seed=5)
+        ours = LowLevelZeroOptimizer(wrapped, model=model, partition_grad=True)
+        load_checkpoint(tmp_path / "a", model, ours)
+        trained(rank, world_size, ours, model, range(3, 6))
+        return [p.detach().clone() for p in model.parameters()]
+
+    later = run_ranks(save, 2)[0]
+    torch.testing.assert_close(run_ranks(resume, 3)[0], later, rtol=1e-9, atol=1e-9)
+
+
+def test_more_matrices_come_later() -> None:
+    def work(rank: int, world_size: int) -> None:
+        plain, optimizer = started()
+        model, wrapped = started()
+        late = [nn.Parameter(torch.ones(3, 2, dtype=torch.float64)) for _ in range(2)]
+        ours = LowLevelZeroOptimizer(wrapped, model=model)
+        ours.add_param_group({"params": [late[0]], "lr": 0.1})
+        optimizer.add_param_group({"params": [late[1]], "lr": 0.1})
+        with pytest.raises(ValueError, match=r"param_groups.*: expected a matrix, .* got shape \(3,\)"):
+            ours.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        x = torch.randn(5, 4, dtype=torch.float64)
+        for _ in range(3):
+            (plain(x, set()) @ late[1]).square().mean().backward()
+            ours.backward((model(x, set()) @ late[0]).square().mean())
+            for each in (optimizer, ours):
+                each.step()
+                each.zero_grad()
+        torch.testing.assert_close([late[0], *model.parameters()], [late[1], *plain.parameters()], rtol=1e-9, atol=1e-9)
+
+    run_ranks(work, 2)
+
+
+# ---- hooks, and mistakes ----
+
+
+def test_hooks_on_its_steps_run_once_a_step() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model, wrapped = started()
+        torch.optim.lr_scheduler.ConstantLR(wrapped)  # which warns if it sees no step
+        calls: list[str] = []
+        wrapped.register_step_pre_hook(lambda *_: calls.append("before"))
+        wrapped.register_step_post_hook(lambda *_: calls.append("after"))
+        ours = LowLevelZeroOptimizer(wrapped, model=model)
+        steps(ours, model, run_of(), range(2), rank)
+        assert calls == ["before", "after"] * 2
+
+    run_ranks(work, 2)
+
+
+def test_what_is_no_matrix_is_refused_by_name() -> None:
+    def wrap(rank: int, world_size: int) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.Muon([model.weight])
+        optimizer.add_param_group({"params": [model.bias]})  # which torch finds out in its first step
+        LowLevelZeroOptimizer(optimizer, model=model)
+
+    for raised in run_ranks_expecting(wrap, 2):
+        assert raised.type == "ValueError"
+        assert raised.message.startswith("bias: expected a matrix, which Muon steps, got shape (2,)")
+
+
+# ---- two levels of ranks ----
+
+
+@pytest.mark.parametrize(("shape", "form"), [((2, 2), "pair"), ((2, 2), "hybrid"), ((2, 3), "pair")], ids=str)
+def test_two_levels_of_ranks(shape: tuple[int, int], form: str) -> None:
+    world_size = shape[0] * shape[1]
+    run = replace(run_of(world_size, drop=DROPS["different"]), steps=4)
+
+    def train(rank: int, world_size: int) -> dict[str, Tensor]:
+        options = Grid.of(rank, shape).options(form)
+        return train_sharded(rank, world_size, run.with_options(**options))[0]
+
+    check_close(alone(run)[0], run_ranks(train, world_size), 1e-9)
