@@ -19,20 +19,24 @@ device a stream sees to that, on the host a thread, in the order in which first 
 
 from __future__ import annotations
 
+import atexit
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol, TypeVar
-from weakref import finalize
+from typing import Protocol, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
 
 from .streams import Streams
 from .transport import Pending, Transport, then
+
+# How long a thread may take to finish what peers may never do their part of.
+_SECONDS_AT_EXIT = 10.0
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -63,10 +67,10 @@ class OnStream:
 
 
 class OnThread:
-    """A thread waits for the first and starts the second. It lives as long as this object has something to do."""
+    """A thread waits for the first and starts the second. It ends when this object is gone and all has started."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._tasks: _Tasks = SimpleQueue()
         self._thread: Thread | None = None
 
     def after(self, first: Pending[S], start: Callable[[S], Pending[T]]) -> Pending[T]:
@@ -74,14 +78,28 @@ class OnThread:
         if self._thread is None:
             self._thread = Thread(target=_work, args=(self._tasks,), name="lowlevel_zero levels", daemon=True)
             self._thread.start()
-            finalize(self, self._tasks.put, None)
+            _at_work[self._thread] = self._tasks
+            finalize(self, self._tasks.put, None).atexit = False
         second: Future[Pending[T]] = Future()
         self._tasks.put(partial(_carry_on, first, start, second))
         return Pending((), first.tensors, lambda: second.result().wait(), partial(_is_done, second))
 
 
+_Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+_at_work: WeakKeyDictionary[Thread, _Tasks] = WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let threads finish before the interpreter goes: one that came back from a wait afterwards would abort it."""
+    for tasks in _at_work.values():
+        tasks.put(None)
+    for thread in list(_at_work):
+        thread.join(_SECONDS_AT_EXIT)
+
+
 @torch.no_grad()
-def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+def _work(tasks: _Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
 

@@ -21,7 +21,7 @@ from .transport import Pending, Transport
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
-# Seconds for all ranks to come to the first optimizer over two levels: as long as a model may take to be made.
+# Seconds for all ranks to come: as long as a model may take to be made.
 _PATIENCE = 300.0
 
 # Of this process; in a program whose ranks do the same, a try has one number on all of them.
