@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Run, _summed_gradients, build, groups, loss_of
+from test_two_levels import Grid
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, accessors, state
@@ -643,3 +644,37 @@ def test_a_hook_can_not_read_gradients() -> None:
             optimizer.backward(loss_of(model, Run(), 0, 0, rank))
 
     run_ranks(rank, 2)
+
+
+# Two levels
+
+
+@pytest.mark.parametrize("form", ["pair", "hybrid"])
+def test_values_over_two_levels(form: str) -> None:
+    run = Run(4, dtype=torch.bfloat16, drop=one_each)
+
+    def rank(rank: int, world_size: int) -> Seen:
+        options = Grid.of(rank, (2, 2)).options(form)
+        model, optimizer = wrapped(run, partition_grad=True, **options)
+        train(optimizer, model, run, 1, rank)
+        value = torch.arange(20.0).view(5, 4) + 2.0**-20
+        safe_set_full_fp32_param(model.inward, value)
+        assert torch.equal(safe_get_full_fp32_param(model.inward), value)
+        assert torch.equal(model.inward.detach(), value.bfloat16())
+        states = full_optimizer_states(model, "exp_avg")
+        assert torch.equal(states["inward"], optimizer.state_dict()["state"][1]["exp_avg"])  # type: ignore[arg-type]
+        backward(optimizer, model, run, 1, rank)
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return Seen(weights, full_grads(model), {}, {})
+
+    ranks = run_ranks(rank, 4)
+    model = build(run)
+    model.load_state_dict(ranks[0].weights)
+    sums = _summed_gradients(model, run, 1)
+    for name, p in model.named_parameters():
+        for seen in ranks:
+            assert torch.equal(seen.weights[name], ranks[0].weights[name])
+            if p in sums and p.numel():
+                torch.testing.assert_close(seen.full[name], sums[p] / 4, atol=2e-2, rtol=2e-2, msg=name)
+            else:
+                assert seen.full[name] is None
