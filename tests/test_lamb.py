@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import experts
 import pytest
 import torch
 from checkpoints import AFTER, BEFORE, Training
 from oracle import Run, build, check_close, emulate, groups, train_alone, train_rank, train_sharded
+from test_experts import check as check_experts
 from test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
 from test_two_levels import Grid
 from torch import Tensor, nn
@@ -295,3 +297,8 @@ def test_two_levels_of_ranks(form: str) -> None:
         return train_sharded(rank, world_size, run.with_options(**Grid.of(rank, (2, 2)).options(form)))[0]
 
     check_close(train_alone(run)[0], run_ranks(train, 4), 5e-6)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_norms_of_experts_are_those_of_the_ranks_that_share_them(size: int) -> None:
+    check_experts(experts.Run(4, size, optimizer=lamb(eps=1e-3)), 2e-5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import Run, check_close, emulate, loss_of, train_alone, train_rank, train_sharded
 from test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of
 from test_two_levels import Grid
@@ -370,3 +371,29 @@ def test_two_levels_of_ranks(shape: tuple[int, int], form: str) -> None:
         return train_sharded(rank, world_size, run.with_options(**options))[0]
 
     check_close(alone(run)[0], run_ranks(train, world_size), 1e-9)
+
+
+def test_experts_are_orthogonalised_by_the_ranks_that_share_them() -> None:
+    """Ranks 0 and 2 have one expert, 1 and 3 another; all have the dense matrix. Gradients are whole numbers."""
+
+    def gradient(step: int, rank: int, shape: tuple[int, int]) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * rank + shape[0])
+        return torch.randint(-9, 10, shape, generator=generator).double()
+
+    def work(rank: int, world_size: int) -> None:
+        twins = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        shapes = [(5, 3), (4, 7)]
+        plain, sharded = ([nn.Parameter(torch.ones(shape).double()) for shape in shapes] for _ in range(2))
+        optimizer = torch.optim.Muon(plain, lr=0.1)
+        ours = LowLevelZeroOptimizer(torch.optim.Muon(sharded, lr=0.1), pg_to_param_list={twins: [sharded[1]]})
+        for step in range(10):
+            ours.backward(sum((p * gradient(step, rank, s)).sum() for p, s in zip(sharded, shapes, strict=True)))
+            sharers = [range(4), range(rank % 2, 4, 2)]
+            for p, shape, ranks in zip(plain, shapes, sharers, strict=True):
+                p.grad = torch.stack([gradient(step, of, shape) for of in ranks]).sum(0) / world_size
+            for each in (optimizer, ours):
+                each.step()
+                each.zero_grad()
+        torch.testing.assert_close(sharded, plain, rtol=1e-9, atol=1e-9)
+
+    run_ranks(work, 4)
