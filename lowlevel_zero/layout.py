@@ -121,8 +121,9 @@ class BucketLayout:
         process_group: the global ranks that share it: the wire's rows.
         dtype: in which gradients travel.
         members: names of its parameters, in the order of the wire.
-        row: elements of one rank's row, flags included.
-        flags: columns at its end that say who had a gradient.
+        body: columns of one rank's row that the slices take, with the fillers between them.
+        flags: columns behind them that say who had a gradient.
+        row: all columns, those that only fill it included.
         wire_bytes: of the wire: the rows of all ranks.
         in_place: its one gradient is reduced where it is.
     """
@@ -131,8 +132,9 @@ class BucketLayout:
     process_group: tuple[int, ...]
     dtype: str
     members: tuple[str, ...]
-    row: int
+    body: int
     flags: int
+    row: int
     wire_bytes: int
     in_place: bool
 
@@ -223,20 +225,20 @@ class Layout:
         return f"{start:,}:{stop:,}{more}"
 
     def _bucket_table(self) -> str:
-        rows = [("bucket", "dtype", "parameters", "row", "flags", "wire", "")]
+        rows = [("bucket", "dtype", "parameters", "slices", "flags", "row", "wire", "")]
         for bucket in self.buckets:
             members = counted(len(bucket.members), "parameter") if bucket.members else "flags alone"
-            sizes = (f"{bucket.row:,}", str(bucket.flags), in_bytes(bucket.wire_bytes))
+            sizes = (f"{bucket.body:,}", str(bucket.flags), f"{bucket.row:,}", in_bytes(bucket.wire_bytes))
             note = "reduced in place" if bucket.in_place else ""
             rows.append((str(bucket.number), bucket.dtype, members, *sizes, note))
-        return aligned(rows, right=(0, 3, 4, 5))
+        return aligned(rows, right=(0, 3, 4, 5, 6))
 
     def _lane(self, bucket: BucketLayout) -> Lane:
         by_name = {p.name: p for p in self.parameters}
         members = [by_name[name] for name in bucket.members]
         blocks = [Block(p.name, p.offset or 0, p.split, p.group) for p in members]
         title = f"bucket {bucket.number}, {bucket.dtype}\n{counted(bucket.row, 'column')}"
-        return Lane(title, len(bucket.process_group), bucket.row, bucket.flags, blocks)
+        return Lane(title, len(bucket.process_group), bucket.row, bucket.body, bucket.flags, blocks)
 
 
 def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None = None) -> Layout:
@@ -279,8 +281,9 @@ def _bucket(bucket: Bucket, family: Shared, first: int) -> BucketLayout:
         process_group=family.ranks,
         dtype=_name(dtype),
         members=tuple(family.owned[index].name for index in bucket.members),
-        row=bucket.row,
+        body=bucket.body,
         flags=len(bucket.flags) + bucket.last,
+        row=bucket.row,
         wire_bytes=len(family.ranks) * bucket.row * dtype.itemsize,
         in_place=bucket.in_place,
     )

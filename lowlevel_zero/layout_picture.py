@@ -41,12 +41,13 @@ class Lane(NamedTuple):
         title: what stands beside it.
         ranks: whose rows it has.
         row: columns.
-        flags: of them, at the end.
+        body, flags: of them, those of slices, and those of flags, which follow; what is left blank fills the row.
     """
 
     title: str
     ranks: int
     row: int
+    body: int
     flags: int
     blocks: Sequence[Block]
 
@@ -106,7 +107,7 @@ def _patches(lane: Lane) -> Iterator[_Patch]:
         if whole + bool(rest) < lane.ranks:
             yield _Patch(block.offset, size, whole + bool(rest), lane.ranks, _PADDING)
     if lane.flags:
-        yield _Patch(lane.row - lane.flags, lane.flags, 0, lane.ranks, _FLAGS)
+        yield _Patch(lane.body, lane.flags, 0, lane.ranks, _FLAGS)
 
 
 def _corners(patch: _Patch, top: float, lane: Lane) -> list[tuple[float, float]]:

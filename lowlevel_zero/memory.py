@@ -239,7 +239,7 @@ class _Bytes:
         reducing, gathering = sum(map(self._reducing, kinds)), sum(map(self._gathering, kinds))
         wires = reducing + gathering if self._setup.shared_memory else max(reducing, gathering)
         after_backward = Held(
-            parameters=self._load.frozen + sum(self._ranks * kind.body * kind.dtype.itemsize for kind in kinds),
+            parameters=self._load.frozen + sum(self._ranks * kind.slices * kind.dtype.itemsize for kind in kinds),
             gradients=landed + sum(map(self._gradients, kinds)),
             masters=masters,
             states=self._load.states,
@@ -273,7 +273,7 @@ class _Bytes:
 
     def _masters(self, kind: Kind) -> int:
         master = self._setup.master_of(kind.dtype)
-        return kind.body * master.itemsize if self._options.cpu_offload or master != kind.dtype else 0
+        return kind.slices * master.itemsize if self._options.cpu_offload or master != kind.dtype else 0
 
     # ---- moments within a call ----
 
@@ -301,7 +301,8 @@ class _Bytes:
         wire = self._ranks * kind.widest * kind.wire.itemsize
         if not self._setup.shared_memory:
             return min(Transport.in_flight + 1, kind.buckets) * wire
-        return min(_slots(SharedMemory.in_flight) if row_only else kind.buckets, kind.buckets) * rounded(wire)
+        of_a_step = kind.buckets * self._setup.micro_batches
+        return min(_slots(SharedMemory.in_flight if row_only else kind.buckets), of_a_step) * rounded(wire)
 
     def _gathering(self, kind: Kind) -> int:
         """Wires under way in a step: of all rows, or, where others read it, of this rank's own."""

@@ -49,7 +49,8 @@ class Kind(NamedTuple):
 
     Attributes:
         dtype, wire: of the parameters, and of what travels.
-        body: of this rank's slices.
+        slices: of this rank's slices.
+        body: of them with the fillers between them.
         row: of this rank's rows of the wires, flags included.
         widest: of the longest of these rows.
         buckets: how many there are.
@@ -57,6 +58,7 @@ class Kind(NamedTuple):
 
     dtype: torch.dtype
     wire: torch.dtype
+    slices: int = 0
     body: int = 0
     row: int = 0
     widest: int = 0
@@ -83,7 +85,7 @@ def load_of_number(numel: int, optimizer: OptimizerLike, setup: Setup) -> Load:
     dtype = setup.options.forced_dtype or torch.float32
     body = -(-numel // setup.ranks)
     widest = -(-min(numel, setup.options.bucket_size) // setup.ranks)
-    kind = Kind(dtype, setup.wire_of(dtype), body, body, widest, -(-body // widest))
+    kind = Kind(dtype, setup.wire_of(dtype), body, body, body, widest, -(-body // widest))
     state = state_sizes(_inner(optimizer), setup.master_of(dtype))[0]
     return Load([kind], body * state.per_element, 0)
 
@@ -134,6 +136,7 @@ def _kinds(parameters: Sequence[_Parameter], setup: Setup) -> list[Kind]:
             key = (parameters[first].dtype, wires[first])
             kind = kinds.get(key, Kind(*key))
             kinds[key] = kind._replace(
+                slices=kind.slices + sum(bucket.sizes),
                 body=kind.body + bucket.body,
                 row=kind.row + bucket.row,
                 widest=max(kind.widest, bucket.row),

@@ -113,7 +113,7 @@ def test_it_is_what_runs_hold(world_size: int) -> None:
             for owner in OWNERS:
                 for moment, held in ((told.after_backward, after_backward), (told.after_step, after_step)):
                     assert getattr(moment, owner) == pytest.approx(held[owner], rel=0.01), (case, owner)
-            assert after_step["wires"] <= told.wires, case
+            assert after_step["wires"] <= told.wires + 2**13, case  # wires of flags alone, two pages
 
 
 def test_stage_0_is_ddp() -> None:
