@@ -41,8 +41,10 @@ class Grid(NamedTuple):
     inner: Any
 
     @classmethod
-    def of(cls, rank: int, shape: tuple[int, int], first: int = 0) -> Grid:
-        ranks = torch.arange(first, first + shape[0] * shape[1]).view(shape)
+    def of(cls, rank: int, shape: tuple[int, int], first: int = 0, turned: bool = False) -> Grid:
+        """``turned``: ranks are counted from column to column."""
+        ranks = torch.arange(first, first + shape[0] * shape[1])
+        ranks = ranks.view(shape[::-1]).t() if turned else ranks.view(shape)
         (outer,) = [group for line in ranks.t().tolist() if rank in line for group in [_group(line)]]
         (inner,) = [group for line in ranks.tolist() if rank in line for group in [_group(line)]]
         return cls(outer, inner)
@@ -206,9 +208,10 @@ def test_part_of_the_world_is_enough() -> None:
     def rank(rank: int, world_size: int) -> dict[str, Tensor]:
         if rank == 0:
             return {}
-        grid = Grid.of(rank, (2, 2), first=1)
         run = Run(4, steps=3, clip=0.4).with_options(partition_grad=True)
-        results = [train_rank(rank - 1, 4, run.with_options(**grid.options(form))) for form in ("pair", "hybrid")]
+        grids = [Grid.of(rank, (2, 2), first=1), Grid.of(rank, (2, 2), first=1, turned=True)]
+        forms = zip(grids, ("pair", "hybrid"), strict=True)
+        results = [train_rank(rank - 1, 4, run.with_options(**grid.options(form))) for grid, form in forms]
         return {f"{at}.{n}": p.detach().clone() for at, r in enumerate(results) for n, p in r.model.named_parameters()}
 
     _, *ranks = run_ranks(rank, 5)
