@@ -225,13 +225,13 @@ class Layout:
         return f"{start:,}:{stop:,}{more}"
 
     def _bucket_table(self) -> str:
-        rows = [("bucket", "dtype", "parameters", "slices", "flags", "row", "wire", "")]
+        rows = [("bucket", "ranks", "dtype", "parameters", "slices", "flags", "row", "wire", "")]
         for bucket in self.buckets:
             members = counted(len(bucket.members), "parameter") if bucket.members else "flags alone"
             sizes = (f"{bucket.body:,}", str(bucket.flags), f"{bucket.row:,}", in_bytes(bucket.wire_bytes))
             note = "reduced in place" if bucket.in_place else ""
-            rows.append((str(bucket.number), bucket.dtype, members, *sizes, note))
-        return aligned(rows, right=(0, 3, 4, 5, 6))
+            rows.append((str(bucket.number), _ranks_text(bucket.process_group), bucket.dtype, members, *sizes, note))
+        return aligned(rows, right=(0, 4, 5, 6, 7))
 
     def _lane(self, bucket: BucketLayout) -> Lane:
         by_name = {p.name: p for p in self.parameters}
@@ -287,6 +287,12 @@ def _bucket(bucket: Bucket, family: Shared, first: int) -> BucketLayout:
         wire_bytes=len(family.ranks) * bucket.row * dtype.itemsize,
         in_place=bucket.in_place,
     )
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """As in ``0-7`` or ``0,4``."""
+    run = range(ranks[0], ranks[-1] + 1)
+    return f"{run[0]}-{run[-1]}" if len(ranks) > 1 and list(ranks) == list(run) else ",".join(map(str, ranks))
 
 
 def _name(dtype: torch.dtype) -> str:

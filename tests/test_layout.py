@@ -98,6 +98,30 @@ def test_before_a_step_and_in_a_group_of_some_ranks() -> None:
     assert {p.group for p in first.parameters} == {0, 1}
 
 
+def test_experts_that_fewer_ranks_share() -> None:
+    def work(rank: int, world_size: int) -> Layout:
+        crossing = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        model = nn.ModuleDict({"dense": nn.Linear(5, 7), "expert": nn.Linear(7, 3)})
+        members = {
+            torch.distributed.group.WORLD: list(model["dense"].parameters()),
+            crossing[rank % 2]: list(model["expert"].parameters()),
+        }
+        optimizer = torch.optim.AdamW(model.parameters())
+        return LowLevelZeroOptimizer(optimizer, members, model=model).layout()
+
+    layout = run_ranks(work, 4)[3]
+    groups_of = {p.name: (p.process_group, p.slice_size) for p in layout.parameters}
+    assert groups_of["dense.weight"] == ((0, 1, 2, 3), 9)
+    assert groups_of["expert.weight"] == ((1, 3), 11)
+    (expert,) = (p for p in layout.parameters if p.name == "expert.weight")
+    assert layout.buckets[expert.bucket].process_group == (1, 3)
+    assert [bucket.number for bucket in layout.buckets] == list(range(len(layout.buckets)))
+    assert (layout.world_size, layout.rank) == (4, 3)
+    lines = [line.split() for line in layout.table().splitlines()]
+    assert any(line[:2] == [str(expert.bucket), "1,3"] for line in lines)
+    assert next(line for line in lines if "expert.weight" in line)[8] == "11:21"
+
+
 def simple() -> Layout:
     def work(rank: int, world_size: int) -> Layout:
         model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1, bias=False)).bfloat16()
@@ -120,9 +144,9 @@ def test_the_table() -> None:
         "together 66 B 22 B 44 B 0 B",
     ]
     assert [" ".join(line) for line in cells[9:12]] == [
-        "0 bfloat16 2 parameters 4 0 4 24 B",
-        "1 bfloat16 1 parameter 7 0 7 42 B",
-        "2 float32 flags alone 0 4 4 48 B",
+        "0 0-2 bfloat16 2 parameters 4 0 4 24 B",
+        "1 0-2 bfloat16 1 parameter 7 0 7 42 B",
+        "2 0-2 float32 flags alone 0 4 4 48 B",
     ]
     assert len({len(line) for line in told[2:7]}) == 1
 
