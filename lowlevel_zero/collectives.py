@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arena import Arena
+from .compression import Fp8, encoded_size
 from .exchange import Exchange
 from .shared_memory import SharedMemory
 from .staging import Staged
-from .transport import Alone, Native, Pending, Transport
+from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport
 
 _BROADCAST_BYTES = 64 * 2**20
 _SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -65,22 +66,25 @@ class ShardGroup:
         self._global_ranks = dist.get_process_group_ranks(self.group)
         self._backends = _backends_by_device(self.group)
         self._control = _control_group(self.group)
-        self._native: Transport = Alone(self.rank, 1) if self.size == 1 else Native(self.group)
+        self._native: Direct = Alone(self.rank, 1) if self.size == 1 else Native(self.group)
         on_gloo = self._on_gloo(torch.device("cpu"))
         self._wires = _Wires(self.group, Exchange(self.group) if on_gloo else self._native)
         self._sent = {"reduce": 0, "gather": 0}
         self._messages = self.group
         self.number = -1
 
-    def own_wires(self, shared: bool = True) -> None:
+    def own_wires(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
         """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
 
         A rank may then be ahead with one optimizer's wires when another's, or the caller's own collectives, are
         next. NCCL's communicators are too large for that: there the order of all collectives must be the same on
         every rank. If ``shared`` and all ranks are processes of one host, these wires travel through shared memory,
-        unless ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them.
+        unless ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit
+        wires in fp32 elsewhere too.
         """
         self.number = next(_numbers.setdefault(self.group, count()))
+        if sums_in_fp32 and self.size > 1:
+            self._native = SumsInFp32(self.group)
         if not self._on_gloo(torch.device("cpu")):
             return
         lent = _lent.setdefault(self.group, [])
@@ -144,41 +148,43 @@ class ShardGroup:
 
     # ---- the data path: one wire, [size, row], at a time ----
 
-    def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # With ``fp8``, on several ranks, rows travel as ``compression.py`` has it.
+
+    def new_wire(self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False) -> Tensor:
         """A wire for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
-        return self._transport(device).new_wire(row, dtype, device)
+        return self._transport(device, fp8).new_wire(row, dtype, device)
 
     def in_flight(self, device: torch.device) -> int:
         """Reductions of ``device``'s tensors that are worth having under way at a time."""
         return self._transport(device).in_flight
 
-    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
+    def reduce_scatter(self, wire: Tensor, fp8: bool = False) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result is this rank's row of the sum, ``[row]``.
 
         ``wire`` (``[size, row]``, contiguous) must stay as it is until the result is there, and may be gone then.
         """
-        self._note_sent("reduce", wire[0].nbytes)
-        return self._transport(wire.device).reduce_scatter(wire)
+        self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8))
+        return self._transport(wire.device, fp8).reduce_scatter(wire)
 
-    def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
+    def all_reduce(self, wire: Tensor, fp8: bool = False) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result, of its shape, may be ``wire`` itself."""
-        self._note_sent("reduce", wire[0].nbytes, times=2)
-        return self._transport(wire.device).all_reduce(wire)
+        self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8), times=2)
+        return self._transport(wire.device, fp8).all_reduce(wire)
 
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
         self._note_sent("gather", wire[0].nbytes)
         return self._transport(wire.device).all_gather(wire)
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool = False) -> Pending[None]:
         """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
 
         ``rows`` are on one device and of one dtype. All of ``own`` may be their very rows; else they are free again
         when this returns.
         """
         elements = sum(each.numel() for each in rows) // self.size
-        self._note_sent("gather", elements * rows[0].element_size())
-        return self._transport(rows[0].device).gather(own, rows)
+        self._note_sent("gather", _row_bytes(elements, rows[0].dtype, fp8))
+        return self._transport(rows[0].device, fp8).gather(own, rows)
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
@@ -273,10 +279,10 @@ class ShardGroup:
 
     # ---- how ----
 
-    def _transport(self, device: torch.device) -> Transport:
-        if not self._on_gloo(device):
-            return self._native
-        return Staged(self._wires.transport) if _is_staged(device) else self._wires.transport
+    def _transport(self, device: torch.device, fp8: bool = False) -> Transport:
+        direct = self._wires.transport if self._on_gloo(device) else self._native
+        way = Fp8(direct) if fp8 and self.size > 1 else direct
+        return Staged(way) if self._on_gloo(device) and _is_staged(device) else way
 
     def _on_gloo(self, device: torch.device) -> bool:
         return self.ranks > 1 and self._backends.get(device.type) == "gloo"
@@ -297,6 +303,10 @@ class ShardGroup:
         for tensor, part in zip(batch, parts, strict=True):
             # A part may start at an odd byte, which a wider dtype can't view: hence the clone.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _row_bytes(row: int, dtype: torch.dtype, fp8: bool) -> int:
+    return encoded_size(row) if fp8 else row * dtype.itemsize
 
 
 def _is_staged(device: torch.device) -> bool:
@@ -349,7 +359,7 @@ class _Wires:
     """
 
     group: dist.ProcessGroup
-    transport: Transport
+    transport: Direct
     shared: SharedMemory | bool | None = None
     busy: bool = False
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import overlapping
 from .collectives import ShardGroup
+from .compression import check_fp8
 from .elementwise import MUON, full_name
 from .wrapping import WrappingOptimizer
 
@@ -69,10 +70,12 @@ def parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tenso
     }
 
 
-def check_parameters(parameters: Sequence[Tensor], names: dict[Tensor, str], group: ShardGroup) -> None:
-    """Raise for the first parameter that can't be sharded over ``group``."""
+def check_parameters(parameters: Sequence[Tensor], names: dict[Tensor, str], group: ShardGroup, fp8: bool) -> None:
+    """Raise for the first parameter that can't be sharded over ``group``, or sent in fp8 if that is wanted."""
     for p in parameters:
         _check_parameter(p, names[p], group)
+    if fp8:
+        check_fp8(dict.fromkeys(p.device for p in parameters))
     pair = overlapping(parameters)
     if pair is not None:
         one, other = (names[parameters[place]] for place in pair)

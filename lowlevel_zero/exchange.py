@@ -28,22 +28,31 @@ class Exchange(Native):
         peers: whom to send to and whom to receive from, turn by turn. gloo runs on few ranks: a loop is right.
     """
 
+    orders_gathers_apart = True
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._global_ranks = dist.get_process_group_ranks(group)
         turns = range(1, self.size)
         self.peers = [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in turns]
 
+    def swap(self, wire: Tensor) -> Pending[Tensor]:
+        """Each row goes to the rank that it is for."""
+        theirs = torch.empty_like(wire)
+        theirs[self.rank] = wire[self.rank]
+        works = self.send_and_receive([(wire[to], theirs[of]) for to, of in self.peers], REDUCE)
+        return Pending(works, (wire, theirs), lambda: theirs)
+
     def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
         """Each rank gets everybody's version of its own row, and sums them."""
         others = torch.empty_like(wire[1:])
-        works = self.swap([(wire[to], others[at]) for at, (to, _) in enumerate(self.peers)], REDUCE)
+        works = self.send_and_receive([(wire[to], others[at]) for at, (to, _) in enumerate(self.peers)], REDUCE)
         into = others[0] if self.size == 2 else None
         return Pending(works, (wire, others), lambda: sum_rows([wire[self.rank], *others], into))
 
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Each rank sends its own row to all others."""
-        works = self.swap([(wire[self.rank], wire[of]) for _, of in self.peers], GATHER)
+        works = self.send_and_receive([(wire[self.rank], wire[of]) for _, of in self.peers], GATHER)
         return Pending(works, (wire,), lambda: wire)
 
     def all_to_all(
@@ -51,11 +60,11 @@ class Exchange(Native):
     ) -> Pending[Tensor]:
         """Each rank sends every other one what is for it."""
         mine, theirs = wire.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
-        works = self.swap([(mine[to], theirs[of]) for to, of in self.peers], HAND_OUT)
+        works = self.send_and_receive([(mine[to], theirs[of]) for to, of in self.peers], HAND_OUT)
         theirs[self.rank].copy_(mine[self.rank])
         return Pending(works, (wire, into), lambda: into)
 
-    def swap(self, pairs: Sequence[tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
+    def send_and_receive(self, pairs: Sequence[tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
         """Start sending the first and receiving into the second of a pair, a pair a turn; what is empty stays."""
         works: list[dist.Work | None] = []
         for (to, of), (mine, theirs) in zip(self.peers, pairs, strict=True):

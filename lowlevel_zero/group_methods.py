@@ -66,7 +66,7 @@ class GroupMethods:
             self.optim.add_param_group(param_group)
             names = parameter_names(self.optim, self._model)
             new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
-            check_parameters(new, names, self._group)
+            check_parameters(new, names, self._group, self._options.fp8_communication)
             check_matrices(self.optim, new, names)
             check_elementwise(self.optim, assume_elementwise=self._options.assume_elementwise)
             if self._options.cpu_offload:

@@ -31,7 +31,7 @@ from .families import Families
 from .grad_norm import GlobalNorm, clip_factor
 from .group_methods import GroupMethods
 from .loss_scaler import LossScaler
-from .options import BackwardContext, ZeroOptions, check_max_norm, refuse_undelivered
+from .options import BackwardContext, ZeroOptions, check_max_norm
 from .sharding import broadcast_rest, convert, shard_groups
 from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
@@ -73,20 +73,21 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         forced_dtype: convert the parameters to this dtype first.
         master_weights: step an fp32 copy of 16-bit slices, not the slices themselves.
         overlap_allgather: gather updated parameters while the next forward runs; whoever reads one waits for it.
-        fp8_communication: not available yet.
+        fp8_communication: gradients and updated parameters travel in fp8, and are summed and stepped in fp32.
         backward_context: a callable; backward runs in the context manager it returns.
         model: the module that the parameters belong to: gives names to messages, and has its buffers and
             remaining parameters broadcast too.
         reduce_scatter: in stage 1, reduce-scatter instead of all-reducing (stage 2 always does).
         assume_elementwise: accept an optimizer that could not be shown to treat elements independently.
         hybrid_shard: of two levels, shard over the inner one, with replicas on the outer one; else over both.
+        fp8_min_numel: elements of the smallest parameter that travels in fp8.
+        reduce_scatter_with_fp32_accumulation: sum 16-bit gradients in fp32 on NCCL too. (Megatron's name.)
 
     Raises:
         RuntimeError: no process group is initialised, or another rank could not construct its optimizer.
         TypeError: an argument of the wrong type, or an optimizer that isn't elementwise.
         ValueError: a value out of range, contradictory options, a parameter that can't be sharded, or ranks
             that differ; the message names the parameter. Nothing has been changed then.
-        NotImplementedError: an option that isn't available yet.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         reduce_scatter: bool = False,
         assume_elementwise: bool = False,
         hybrid_shard: bool = False,
+        fp8_min_numel: int = 2048,
+        reduce_scatter_with_fp32_accumulation: bool = False,
     ) -> None:
         dp = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
         self._group = shard_group(dp, extra_dp_group, hybrid_shard)
@@ -136,7 +139,6 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         lines: list[list[str]] = [[]]
         error: Exception | None = None
         try:
-            refuse_undelivered(fp8_communication=fp8_communication)
             self._options = ZeroOptions(
                 partition_grad=partition_grad,
                 reduce_scatter=reduce_scatter,
@@ -150,6 +152,9 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
                 clip_grad_norm=clip_grad_norm,
                 hybrid_shard=hybrid_shard,
                 assume_elementwise=assume_elementwise,
+                fp8_communication=fp8_communication,
+                fp8_min_numel=fp8_min_numel,
+                reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
                 backward_context=backward_context,
                 verbose=verbose,
             )
@@ -172,7 +177,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         """Raise for what can't be sharded; else the parameters' names."""
         check_optimizer(optimizer, model)
         names = parameter_names(optimizer, model)
-        check_parameters([p for p in names if p.requires_grad], names, self._group)
+        check_parameters([p for p in names if p.requires_grad], names, self._group, self._options.fp8_communication)
         check_dense_gradients(model, names)
         check_elementwise(optimizer, assume_elementwise=self._options.assume_elementwise)
         if self._options.cpu_offload:
@@ -183,7 +188,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str], scaling: dict[str, Any]
     ) -> None:
         for group in self._parameters.shard_groups:
-            group.own_wires()
+            group.own_wires(sums_in_fp32=self._options.reduce_scatter_with_fp32_accumulation)
         if self._options.forced_dtype is not None:
             convert(optimizer, self._options.forced_dtype)
         self._model = model

@@ -29,6 +29,9 @@ class ZeroOptions:
         clip_grad_norm: largest global L2 norm; 0: no clipping.
         hybrid_shard: of two levels of ranks, shard over the inner one alone.
         assume_elementwise: take the caller's word that the optimizer is elementwise.
+        fp8_communication: send what is large in fp8.
+        fp8_min_numel: elements of the smallest parameter that is.
+        reduce_scatter_with_fp32_accumulation: sum 16-bit wires in fp32, whatever the backend does.
         backward_context: makes the context manager that backward runs in.
         verbose: log skipped steps.
 
@@ -47,6 +50,9 @@ class ZeroOptions:
     clip_grad_norm: float = 0.0
     hybrid_shard: bool = False
     assume_elementwise: bool = False
+    fp8_communication: bool = False
+    fp8_min_numel: int = 2048
+    reduce_scatter_with_fp32_accumulation: bool = False
     backward_context: BackwardContext | None = field(default=None, repr=False)
     verbose: bool = field(default=False, repr=False)
 
@@ -55,6 +61,12 @@ class ZeroOptions:
         check_max_norm("clip_grad_norm", self.clip_grad_norm)
         check_floating("communication_dtype", self.communication_dtype)
         check_floating("forced_dtype", self.forced_dtype)
+        check_min_numel(self.fp8_min_numel)
+        if self.reduce_scatter_with_fp32_accumulation and not self.keeps_row_only:
+            raise ValueError(
+                "reduce_scatter_with_fp32_accumulation=True: expected reduce-scatters, got stage 1, which all-reduces: "
+                "pass partition_grad=True or reduce_scatter=True too, or leave it out"
+            )
         if self.backward_context is not None and not callable(self.backward_context):
             raise TypeError(
                 "backward_context: expected a callable that returns a context manager, "
@@ -66,6 +78,10 @@ class ZeroOptions:
         """Whether a reduction leaves this rank's row alone."""
         return self.partition_grad or self.reduce_scatter
 
+    def in_fp8(self, numel: int, world_size: int) -> bool:
+        """Whether a parameter of ``numel`` elements travels in fp8 between so many ranks."""
+        return self.fp8_communication and numel >= max(self.fp8_min_numel, 1) and world_size > 1
+
 
 def check_bucket_size(size: object) -> None:
     """Raise unless ``size`` is a positive number of elements."""
@@ -73,6 +89,14 @@ def check_bucket_size(size: object) -> None:
         raise TypeError(f"reduce_bucket_size: expected an int (elements), got {type(size).__name__} {size!r}")
     if size <= 0:
         raise ValueError(f"reduce_bucket_size: expected at least 1 element, got {size}")
+
+
+def check_min_numel(numel: object) -> None:
+    """Raise unless ``numel`` is a number of elements."""
+    if isinstance(numel, bool) or not isinstance(numel, int):
+        raise TypeError(f"fp8_min_numel: expected an int (elements), got {type(numel).__name__} {numel!r}")
+    if numel < 0:
+        raise ValueError(f"fp8_min_numel: expected 0 or more elements, got {numel}")
 
 
 def check_max_norm(keyword: str, norm: object) -> None:

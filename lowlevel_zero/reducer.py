@@ -137,7 +137,7 @@ class Reducer:
 
     def _replan(self, order: list[int]) -> None:
         self._travelling = sum(record.split.numel > 0 for record in self._records)
-        items = [Item(record.split, record.kind, record.wire_dtype == record.p.dtype) for record in self._records]
+        items = [Item(r.split, r.kind, r.wire_dtype == r.p.dtype, r.fp8) for r in self._records]
         self._buckets.follow(make_plan(items, order, self._options.bucket_size))
 
     def plan_state(self) -> PlanState | None:

@@ -91,7 +91,7 @@ class ShardedState:
             state = {key: value for key, value in first[group_of[record.p32]].items() if isinstance(value, Tensor)}
             for key, value in state.items():
                 found[f"{self._name(record)}.{key}"] = self._zeros(key, value, record)
-            if not record.shares_storage:
+            if record.keeps_more:
                 found[f"{self._name(record)}.{MASTER}"] = self._zeros(MASTER, record.p32.new_zeros(_TRIED), record)
         return found
 

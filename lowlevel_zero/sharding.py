@@ -39,7 +39,8 @@ def shard_groups(
                 place = Place(numbers[family], at, names[p], family)
                 numbers[family] += 1
                 split = EvenSplit(p.numel(), ranks.size)
-                records.append(ShardedParameter(place, p, split, ranks.rank, options.communication_dtype))
+                fp8 = options.in_fp8(p.numel(), ranks.size)
+                records.append(ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8))
     for family, ranks in enumerate(parameters.shard_groups):
         own = [record for record in records if record.family == family]
         ranks.broadcast([record.padded for record in own])

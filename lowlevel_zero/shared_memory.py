@@ -98,6 +98,21 @@ class SharedMemory(Exchange):
         self._handed_out.append(packed)
         return packed.wire
 
+    def swap(self, wire: Tensor) -> Pending[Tensor]:
+        """Each rank copies its own row of all wires."""
+        packed = self._take_or_copy(wire, [to for to, _ in self.peers])
+        own = wire[self.rank]
+        start = self.rank * own.numel() * wire.element_size()
+
+        def finish(headers: list[Header]) -> Tensor:
+            theirs = torch.empty(self.size, own.numel(), dtype=own.dtype)
+            theirs[self.rank] = own
+            for (_, of), view in zip(self.peers, self._views(headers, own.numel(), own.dtype, start), strict=True):
+                theirs[of] = view
+            return theirs
+
+        return self._send(packed, REDUCE, finish)
+
     def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
         """Each rank sums its own row of all wires, in the order in which ``Exchange`` does."""
         packed = self._take_or_copy(wire, [to for to, _ in self.peers])

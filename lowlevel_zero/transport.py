@@ -115,8 +115,30 @@ class Transport(ABC):
         """Nothing is under way on this rank: keep no more memory than is worth it, or none."""
 
 
-class Alone(Transport):
+class Direct(Transport):
+    """Between the ranks of one group: what other transports are made of.
+
+    Attributes:
+        orders_gathers_apart: a gather may start at any time between the same two others; else also between the same
+            two reductions, on all ranks.
+    """
+
+    orders_gathers_apart = False
+
+    @abstractmethod
+    def swap(self, wire: Tensor) -> Pending[Tensor]:
+        """Start handing row ``j`` to rank ``j``; the result, ``[size, row]``, is what the ranks have for this one.
+
+        In one order with reductions, of which it is a part. ``wire`` must stay as it is until then.
+        """
+
+
+class Alone(Direct):
     """One rank: what it has is everybody's."""
+
+    def swap(self, wire: Tensor) -> Pending[Tensor]:
+        """``wire``."""
+        return Pending((), (wire,), lambda: wire)
 
     def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
         """The one row."""
@@ -143,12 +165,18 @@ class Alone(Transport):
         return Pending((), (), lambda: None)
 
 
-class Native(Transport):
+class Native(Direct):
     """The backend's own collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
+
+    def swap(self, wire: Tensor) -> Pending[Tensor]:
+        """As bytes, since gloo doesn't swap all dtypes."""
+        theirs = torch.empty_like(wire)
+        work = dist.all_to_all_single(_bytes(theirs), _bytes(wire), group=self._group, async_op=True)
+        return Pending((cast(dist.Work, work),), (wire, theirs), lambda: theirs)
 
     def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
         """One collective into a fresh row."""
@@ -172,6 +200,24 @@ class Native(Transport):
         """One collective."""
         work = dist.all_to_all_single(into, wire, list(sizes_into), list(sizes), group=self._group, async_op=True)
         return Pending((cast(dist.Work, work),), (wire, into), lambda: into)
+
+
+class SumsInFp32(Native):
+    """The backend's own, but for reduce-scatters of 16-bit wires: each rank sums in fp32 what the others hand it.
+
+    As many bytes travel, and no sum is rounded more than once. (Megatron's way.)
+    """
+
+    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
+        """A swap, and a sum that is rounded to the wire's dtype."""
+        if wire.element_size() > 2:
+            return super().reduce_scatter(wire)
+        return then(self.swap(wire), lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))
+
+
+def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of ``[size, row]`` over the first dimension, then rounded to ``dtype``; at any size in one call."""
+    return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(dtype)
 
 
 def unpack(wire: Tensor, rows: Sequence[Tensor], sizes: list[int]) -> None:
@@ -198,3 +244,7 @@ def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
 def then(pending: Pending[S], act: Callable[[S], T]) -> Pending[T]:
     """What ``act`` makes of the result, when it is waited for."""
     return Pending((), pending.tensors, lambda: act(pending.wait()), pending.done)
+
+
+def _bytes(wire: Tensor) -> Tensor:
+    return wire.view(-1).view(torch.uint8)

@@ -99,7 +99,7 @@ class TwoLevels(ShardGroup):
         self._grid = grid
         self._union_types = self.device_types
         self._backends = self._inner._backends
-        self._levels: dict[str, Levels] = {}
+        self._levels: dict[tuple[str, bool], Levels] = {}
         self._sequels: dict[str, Sequel] = {}
         self._sent.update({"reduce_outer": 0, "gather_outer": 0})
         self.rank, self.size = self._inner.rank, self._inner.size
@@ -119,10 +119,10 @@ class TwoLevels(ShardGroup):
             return self._inner.slice_ranks
         return [rank for column in zip(*self._grid, strict=True) for rank in column]
 
-    def own_wires(self, shared: bool = True) -> None:
+    def own_wires(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
         """On gloo, give each level's wires groups of their own, and messages one of all ranks."""
-        self._outer.own_wires(shared)
-        self._inner.own_wires(shared)
+        self._outer.own_wires(shared, sums_in_fp32)
+        self._inner.own_wires(shared, sums_in_fp32)
         super().own_wires(shared=False)
         self._levels.clear()
 
@@ -154,21 +154,21 @@ class TwoLevels(ShardGroup):
         self._outer.broadcast(tensors)
         self._inner.broadcast(tensors)
 
-    def _transport(self, device: torch.device) -> Transport:
+    def _transport(self, device: torch.device, fp8: bool = False) -> Transport:
         if not self._on_gloo(device):
-            return self._over_levels(device)
-        host = self._over_levels(_HOST)
+            return self._over_levels(device, fp8)
+        host = self._over_levels(_HOST, fp8)
         return host if device.type == "cpu" else Staged(host)
 
-    def _over_levels(self, device: torch.device) -> Levels:
-        if device.type not in self._levels:
-            ways = self._outer._transport(device), self._inner._transport(device), self._sequel(device)
-            self._levels[device.type] = (
+    def _over_levels(self, device: torch.device, fp8: bool) -> Levels:
+        if (device.type, fp8) not in self._levels:
+            ways = self._outer._transport(device, fp8), self._inner._transport(device, fp8), self._sequel(device)
+            self._levels[device.type, fp8] = (
                 Replicated(*ways, self.rank, self.size)
                 if self._replicated
                 else Nested(*ways, self.rank, self.size, self._straight(device), self._places)
             )
-        return self._levels[device.type]
+        return self._levels[device.type, fp8]
 
     def _straight(self, device: torch.device) -> Transport:
         """Over a group of all ranks, which may not carry what the levels do: then through the host."""

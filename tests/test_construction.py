@@ -54,8 +54,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"backoff_factor": 1.0}, "ValueError", "backoff_factor"),
     ({"growth_interval": 0}, "ValueError", "growth_interval"),
     ({"hysteresis": -1}, "ValueError", "hysteresis"),
-    ({"fp8_communication": True}, "NotImplementedError", "fp8_communication"),
     ({"pg_to_param_list": {1: []}}, "TypeError", "pg_to_param_list: expected process groups"),
+    ({"fp8_communication": True, "fp8_min_numel": -1}, "ValueError", "fp8_min_numel: expected 0 or more"),
+    ({"fp8_min_numel": 1e6}, "TypeError", "fp8_min_numel: expected an int"),
+    ({"reduce_scatter_with_fp32_accumulation": True}, "ValueError", "pass partition_grad=True or reduce_scatter=True"),
 ]
 
 

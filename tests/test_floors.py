@@ -37,7 +37,7 @@ HOUSE = (
     ),
     ("floor 1, without a group", ("mail",)),
     ("floor 1, under the others", ("transport", "arena")),
-    ("floor 1, without the backend's collectives", ("exchange", "staging", "levels")),
+    ("floor 1, without the backend's collectives", ("exchange", "staging", "levels", "compression")),
     ("floor 1, without messages", ("shared_memory",)),
     ("floor 1", ("collectives", "roll_call")),
     ("floor 1, over the collectives", ("flat_shards", "two_levels")),

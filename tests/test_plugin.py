@@ -277,7 +277,6 @@ def test_a_pair_goes_when_nobody_uses_it() -> None:
         ({"reduce_bucket_size_in_m": 0}, ValueError, "reduce_bucket_size: expected at least 1"),
         ({"communication_dtype": torch.int8}, ValueError, "communication_dtype: expected"),
         ({"growth_factor": 0.5}, ValueError, "growth_factor"),
-        ({"fp8_communication": True}, NotImplementedError, "fp8_communication=True is not available yet"),
         ({"use_fp8": True}, NotImplementedError, "use_fp8=True is not available yet"),
         ({"extra_dp_size": 0}, ValueError, "extra_dp_size: expected a number of rows of ranks, at least 1, got 0"),
         ({"extra_dp_size": 1.5}, ValueError, "extra_dp_size"),

@@ -9,15 +9,15 @@ presence flags of both::
 
 A flag says "this rank has a gradient for it". Every row carries all flags, so whichever row a rank is left
 with after the reduction tells it what all the others had. Flags are kept below 1% of a row: where a wire has
-no room (or is no wire, because its one parameter is reduced in place) they ride in a later one, and the plan
-ends with a small wire for those that found none. One more flag in the last wire of a round, "late", says that
-a gradient came after its bucket had left.
+no room (or travels in fp8, or is no wire, because its one parameter is reduced in place) they ride in a later
+one, and the plan ends with a small wire for those that found none. One more flag in the last wire of a round,
+"late", says that a gradient came after its bucket had left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..partition import EvenSplit
@@ -31,6 +31,7 @@ class Item(NamedTuple):
     split: EvenSplit
     kind: Hashable  # only parameters of one kind (device, dtypes) can share a wire
     whole: bool  # its gradient can be reduced, and its storage gathered, without packing
+    fp8: bool = False  # it travels in fp8, which its kind tells too
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Bucket:
         flags: indices of the parameters whose presence flags the wire carries, after the slices.
         in_place: the one member is reduced straight from its gradient.
         last: carries the round's "late" flag in its last column, and starts when backward has ended.
+        fp8: the wire travels in fp8, so that it can carry no flags.
     """
 
     position: int
@@ -52,6 +54,7 @@ class Bucket:
     flags: tuple[int, ...] = ()
     in_place: bool = False
     last: bool = False
+    fp8: bool = False
 
     @property
     def body(self) -> int:
@@ -101,7 +104,7 @@ def narrowed(plan: BucketPlan, used: Sequence[int]) -> BucketPlan:
         kept = [(index, size) for index, size in zip(bucket.members, bucket.sizes, strict=True) if used[index]]
         if kept:
             members, sizes = zip(*kept, strict=True)
-            buckets.append(Bucket(len(buckets), members, sizes, in_place=bucket.in_place))
+            buckets.append(replace(bucket, position=len(buckets), members=members, sizes=sizes, flags=(), last=False))
     return _finished(buckets, len(plan.bucket_of))
 
 
@@ -121,7 +124,7 @@ def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list
     open_of: dict[Hashable, list[int]] = {}
     room: dict[Hashable, int] = {}
     for index in order:
-        split, kind, _ = items[index]
+        split, kind = items[index][:2]
         if split.numel == 0:
             continue
         if kind in open_of and split.padded_numel > room[kind]:
@@ -138,7 +141,8 @@ def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size:
     sizes = tuple(items[index].split.slice_size for index in group)
     first = items[group[0]]
     alone = len(group) == 1 and first.split.numel >= bucket_size
-    return Bucket(position, tuple(group), sizes, in_place=alone and first.whole and first.split.padding == 0)
+    in_place = alone and first.whole and first.split.padding == 0
+    return Bucket(position, tuple(group), sizes, in_place=in_place, fp8=first.fp8)
 
 
 def _add_flags(buckets: list[Bucket]) -> list[Bucket]:
@@ -147,17 +151,13 @@ def _add_flags(buckets: list[Bucket]) -> list[Bucket]:
     waiting: tuple[int, ...] = ()
     for bucket in buckets:
         waiting += bucket.members
-        if not bucket.in_place and len(waiting) <= FLAG_SHARE * bucket.body:
-            flagged.append(_with_flags(bucket, waiting, last=False))
+        if not (bucket.in_place or bucket.fp8) and len(waiting) <= FLAG_SHARE * bucket.body:
+            flagged.append(replace(bucket, flags=waiting))
             waiting = ()
         else:
             flagged.append(bucket)
     if flagged and not waiting:
-        flagged[-1] = _with_flags(flagged[-1], flagged[-1].flags, last=True)
+        flagged[-1] = replace(flagged[-1], last=True)
     else:
         flagged.append(Bucket(len(flagged), (), (), waiting, last=True))
     return flagged
-
-
-def _with_flags(bucket: Bucket, flags: tuple[int, ...], last: bool) -> Bucket:
-    return Bucket(bucket.position, bucket.members, bucket.sizes, flags, bucket.in_place, last)

@@ -200,7 +200,7 @@ class BucketStore:
         if wire is None:
             wire = self._packed_wire(bucket, gradients)
         reduce = self._group.reduce_scatter if self._keeps_row_only else self._group.all_reduce
-        self._in_flight.append(Reduction(bucket, reduce(wire)))
+        self._in_flight.append(Reduction(bucket, reduce(wire, bucket.fp8)))
 
     def _wire_in_place(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor | None:
         """The gradient itself as ``[world_size, row]``, where the plan and its dtype allow it.
@@ -217,7 +217,7 @@ class BucketStore:
         """A fresh wire with the gradients, zeros for those that aren't there, and the flags that ride in it."""
         lead = self._records[(bucket.members or bucket.flags or (0,))[0]]
         dtype = lead.wire_dtype if bucket.members else torch.float32
-        wire = self._group.new_wire(bucket.row, dtype, lead.padded.device)
+        wire = self._group.new_wire(bucket.row, dtype, lead.padded.device, bucket.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=wire.device)
         flats = [
             gradient if gradient is not None else zero.expand(self._records[index].split.numel)

@@ -99,7 +99,7 @@ class GatherStore:
             own = [record.p32 for record in records]
             if self._offload is not None:
                 own = self._offload.lift(own, records[0].row)
-            pending = self._group.gather(own, [record.rows for record in records])
+            pending = self._group.gather(own, [record.rows for record in records], records[0].fp8)
         self._under_way.append(Gather(records, pending, self._streams, awaited))
         if not awaited:
             self._finish_oldest(leave=IN_FLIGHT)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import ShardGroup
+from ..compression import is_rounded
 from ..partition import EvenSplit
 from .awaited import wait_for
 from .gradient_sum import GradientSum
@@ -47,7 +48,8 @@ class ShardedParameter:
         family: number of the shard family it belongs to, whose ranks share it.
         split: how its elements are shared.
         rank: the rank whose row is ours.
-        wire_dtype: the dtype in which its gradient travels.
+        wire_dtype: the dtype in which its gradient travels, or, with ``fp8``, its sum is kept.
+        fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
         sum: what ``g`` is a part of, or None: there is no ``g``.
         worked: a rank is known to have had a gradient for it since gradients were last cleared.
         rows: ``padded`` as ``[world_size, s]``.
@@ -63,6 +65,7 @@ class ShardedParameter:
         "_offered",
         "address",
         "family",
+        "fp8",
         "group",
         "index",
         "name",
@@ -89,12 +92,14 @@ class ShardedParameter:
         split: EvenSplit,
         rank: int,
         wire_dtype: torch.dtype | None = None,
+        fp8: bool = False,
     ) -> None:
         self.index, self.group, self.name, self.family = place
         self.p = p
         self.split = split
         self.rank = rank
         self.wire_dtype = wire_dtype or p.dtype
+        self.fp8 = fp8
         self.padded = _rehome(p, split)
         self.address = p.data_ptr()
         self.rows = self.padded.view(split.world_size, split.slice_size)
@@ -109,17 +114,17 @@ class ShardedParameter:
         self.repeats = False
 
     @property
-    def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype]:
+    def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
         """What parameters must have in common to share a wire."""
-        return self.padded.device, self.padded.dtype, self.wire_dtype
+        return self.padded.device, self.padded.dtype, self.wire_dtype, self.fp8
 
     @property
     def keeps_more(self) -> bool:
         """Whether ``p32`` holds what ``p`` can't."""
-        return self.p32.dtype != self.p.dtype
+        return self.fp8 or self.p32.dtype != self.p.dtype
 
     def make_master(self, precise: bool = True, on_host: bool = False) -> None:
-        """Let ``p32`` be a copy of the row, or the row itself where that will do.
+        """Let ``p32`` be a copy of the row, or the row itself where that will do: where gathers don't round it to fp8.
 
         Args:
             precise: in fp32's precision at least, else in ``p``'s dtype.
@@ -127,7 +132,7 @@ class ShardedParameter:
         """
         dtype = torch.promote_types(self.p.dtype, torch.float32) if precise else self.p.dtype
         device = torch.device("cpu") if on_host else self.row.device
-        self.p32 = self.row_for_master(device, dtype, copy=on_host)
+        self.p32 = self.row_for_master(device, dtype, copy=on_host or self.fp8)
         self.shares_storage = self.p32 is self.row
         self.note_version()
 
@@ -160,8 +165,15 @@ class ShardedParameter:
         settled = row.to(self.p32.dtype)
         for value in known:
             if value is not None:
-                settled = torch.where(value.to(row.dtype) == row, value, settled)
+                settled = torch.where(self._rounds_to(row, value), value, settled)
         self.p32.copy_(settled)
+
+    def _rounds_to(self, row: Tensor, value: Tensor) -> Tensor:
+        """Where ``p`` holds what a gather made of ``value``, or would have."""
+        plain = value.to(row.dtype)
+        if self.fp8 and (self.stepped or value is not self.p32):
+            return (plain == row) | is_rounded(plain, row)
+        return plain == row
 
     def note_version(self) -> None:
         """Remember that ``p`` is as this package left it."""

@@ -48,7 +48,8 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
         master_weights: step fp32 copies of 16-bit slices.
         verbose: log skipped steps.
         cast_inputs: convert floating-point inputs of the model to its dtype.
-        fp8_communication, use_fp8: not available yet.
+        fp8_communication: gradients and updated parameters travel in fp8.
+        use_fp8: not available yet.
         extra_dp_size: rows of ranks, each of which reduces gradients within before they cross; it divides the world
             size. Optimizer state is sharded over all ranks, as with 1.
 
@@ -84,7 +85,6 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
     ) -> None:
         _check_choices(stage, precision, norm_type, extra_dp_size)
         refuse_undelivered(
-            fp8_communication=fp8_communication,
             use_fp8=use_fp8,
         )
         self.zero_optim_kwargs: dict[str, Any] = {
@@ -104,6 +104,7 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
             "cpu_offload": cpu_offload,
             "master_weights": master_weights,
             "verbose": verbose,
+            "fp8_communication": fp8_communication,
         }
         _check_options(self.zero_optim_kwargs)
         _check_process_group(extra_dp_size)

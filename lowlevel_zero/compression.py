@@ -1,0 +1,159 @@
+"""fp8 on the wire: numbers as e4m3 bytes, each block of them with a scale, which carry them at half of bf16's size.
+
+::
+
+    | q0 q1 q2 ... | e0 e1 |    a row of n numbers: n bytes, and one byte a block
+
+A block's scale is a power of two, ``2 ** (e - 127)``, the smallest that brings its largest number to 448 or less. So
+every number keeps the 4 bits of e4m3's significand, whatever is beside it in its block, save those that are below about
+2**-14 of the largest: they are rounded to multiples of 2**-9 of the scale. A block with an infinite number or a NaN in
+it has nothing finite in it afterwards: an overflow stays one. (e4m3: Micikevicius et al., "FP8 Formats for Deep
+Learning", 2022; scales that are exponents: the OCP's Microscaling Formats, 2023.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .transport import Direct, Pending, Transport, sum_rows_in_fp32, then
+
+BLOCK = 256
+
+_E4M3 = torch.float8_e4m3fn
+_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(_E4M3).float()  # by byte
+_LARGEST_EXPONENT = 8  # of e4m3: 448 is 1.75 * 2**8
+_NOT_FINITE = 255
+_MANTISSA_BITS = 23  # of fp32
+_BEYOND_448 = 2**23 - 1 - 6 * 2**20  # carries an fp32 mantissa of more than 1.75 into the exponent
+
+
+def encoded_size(numel: int) -> int:
+    """Bytes that a row of ``numel`` numbers takes."""
+    return numel + -(-numel // BLOCK)
+
+
+def encode(rows: Tensor, into: Tensor) -> None:
+    """Write ``rows``, ``[k, n]`` and of a floating dtype, into ``[k, encoded_size(n)]`` bytes."""
+    numel = rows.shape[1]
+    blocks = _in_blocks(rows)
+    exponents = _exponents(blocks.abs().amax(-1).float())
+    scaled = blocks.to(torch.float32, copy=True).mul_(_power_of_two(254 - exponents)[..., None])
+    into[:, :numel].view(_E4M3).copy_(scaled.flatten(1)[:, :numel])
+    into[:, numel:] = exponents
+
+
+def decode(encoded: Tensor, numel: int) -> Tensor:
+    """The ``[k, numel]`` numbers, fp32, of ``[k, encoded_size(numel)]`` bytes."""
+    blocks = _in_blocks(_numbers(encoded[:, :numel]))
+    blocks.mul_(_power_of_two(encoded[:, numel:].to(torch.int32))[..., None])
+    return blocks.flatten(1)[:, :numel]
+
+
+def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
+    """Where ``rounded``, ``[n]``, may be what became of ``exact`` on its way, whatever was beside it in its block.
+
+    A number that is tiny beside the largest may have been rounded in many ways, to one as tiny.
+    """
+    encoded = torch.empty(1, encoded_size(exact.numel()), dtype=torch.uint8, device=exact.device)
+    encode(exact[None], encoded)
+    tiny = rounded.abs().amax() * (2.0**-10 / 224)
+    return (decode(encoded, exact.numel())[0].to(rounded.dtype) == rounded) | ((exact - rounded).abs() <= tiny)
+
+
+def check_fp8(devices: Iterable[torch.device]) -> None:
+    """Raise ``ValueError`` for the first of ``devices`` that can't convert to fp8 and back."""
+    for device in devices:
+        try:
+            torch.ones(1, device=device).to(_E4M3).float()
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"fp8_communication=True: expected a device that converts numbers to float8_e4m3fn, got {device.type}, "
+                f"where torch {torch.__version__} doesn't ({error}): leave fp8_communication out"
+            ) from error
+
+
+class Fp8(Transport):
+    """Sends fp8 by another transport's ways, and sums what has come in fp32.
+
+    Args:
+        way: carries bytes.
+    """
+
+    def __init__(self, way: Direct) -> None:
+        super().__init__(way.rank, way.size)
+        self._way = way
+        self.in_flight = way.in_flight
+
+    def swap(self, wire: Tensor) -> Pending[Tensor]:
+        """Each row loses bits; the result is fp32."""
+        row = wire.shape[1]
+        encoded = self._way.new_wire(encoded_size(row), torch.uint8, wire.device)
+        encode(wire, encoded)
+        return then(self._way.swap(encoded), lambda theirs: decode(theirs, row))
+
+    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
+        """Each rank sums everybody's version of its own row, its own one rounded like theirs."""
+        dtype = wire.dtype
+        return then(self.swap(wire), lambda rows: sum_rows_in_fp32(rows, dtype))
+
+    def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
+        """Sums of rows are gathered, which starts when the result is asked for: all ranks have to ask, in one order."""
+        shape, numel = wire.shape, wire.numel()
+        short = -numel % self.size  # where it is another level's row
+        scattered = self.reduce_scatter((F.pad(wire.flatten(), (0, short)) if short else wire).view(self.size, -1))
+        gathers: list[Pending[Tensor]] = []
+
+        def gather() -> Pending[Tensor]:
+            if not gathers:
+                row = scattered.wait()
+                total = row.new_empty(self.size, len(row))
+                total[self.rank] = row
+                gathers.append(self.all_gather(total))
+            return gathers[0]
+
+        def done() -> bool:
+            return self._way.orders_gathers_apart and (bool(gathers) or scattered.done()) and gather().done()
+
+        return Pending((), scattered.tensors, lambda: gather().wait().flatten()[:numel].view(shape), done)
+
+    def all_gather(self, wire: Tensor) -> Pending[Tensor]:
+        """In place, this rank's own row too: all ranks end with the same numbers."""
+        row = wire.shape[1]
+        encoded = wire.new_empty(self.size, encoded_size(row), dtype=torch.uint8)
+        encode(wire[self.rank, None], encoded[self.rank, None])
+        gathered = self._way.gather([encoded[self.rank]], [encoded])
+        return then(gathered, lambda _: wire.copy_(decode(encoded, row)))
+
+    def all_to_all(
+        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
+    ) -> Pending[Tensor]:
+        """As it is."""
+        return self._way.all_to_all(wire, sizes, into, sizes_into)
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """``[k, n]`` as ``[k, blocks, BLOCK]``, with zeros where the last is short."""
+    short = -rows.shape[1] % BLOCK
+    return (F.pad(rows, (0, short)) if short else rows).reshape(len(rows), -1, BLOCK)
+
+
+def _numbers(encoded: Tensor) -> Tensor:
+    """The fp32 numbers, without their scales, of ``[k, n]`` bytes; a new tensor."""
+    if encoded.device.type != "cpu":
+        return encoded.view(_E4M3).float()
+    return _VALUES.index_select(0, encoded.int().flatten()).view(encoded.shape)  # conversion takes 8 times as long
+
+
+def _exponents(largest: Tensor) -> Tensor:
+    """Of the scale of blocks whose largest absolute numbers, fp32, these are; int32, biased as in fp32."""
+    exponents = ((largest.view(torch.int32) + _BEYOND_448) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
+    return torch.where(largest.isfinite(), exponents.clamp(min=1), _NOT_FINITE)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """fp32 from biased exponents, int32; those of 255 and -1, which is 254 - 255, become infinite."""
+    return (exponents << _MANTISSA_BITS).view(torch.float32)

@@ -1,0 +1,471 @@
+"""fp8 on the wire: how numbers are rounded, what is summed, what travels, and what training makes of it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lowlevel_zero import LowLevelZeroOptimizer, collectives, compression
+from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.compression import BLOCK, decode, encode, encoded_size
+from lowlevel_zero.exchange import Exchange
+from lowlevel_zero.shared_memory import SharedMemory
+from lowlevel_zero.transport import Direct
+from ranks import run_ranks, run_ranks_expecting
+
+CPU = torch.device("cpu")
+LARGEST = torch.finfo(torch.float32).max
+WAYS = ["native", "messages", "shared memory", "staged"]
+over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
+_on_gloo, _send, _view = ShardGroup._on_gloo, Exchange.send_and_receive, SharedMemory._views
+
+
+def choose(way: str) -> None:
+    """How the wires of this rank, a forked process, travel from now on."""
+    os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(way == "shared memory"))
+    ShardGroup._on_gloo = (lambda self, device: False) if way == "native" else _on_gloo  # type: ignore[method-assign]
+    collectives._is_staged = lambda device: way == "staged"
+
+
+def joined(way: str, **options: bool) -> ShardGroup:
+    choose(way)
+    group = ShardGroup()
+    group.own_wires(**options)
+    return group
+
+
+def there_and_back(rows: Tensor) -> Tensor:
+    encoded = torch.empty(len(rows), encoded_size(rows.shape[1]), dtype=torch.uint8)
+    encode(rows, encoded)
+    return decode(encoded, rows.shape[1])
+
+
+def bound(rows: Tensor) -> Tensor:
+    """The largest error of each number of ``[k, n]``: half a step of e4m3's 3 bits, or of its smallest numbers."""
+    numel = rows.shape[1]
+    blocks = nn.functional.pad(rows.float(), (0, -numel % BLOCK)).unflatten(1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    return torch.maximum(blocks.abs() / 16, largest / 224 * 2.0**-10).flatten(1)[:, :numel]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Of all magnitudes, in each block."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * 10 ** (8 * torch.rand(*shape, generator=generator) - 6)
+
+
+# ---- the code ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 5000])
+def test_every_number_is_rounded_within_its_bound(numel: int, dtype: torch.dtype) -> None:
+    rows = numbers(3, numel).to(dtype)
+    back = there_and_back(rows)
+    assert back.dtype == torch.float32
+    assert (back.double() - rows.double()).abs().le(bound(rows)).all()
+    assert torch.equal(there_and_back(back), back)  # what has been rounded stays
+    assert encoded_size(numel) == numel + -(-numel // 256)
+
+
+def test_numbers_of_three_bits_are_exact_whatever_is_beside_them() -> None:
+    exact = torch.tensor([[1.0, 1.125, -1.875, 0.0, -0.0, 2.0**-13, 1000 * 1.024 * 0 + 1.75 * 2**-9]])
+    assert torch.equal(there_and_back(exact), exact)
+
+
+@pytest.mark.parametrize("largest", [448.0, 449.0, 464.0, 480.0, 511.9, 512.0, 1e-3, LARGEST, 2.0**-126, 1e-42])
+def test_the_largest_number_of_a_block_never_overflows(largest: float) -> None:
+    rows = torch.linspace(-1, 1, 511)[None] * largest
+    back = there_and_back(rows)
+    if largest == LARGEST:  # rounded up it is more than fp32 has, as by any rounding
+        assert back[:, [0, -1]].isinf().all()
+        back = back.clamp(-LARGEST, LARGEST)
+    assert (back.double() - rows.double()).abs().le(bound(rows) + 2.0**-136).all()
+
+
+def test_one_huge_number_costs_its_block_alone_and_that_no_more_than_its_steps() -> None:
+    rows = torch.rand(1, 4 * BLOCK) + 0.5
+    rows[0, BLOCK] = 1e9
+    back = there_and_back(rows)
+    assert back[0, BLOCK] == pytest.approx(1e9, rel=1 / 16)
+    assert (back - rows).abs().le(bound(rows)).all()
+    others = torch.cat([back[0, :BLOCK], back[0, 2 * BLOCK :]])
+    assert (others > 0.4).all()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    rows = numbers(2, 3 * BLOCK + 7)
+    rows[1, -1] = bad
+    rows[0, BLOCK + 3] = bad
+    back = there_and_back(rows)
+    assert not back[0, BLOCK : 2 * BLOCK].isfinite().any()
+    assert not back[1, 3 * BLOCK :].isfinite().any()
+    assert back[0, :BLOCK].isfinite().all()
+    assert back[1, : 3 * BLOCK].isfinite().all()
+    assert not there_and_back(torch.zeros(2, 300)).any()
+
+
+# ---- the ways ----
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_swapped_rows_go_where_they_belong(world_size: int) -> None:
+    def swap(way: str, rank: int) -> None:
+        transport = joined(way)._transport(CPU)
+        assert isinstance(transport, Direct)
+        for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
+            wires = [(numbers(world_size, row, seed=of).abs() % 200).to(dtype) for of in range(world_size)]
+            packed = transport.new_wire(row, dtype, CPU).copy_(wires[rank])
+            pending = [transport.swap(wires[rank]), transport.swap(packed)]
+            expected = torch.stack([wire[rank] for wire in wires])
+            assert all(torch.equal(each.wait(), expected) for each in pending)
+
+    run_ranks(lambda rank, _: [swap(way, rank) for way in WAYS[:3]], world_size)
+
+
+@over_world_sizes
+def test_sums_are_those_of_the_rounded_numbers(world_size: int) -> None:
+    wires = [numbers(world_size, 700, seed=of).bfloat16() for of in range(world_size)]
+    rounded = torch.stack([there_and_back(wire) for wire in wires]).sum(0).bfloat16()
+    exact = torch.stack(wires).float().sum(0)
+    most = torch.stack([bound(wire) for wire in wires]).sum(0) + exact.abs() / 128
+
+    def add(way: str, rank: int) -> None:
+        group = joined(way)
+        wire = group.new_wire(700, torch.bfloat16, CPU, fp8=True).copy_(wires[rank])
+        own = group.reduce_scatter(wire, fp8=True).wait()
+        assert torch.equal(own, rounded[rank])
+        assert (own - exact[rank]).abs().le(most[rank]).all()
+        mine = wires[rank].clone()
+        total = group.all_reduce(mine, fp8=True).wait()
+        assert torch.equal(mine, wires[rank])
+        assert torch.equal(total, there_and_back(rounded).bfloat16())
+
+    run_ranks(lambda rank, _: [add(way, rank) for way in WAYS], world_size)
+
+
+@over_world_sizes
+def test_gathered_rows_are_alike_on_all_ranks(world_size: int) -> None:
+    for_rank = [[numbers(size, seed=rank + size) for size in (300, 1, 256)] for rank in range(world_size)]
+    expected = there_and_back(torch.stack([torch.cat(each) for each in for_rank]).bfloat16()).bfloat16()
+
+    def gather(way: str, rank: int) -> None:
+        group = joined(way)
+        rows = torch.zeros(world_size, 557, dtype=torch.bfloat16)
+        group.gather([torch.cat(for_rank[rank])], [rows], fp8=True).wait()
+        assert torch.equal(rows, expected)
+        pieces = [torch.zeros(world_size, size, dtype=torch.bfloat16) for size in (300, 1, 256)]
+        group.gather(for_rank[rank], pieces, fp8=True).wait()
+        assert torch.equal(torch.cat(pieces, dim=1), expected)
+        assert group.traffic()["gather"] == (world_size - 1) * 2 * encoded_size(557)
+
+    run_ranks(lambda rank, _: [gather(way, rank) for way in WAYS], world_size)
+
+
+# ---- training ----
+
+
+class Case(NamedTuple):
+    """One training run: a model, what its wires carry, and how it is trained."""
+
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = {}  # noqa: RUF012
+    way: str = "shared memory"
+    drops: bool = False
+    micro_batches: int = 1
+    steps: int = 4
+    bare: bool = False
+
+
+STAGE_1: dict[str, Any] = {}
+STAGE_2 = {"partition_grad": True}
+FP8 = {"fp8_communication": True}
+
+
+class Net(nn.Module):
+    """Three matrices that travel in fp8, one of them dropped now and then, and small parameters that don't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(31, 96)
+        self.middle = nn.Linear(96, 96)
+        self.last = nn.Linear(96, 31, bias=False)
+
+    def forward(self, x: Tensor, drop: bool = False) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = hidden if drop else hidden + torch.tanh(self.middle(hidden))
+        return self.last(hidden)
+
+
+class Trained(NamedTuple):
+    model: Net
+    optimizer: LowLevelZeroOptimizer
+    losses: list[float]
+    values: list[dict[str, Tensor]]  # after each step
+
+
+def build(case: Case, **options: Any) -> tuple[Net, LowLevelZeroOptimizer]:
+    choose(case.way)
+    torch.manual_seed(3)
+    model = Net().to(case.dtype)
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return model, LowLevelZeroOptimizer(adam, model=model, **case.options, **options)
+
+
+def train(case: Case, rank: int, model: Net, optimizer: LowLevelZeroOptimizer, first: int = 0) -> Trained:
+    losses, values = [], []
+    for step in range(first, first + case.steps):
+        for micro in range(case.micro_batches):
+            generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+            x = torch.randn(16, 31, generator=generator).to(case.dtype)
+            loss = (model(x, drop=case.drops and (step + rank) % 3 > 0) - x.roll(1, 1)).float().square().mean()
+            backward = torch.autograd.backward if case.bare else optimizer.backward
+            backward(loss / case.micro_batches)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return Trained(model, optimizer, losses, values)
+
+
+def run(case: Case, rank: int, **options: Any) -> Trained:
+    return train(case, rank, *build(case, **options))
+
+
+CASES = {
+    "stage 1": Case(options=STAGE_1),
+    "stage 2, small buckets": Case(options={**STAGE_2, "reduce_bucket_size": 4000}),
+    "fp32": Case(torch.float32, {**STAGE_2, "clip_grad_norm": 0.1}, way="messages"),
+    "fp16": Case(torch.float16, {**STAGE_1, "initial_scale": 2.0**10}),
+    "layers dropped": Case(options=STAGE_2, drops=True, steps=7),
+    "layers dropped in stage 1": Case(options=STAGE_1, drops=True, steps=7, way="messages"),
+    "micro-batches": Case(options={**STAGE_1, "overlap_allgather": True}, micro_batches=3),
+    "offloaded": Case(options={**STAGE_2, "cpu_offload": True}, micro_batches=2),
+    "without masters": Case(options={**STAGE_2, "master_weights": False}),
+    "bare backwards": Case(options=STAGE_1, drops=True, micro_batches=2, steps=7, bare=True),
+    "native": Case(options=STAGE_1, way="native"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_training_is_near_a_run_without_and_alike_on_all_ranks(case: Case) -> None:
+    def work(rank: int, world_size: int) -> tuple[Trained, Trained]:
+        return tuple(each._replace(model=None, optimizer=None) for each in (run(case, rank, **FP8), run(case, rank)))
+
+    _check_near(run_ranks(work, 3))
+
+
+def _check_near(ranks: list[tuple[Trained, Trained]]) -> None:
+    """Runs with fp8 are the same on all ranks, and not far from those without."""
+    (fp8, plain), *others = ranks
+    for other, _ in others:
+        for mine, theirs in zip(fp8.values, other.values, strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert any(not torch.equal(fp8.values[-1][name], plain.values[-1][name]) for name in plain.values[-1])
+    for one, other in zip(fp8.losses, plain.losses, strict=True):
+        assert one == pytest.approx(other, rel=0.1)
+
+
+@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
+@pytest.mark.parametrize("hybrid_shard", [False, True])
+def test_two_levels_of_ranks(stage: dict[str, Any], hybrid_shard: bool) -> None:
+    def work(rank: int, world_size: int) -> tuple[Trained, Trained]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        levels = {"dp_process_group": (mesh.get_group("outer"), mesh.get_group("inner")), "hybrid_shard": hybrid_shard}
+        case = Case(options={**stage, **levels}, micro_batches=2)
+        fp8, plain = run(case, rank, **FP8), run(case, rank)
+        told, before = fp8.optimizer.traffic(), plain.optimizer.traffic()
+        assert all(told[purpose] <= 0.6 * before[purpose] for purpose in told)
+        return tuple(each._replace(model=None, optimizer=None) for each in (fp8, plain))
+
+    _check_near(run_ranks(work, 4))
+
+
+def test_it_learns_as_well() -> None:
+    def work(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+        case = Case(options=STAGE_2, steps=100)
+        return run(case, rank, **FP8).losses, run(case, rank).losses
+
+    (fp8, plain), _ = run_ranks(work, 2)
+    assert sum(fp8[-10:]) < 0.2 * sum(fp8[:10])
+    assert sum(fp8[-10:]) == pytest.approx(sum(plain[-10:]), rel=0.15)
+
+
+def test_gradients_are_within_their_bounds_and_small_parameters_untouched() -> None:
+    def work(rank: int, world_size: int) -> None:
+        grads: list[dict[str, Tensor]] = []
+        for options in (FP8, {}, {**FP8, "fp8_min_numel": 10**6}):
+            model, optimizer = build(Case(torch.float32, STAGE_2), **options)
+            x = torch.randn(16, 31, generator=torch.Generator().manual_seed(rank))
+            optimizer.backward(model(x).square().mean())
+            grads.append({name: optimizer.get_param_grad(p) for name, p in model.named_parameters()})
+        for name, exact in grads[1].items():
+            assert torch.equal(grads[2][name], exact)
+            error = (grads[0][name] - exact).abs().max()
+            assert error <= exact.abs().max() / 8
+            assert (error > 0) == (exact.numel() >= 2048), name
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
+@over_world_sizes
+def test_half_of_bf16_s_bytes_travel(world_size: int, stage: dict[str, Any]) -> None:
+    def train_and_count(way: str, rank: int) -> None:
+        handed_over = _count_bytes()
+        case = Case(options={**stage, "fp8_min_numel": 1}, way=way, steps=2)
+        plain = run(case, rank).optimizer.traffic()
+        handed_over.clear()
+        told = run(case, rank, **FP8).optimizer.traffic()
+        for purpose in ("reduce", "gather"):
+            assert told[purpose] == pytest.approx(plain[purpose] / 2, rel=0.01), purpose
+        columns = sum(-(-p.numel() // world_size) for p in Net().parameters())
+        a_wire = (world_size - 1) * encoded_size(columns)
+        assert sum(handed_over) == case.steps * a_wire * (2 if stage else 3)
+
+    run_ranks(lambda rank, _: [train_and_count(way, rank) for way in ("shared memory", "messages")], world_size)
+
+
+def _count_bytes() -> list[int]:
+    """Bytes of the rows of bytes that this rank, a forked process, hands to others or takes from them from now on."""
+    counted: list[int] = []
+
+    def sending(self: Exchange, pairs: Any, tag: int) -> Any:
+        counted.extend(mine.numel() for mine, _ in pairs if mine.dtype == torch.uint8)
+        return _send(self, pairs, tag)
+
+    def viewing(self: SharedMemory, theirs: Any, numel: int, dtype: torch.dtype, start: int = 0) -> Any:
+        counted.extend(numel for _ in theirs if dtype == torch.uint8)
+        return _view(self, theirs, numel, dtype, start)
+
+    Exchange.send_and_receive = sending  # type: ignore[method-assign]
+    SharedMemory._views = viewing  # type: ignore[method-assign]
+    return counted
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    def work(rank: int, world_size: int) -> tuple[list[float], bool]:
+        model, optimizer = build(Case(torch.float16), hysteresis=1, initial_scale=2.0**10, **FP8)
+        before = model.middle.weight.detach().clone()
+        x = torch.full((2, 31), 60000.0 if rank == 1 else 1.0, dtype=torch.float16)
+        optimizer.backward(model.first(x).float().square().sum() + model.middle.weight.sum())
+        optimizer.step()
+        skipped = torch.equal(model.middle.weight, before)
+        optimizer.zero_grad()
+        optimizer.backward(model.middle.weight.float().square().sum())
+        optimizer.step()
+        return [optimizer.loss_scale, float(skipped)], torch.equal(model.middle.weight, before)
+
+    assert run_ranks(work, 2) == [([2.0**9, 1.0], False)] * 2
+
+
+def test_one_rank_alone_rounds_nothing() -> None:
+    def work(rank: int, world_size: int) -> None:
+        fp8, plain = run(Case(), rank, **FP8), run(Case(), rank)
+        assert all(torch.equal(fp8.values[-1][name], value) for name, value in plain.values[-1].items())
+
+    run_ranks(work, 1)
+
+
+# ---- masters ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masters_are_exact_and_go_on_where_they_were(dtype: torch.dtype) -> None:
+    case = Case(dtype, STAGE_2, steps=3)
+
+    def work(rank: int, world_size: int) -> None:
+        done = run(case, rank, **FP8)
+        model, optimizer = done.model, done.optimizer
+        for record in optimizer._parameters:
+            if record.fp8:
+                assert not torch.equal(record.p32, record.row.float())
+                assert ((record.p32 - record.row).abs() <= record.p32.abs() / 16 + record.p32.abs().max() / 1e4).all()
+        parameters, state = model.state_dict(), optimizer.state_dict()
+        assert "master_param" in state["state"][0]
+        assert ("master_param" in state["state"][1]) == (dtype == torch.bfloat16)  # a small one
+        parameters = {name: value.clone() for name, value in parameters.items()}
+        there = train(case, rank, model, optimizer, first=3)
+        for model_first in (True, False):
+            again, resumed = build(case, **FP8)
+            loads = [(again, parameters), (resumed, state)]
+            for it, saved in loads if model_first else reversed(loads):
+                it.load_state_dict(copy.deepcopy(saved))
+            here = train(case, rank, again, resumed, first=3)
+            assert here.losses == there.losses
+            for name, value in there.values[-1].items():
+                assert torch.equal(here.values[-1][name], value), name
+
+    run_ranks(work, 2)
+
+
+def test_what_others_write_into_a_parameter_reaches_its_master() -> None:
+    def work(rank: int, world_size: int) -> None:
+        case = Case(options=STAGE_2, steps=2)
+        model, optimizer = build(case, **FP8)
+        for value in (0.75, 1.25):
+            with torch.no_grad():
+                model.middle.weight[5] = value  # fp8 has them
+                model.middle.weight[60] = value + 0.01  # and not these
+            record = optimizer._parameters[model.middle.weight]
+            kept = record.p32.clone()
+            record.follow_edits()
+            edited = torch.zeros_like(model.middle.weight, dtype=torch.bool)
+            edited[[5, 60]] = True
+            own = record.slice_of(edited).bool()
+            assert torch.equal(record.p32[~own], kept[~own])
+            assert torch.equal(record.p32[own], record.row[own].float())
+            train(case, rank, model, optimizer)
+
+    run_ranks(work, 2)
+
+
+# ---- what is refused ----
+
+
+def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "_E4M3", "a dtype that this torch doesn't have")
+
+    def work(rank: int, world_size: int) -> None:
+        build(Case(), **FP8)
+
+    for raised in run_ranks_expecting(work, 2):
+        assert raised.type == "ValueError"
+        assert "float8_e4m3fn, got cpu" in raised.message
+        assert "leave fp8_communication out" in raised.message
+
+
+# ---- 16-bit wires, summed in fp32 ----
+
+
+@over_world_sizes
+def test_a_backend_s_own_reduce_scatters_sum_in_fp32(world_size: int) -> None:
+    def work(rank: int, world_size: int) -> None:
+        group = joined("native", sums_in_fp32=True)
+        for dtype, large in [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]:  # above them only even numbers
+            wire = torch.full((world_size, 5), large if rank == 0 else 1.0, dtype=dtype)
+            total = group.reduce_scatter(wire).wait()
+            assert torch.equal(total, torch.full((5,), large + world_size - 1).to(dtype))
+        wire = torch.full((world_size, 5), 2.0**-30 * 3**rank)
+        assert torch.allclose(
+            group.reduce_scatter(wire).wait(), torch.tensor(2.0**-30 * sum(3**of for of in range(world_size)))
+        )
+
+    run_ranks(work, world_size)
+
+
+def test_training_with_sums_in_fp32_is_what_gloo_s_wires_make_of_it() -> None:
+    def work(rank: int, world_size: int) -> None:
+        messages = run(Case(options=STAGE_2, way="messages"), rank).values
+        native = run(Case(options=STAGE_2, way="native"), rank, reduce_scatter_with_fp32_accumulation=True).values
+        for one, other in zip(messages, native, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+    run_ranks(work, 2)
