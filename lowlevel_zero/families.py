@@ -86,8 +86,8 @@ class Families:
     @property
     def widest(self) -> torch.dtype:
         """In which gradients are measured at least: fp64 if any is, since a rank may have none of those."""
-        double = any(record.wire_dtype == torch.float64 for record in self.parameters)
-        return torch.float64 if self.several and double else torch.float32
+        double = self.several and any(record.wire_dtype == torch.float64 for record in self.parameters)
+        return torch.float64 if double else torch.float32
 
     def of(self, record: ShardedParameter) -> Family:
         """The family of a parameter."""
@@ -216,8 +216,10 @@ class Families:
 
     def release(self) -> None:
         """Let others have the wires."""
-        for family in self:
-            if family.reducer.idle:
-                family.group.release()
+        reducers = {family.number: family.reducer for family in self}
+        for number, ranks in enumerate(self.parameters.shard_groups):
+            reducer = reducers.get(number)
+            if reducer is None or reducer.idle:
+                ranks.release()
             else:
-                family.group.abandon(family.reducer.under_way())
+                ranks.abandon(reducer.under_way())

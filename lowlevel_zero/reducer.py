@@ -94,6 +94,7 @@ class Reducer:
     ) -> None:
         self._streams = streams
         self._driver = driver or object()
+        self._family = family
         self._records = parameters.families[family]
         self._group = group = parameters.shard_groups[family]
         self._options = options
@@ -209,7 +210,8 @@ class Reducer:
             self._graph_task = task
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
         may_start = self._buckets.arrive(record)
-        if may_start and self._options.overlap_communication and self._chosen(wait=False):
+        overlap = self._options.overlap_communication and not self._waits_its_turn
+        if may_start and overlap and self._chosen(wait=False):
             self._buckets.start_ready()
             self._take_some()
 
@@ -226,8 +228,13 @@ class Reducer:
         """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the round."""
         if torch._C._current_autograd_node() is not None:
             self._nested_seen = True
-        elif self._driver not in self._driving:
+        elif self._driver not in self._driving and not self._waits_its_turn:
             self._close()
+
+    @property
+    def _waits_its_turn(self) -> bool:
+        """On a device, groups' wires come in one order on all ranks: a further family's at the end, in its turn."""
+        return self._family > 0 and not self._on_host
 
     def _open(self, reached: set[int] | None = None) -> None:
         """Open a round in whose backward these gradients are foreseen; None: any may come."""

@@ -164,6 +164,7 @@ class Run:
     no_sync: bool = False
     bare: bool = False
     behind: int = 0
+    as_on_device: bool = False
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-2)
     clip: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -222,6 +223,8 @@ def prepare(rank: int, run: Run) -> Trained:
     layout = lay_out(rank, run.world_size, run.size)
     model = Mixture(layout, run.behind).to(run.dtype)
     optimizer = wrap(run, model, layout)
+    for family in optimizer._families:
+        family.reducer._on_host &= not run.as_on_device
     return Trained(model, optimizer, layout)
 
 

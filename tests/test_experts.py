@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_grads, safe_get_full_grad
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.collectives import ShardGroup
 from ranks import run_ranks, run_ranks_expecting
 
 LAYOUTS = {"2 ranks, 2 experts each": (2, 2), "2x2 ranks, 2 experts each": (4, 2), "4 ranks, 1 expert each": (4, 4)}
@@ -93,6 +94,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "micro-batches": {"micro_batches": 2, "drop": drops, "options": {"partition_grad": True}},
     "without sync": {"micro_batches": 3, "no_sync": True},
     "bare backward": {"bare": True, "drop": drops, "options": {"partition_grad": True, "reduce_bucket_size": 1}},
+    "in turn, as on a device": {"as_on_device": True, "drop": drops, "micro_batches": 2},
+    "in turn, bare": {"as_on_device": True, "bare": True, "micro_batches": 2},
     "overlapped gathers": {"options": {"overlap_allgather": True}},
     "on the host": {"options": {"cpu_offload": True, "partition_grad": True}, "clip": 0.1},
     "fp64 experts": {"options": {"communication_dtype": torch.float64}},
@@ -208,6 +211,31 @@ def test_experts_without_twins_send_nothing() -> None:
 
     for gathered, dense in run_ranks(rank, 2):
         assert dense * 4 / 2 <= gathered <= dense * 4 / 2 + 100  # padding
+
+
+@pytest.mark.parametrize("as_on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("bare", [False, True], ids=["driven", "bare"])
+def test_on_a_device_groups_take_turns(bare: bool, as_on_device: bool) -> None:
+    """Its communicators want one order on all ranks, whose gradients may come in another one on each."""
+
+    def rank(rank: int, world_size: int) -> list[int]:
+        started: list[int] = []
+        start = ShardGroup.all_reduce
+
+        def noted(group: ShardGroup, wire: Tensor) -> Any:
+            started.append(group.ranks)
+            return start(group, wire)
+
+        ShardGroup.all_reduce = noted  # type: ignore[method-assign]  # in this forked rank
+        run = Run(2, 2, bare=bare, as_on_device=as_on_device, options={"reduce_bucket_size": 1})
+        trained = prepare(rank, run)
+        train_step(trained, run, 0, rank)
+        trained.optimizer.step()
+        return started
+
+    for started in run_ranks(rank, 2):
+        assert set(started) == {1, 2}
+        assert (started == sorted(started, reverse=True)) == as_on_device
 
 
 # ---- state ----
