@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .alignment import END_TO_END, Alignment, laid_out
 from .arena import Arena
 from .compression import Fp8, encoded_size
 from .exchange import Exchange
@@ -176,15 +177,22 @@ class ShardGroup:
         self._note_sent("gather", wire[0].nbytes)
         return self._transport(wire.device).all_gather(wire)
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool = False) -> Pending[None]:
+    def gather(
+        self,
+        own: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        fp8: bool = False,
+        alignment: Alignment = END_TO_END,
+    ) -> Pending[None]:
         """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
 
-        ``rows`` are on one device and of one dtype. All of ``own`` may be their very rows; else they are free again
-        when this returns.
+        ``rows`` are on one device and of one dtype, and aligned in the wire where it takes one to carry them. All of
+        ``own`` may be their very rows; else they are free again when this returns.
         """
-        elements = sum(each.numel() for each in rows) // self.size
-        self._note_sent("gather", _row_bytes(elements, rows[0].dtype, fp8))
-        return self._transport(rows[0].device, fp8).gather(own, rows)
+        layout = laid_out([each.shape[1] for each in rows], alignment)
+        columns = layout.columns + (layout.tail if len(rows) > 1 else 0)
+        self._note_sent("gather", _row_bytes(columns, rows[0].dtype, fp8))
+        return self._transport(rows[0].device, fp8).gather(own, rows, layout)
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]

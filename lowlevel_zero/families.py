@@ -42,7 +42,8 @@ class Family:
         self.records = parameters.families[number]
         self.gradients = GradientStore(self.records, self.group.rank, families.raw_unit, families.offload)
         self.reducer = Reducer(parameters, options, self.gradients, streams, number, families.driver)
-        self.gathers = GatherStore(self.group, streams, options.overlap_allgather, families.offload)
+        wide = options.pad_buckets_for_high_nccl_busbw
+        self.gathers = GatherStore(self.group, streams, options.overlap_allgather, families.offload, wide)
 
 
 class Families:
@@ -181,6 +182,16 @@ class Families:
         """Multiply all gradients with ``factor``, when they are next used."""
         for family in self:
             family.gradients.scale(family.gradients.sums(), factor)
+
+    def expose(self, unit: float | Tensor) -> None:
+        """Make gradients of what has been summed, and show each ``p32`` its own, for its caller to edit."""
+        for family in self:
+            family.gradients.expose(unit)
+
+    @property
+    def exposed(self) -> bool:
+        """Gradients are complete, and their caller's to edit."""
+        return self[0].gradients.exposed
 
     def resolve(self) -> None:
         """Drop the gradients of parameters that no rank used."""

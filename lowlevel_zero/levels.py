@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
+from .alignment import RowLayout
 from .streams import Streams
 from .transport import Pending, Transport, then
 
@@ -153,7 +154,7 @@ class Levels(Transport):
 
     def _spread(self, block: Tensor, like: Tensor) -> Pending[Tensor]:
         whole = torch.empty_like(like)
-        return then(self._inner.gather([block], [self._blocks(whole)]), lambda _: whole)
+        return then(self._inner.gather([block], [self._blocks(whole)], RowLayout((block.numel(),))), lambda _: whole)
 
     def _blocks(self, wire: Tensor) -> Tensor:
         """``[inner, rows of one inner rank]``."""
@@ -191,9 +192,9 @@ class Nested(Levels):
         block = blocks[self._inner.rank].view(self._outer.size, -1)
 
         def spread(_: None) -> Pending[Tensor]:
-            return then(self._inner.gather([block.view(-1)], [blocks]), lambda _: wire)
+            return then(self._inner.gather([block.view(-1)], [blocks], RowLayout((block.numel(),))), lambda _: wire)
 
-        return self._sequel.after(self._outer.gather([wire[self.rank]], [block]), spread)
+        return self._sequel.after(self._outer.gather([wire[self.rank]], [block], RowLayout((wire.shape[1],))), spread)
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
@@ -222,9 +223,9 @@ class Replicated(Levels):
         """Within: what another inner group has is the same."""
         return self._inner.all_gather(wire)
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
         """Within."""
-        return self._inner.gather(own, rows)
+        return self._inner.gather(own, rows, layout)
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .assignment import NOTHING_APART, assign, data_parallel_group, make_groups
-from .bookkeeping.gradient_sum import GradientSum, Scale
+from .bookkeeping.gradient_sum import Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .caller_names import CallerNames
@@ -29,9 +29,10 @@ from .construction import (
 from .elementwise import check_elementwise
 from .families import Families
 from .grad_norm import GlobalNorm, clip_factor
+from .gradient_methods import GradientMethods, measured
 from .group_methods import GroupMethods
 from .loss_scaler import LossScaler
-from .options import BackwardContext, ZeroOptions, check_max_norm
+from .options import BackwardContext, ZeroOptions
 from .sharding import broadcast_rest, convert, shard_groups
 from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
@@ -42,7 +43,7 @@ from .wrapping import WrappingOptimizer
 _log = logging.getLogger("lowlevel_zero")
 
 
-class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOptimizer):
+class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMethods, WrappingOptimizer):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
     Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
@@ -82,6 +83,10 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         hybrid_shard: of two levels, shard over the inner one, with replicas on the outer one; else over both.
         fp8_min_numel: elements of the smallest parameter that travels in fp8.
         reduce_scatter_with_fp32_accumulation: sum 16-bit gradients in fp32 on NCCL too. (Megatron's name.)
+        gradient_predivide_factor: divide gradients by it before they are summed over the ranks, and by world size /
+            factor afterwards (Horovod): the same average, but sums that stay in a 16-bit dtype's range.
+        reduction: what gradients become over the ranks: their "mean" or their "sum".
+        pad_buckets_for_high_nccl_busbw: pad rows of more than 2**16 elements to multiples of that (Megatron-LM).
 
     Raises:
         RuntimeError: no process group is initialised, or another rank could not construct its optimizer.
@@ -122,6 +127,9 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         hybrid_shard: bool = False,
         fp8_min_numel: int = 2048,
         reduce_scatter_with_fp32_accumulation: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        reduction: str = "mean",
+        pad_buckets_for_high_nccl_busbw: bool = False,
     ) -> None:
         dp = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
         self._group = shard_group(dp, extra_dp_group, hybrid_shard)
@@ -155,6 +163,9 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
                 fp8_communication=fp8_communication,
                 fp8_min_numel=fp8_min_numel,
                 reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+                gradient_predivide_factor=gradient_predivide_factor,
+                reduction=reduction,
+                pad_buckets_for_high_nccl_busbw=pad_buckets_for_high_nccl_busbw,
                 backward_context=backward_context,
                 verbose=verbose,
             )
@@ -199,7 +210,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         self._device = records[0].padded.device
         half = any(record.p.dtype == torch.float16 for record in records)
         self._scaler = LossScaler(**scaling, device=self._device) if half else None
-        self._raw_unit = partial(_raw_unit, self._group.ranks, self._scaler)
+        self._raw_unit = partial(_raw_unit, self._options.unit(self._group.ranks), self._scaler)
         streams = streams_of([record.padded.device for record in records])
         offload = Offload(streams) if self._options.cpu_offload else None
         self._families = Families(self._parameters, self._options, streams, self._raw_unit, offload)
@@ -241,6 +252,7 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
         self._refuse_unfrozen()
+        self._refuse_double_reduction()
         with self._round(tensor, inputs):
             if tensor.requires_grad:
                 torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
@@ -309,29 +321,27 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
             return loss
         self._refuse_unfrozen()
         self._finish_last_step()
-        self._families.finish()
+        overflow = self._complete_gradients()
         follow_edits(self._parameters.working())
         self._norm = norm = self._new_norm()
         if self._options.clip_grad_norm > 0 or self._scaler is not None:
-            self._step_by_norm(norm)
+            self._step_by_norm(norm, overflow)
         else:
-            self._stepper.step(Scale(self._raw_unit()), norm)
+            self._stepper.step(Scale(self._unit()), norm)
         if not self._options.overlap_allgather:
             self._finish_last_step()
         self._families.end_step()
         return loss
 
-    def _new_norm(self) -> GlobalNorm:
-        return GlobalNorm(self._group, self._device, self._raw_unit(), self._families.widest)
-
-    def _step_by_norm(self, norm: GlobalNorm) -> None:
+    def _step_by_norm(self, norm: GlobalNorm, overflow: Tensor | None) -> None:
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
         sums = self._families.sums()
-        value = _measured(sums, norm)
-        unit = self._raw_unit()
+        value = measured(sums, norm)
+        unit = self._unit()
         if self._options.clip_grad_norm > 0:
             unit = unit * clip_factor(value, self._options.clip_grad_norm)
-        overflow = None if self._scaler is None else ~value.isfinite()
+        if self._scaler is not None:
+            overflow = ~value.isfinite() if overflow is None else ~value.isfinite() | overflow
         if (sums or self._families.several) and not self._skips(overflow):
             on_host = self._options.cpu_offload  # it has to know both, and to wait for gradients anyway
             self._stepper.step(Scale(float(unit)) if on_host else Scale(unit, overflow), None)
@@ -366,19 +376,6 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
             elif p.grad is not None:
                 p.grad.detach_().zero_()
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients, after backward, to a global L2 norm; returns the norm before, 0-d fp32.
-
-        What ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does for a plain optimizer; that
-        function itself would see no gradients here. Every rank calls it.
-        """
-        check_max_norm("max_norm", max_norm)
-        self._families.finish()
-        norm = _measured(self._families.sums(), self._new_norm())
-        self._families.scale(clip_factor(norm, max_norm))
-        return norm
-
     def _log_start(self) -> None:
         if self._group.place == 0:
             stage = 2 if self._options.partition_grad else 1
@@ -393,13 +390,6 @@ class LowLevelZeroOptimizer(CallerNames, GroupMethods, StateMethods, WrappingOpt
             )
 
 
-def _measured(sums: list[GradientSum], norm: GlobalNorm) -> Tensor:
-    for total in sums:
-        norm.add(total.measure)
-    norm.start()
-    return norm.value
-
-
-def _raw_unit(world_size: int, scaler: LossScaler | None) -> float | Tensor:
+def _raw_unit(unit: float, scaler: LossScaler | None) -> float | Tensor:
     """What a gradient that was summed over the ranks, of a scaled loss, is to be multiplied with."""
-    return 1.0 / world_size if scaler is None else 1.0 / (world_size * scaler.scale)
+    return unit if scaler is None else unit / scaler.scale

@@ -32,6 +32,9 @@ class ZeroOptions:
         fp8_communication: send what is large in fp8.
         fp8_min_numel: elements of the smallest parameter that is.
         reduce_scatter_with_fp32_accumulation: sum 16-bit wires in fp32, whatever the backend does.
+        gradient_predivide_factor: what gradients are divided by before they are summed, and multiplied with after.
+        reduction: "mean" or "sum" over the ranks.
+        pad_buckets_for_high_nccl_busbw: rows of wires are multiples of 2**16 elements.
         backward_context: makes the context manager that backward runs in.
         verbose: log skipped steps.
 
@@ -53,6 +56,9 @@ class ZeroOptions:
     fp8_communication: bool = False
     fp8_min_numel: int = 2048
     reduce_scatter_with_fp32_accumulation: bool = False
+    gradient_predivide_factor: float = 1.0
+    reduction: str = "mean"
+    pad_buckets_for_high_nccl_busbw: bool = False
     backward_context: BackwardContext | None = field(default=None, repr=False)
     verbose: bool = field(default=False, repr=False)
 
@@ -67,6 +73,8 @@ class ZeroOptions:
                 "reduce_scatter_with_fp32_accumulation=True: expected reduce-scatters, got stage 1, which all-reduces: "
                 "pass partition_grad=True or reduce_scatter=True too, or leave it out"
             )
+        check_factor("gradient_predivide_factor", self.gradient_predivide_factor)
+        check_reduction(self.reduction)
         if self.backward_context is not None and not callable(self.backward_context):
             raise TypeError(
                 "backward_context: expected a callable that returns a context manager, "
@@ -81,6 +89,10 @@ class ZeroOptions:
     def in_fp8(self, numel: int, world_size: int) -> bool:
         """Whether a parameter of ``numel`` elements travels in fp8 between so many ranks."""
         return self.fp8_communication and numel >= max(self.fp8_min_numel, 1) and world_size > 1
+
+    def unit(self, world_size: int) -> float:
+        """What a gradient that was divided before it was summed is to be multiplied with afterwards."""
+        return self.gradient_predivide_factor / (world_size if self.reduction == "mean" else 1)
 
 
 def check_bucket_size(size: object) -> None:
@@ -115,6 +127,20 @@ def check_floating(keyword: str, dtype: object) -> None:
         raise TypeError(f"{keyword}: expected a torch.dtype or None, got {type(dtype).__name__} {dtype!r}")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"{keyword}: expected float16, bfloat16, float32 or float64, got {dtype}")
+
+
+def check_factor(keyword: str, factor: object) -> None:
+    """Raise unless ``factor`` is a finite number above 0."""
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"{keyword}: expected a number above 0, got {type(factor).__name__} {factor!r}")
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"{keyword}: expected a finite number above 0 (1 divides after the sum alone), got {factor}")
+
+
+def check_reduction(reduction: object) -> None:
+    """Raise unless ``reduction`` is one that there is."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction: expected 'mean' or 'sum' over the ranks, got {reduction!r}")
 
 
 def refuse_undelivered(**keywords: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .alignment import alignment_of
 from .bookkeeping.bucket_plan import Item, make_plan
 from .options import ZeroOptions
 from .partition import EvenSplit
@@ -124,8 +125,9 @@ def _placed(tensors: Sequence[Tensor], optimizer: OptimizerLike, dtype: torch.dt
 
 def _kinds(parameters: Sequence[_Parameter], setup: Setup) -> list[Kind]:
     wires = [setup.wire_of(p.dtype) for p in parameters]
+    wide = setup.options.pad_buckets_for_high_nccl_busbw
     items = [
-        Item(EvenSplit(p.numel, setup.ranks), (p.dtype, wire), p.dtype == wire)
+        Item(EvenSplit(p.numel, setup.ranks), (p.dtype, wire), p.dtype == wire, alignment=alignment_of(wire, wide))
         for p, wire in zip(parameters, wires, strict=True)
     ]
     plan = make_plan(items, range(len(items))[::-1], setup.options.bucket_size)

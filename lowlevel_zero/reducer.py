@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from .alignment import alignment_of
 from .bookkeeping.bucket_plan import BucketPlan, Item, completed, make_plan
 from .bookkeeping.bucket_store import BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
@@ -36,6 +37,11 @@ from .forecast import Forecast, Message
 from .options import ZeroOptions
 from .streams import Streams, at_home
 from .transport import Pending
+
+DOUBLE_REDUCTION = (
+    "expected step or zero_grad after synchronize(), got the gradient of one more backward, which would be reduced "
+    "beside those that are the caller's to edit: call synchronize() after the last backward of a step"
+)
 
 _current_graph_task = torch._C._current_graph_task_id  # looked up once: it is asked for every gradient
 
@@ -99,7 +105,8 @@ class Reducer:
         self._group = group = parameters.shard_groups[family]
         self._options = options
         self._gradients = gradients
-        self._buckets = BucketStore(self._records, group, options.keeps_row_only, streams)
+        divisor = options.gradient_predivide_factor
+        self._buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor)
         # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early. Nor
         # must a rank wait in one family for a peer that may be waiting for it in another.
         device = self._records[0].padded.device
@@ -138,7 +145,11 @@ class Reducer:
 
     def _replan(self, order: list[int]) -> None:
         self._travelling = sum(record.split.numel > 0 for record in self._records)
-        items = [Item(r.split, r.kind, r.wire_dtype == r.p.dtype, r.fp8) for r in self._records]
+        wide = self._options.pad_buckets_for_high_nccl_busbw
+        items = [
+            Item(r.split, r.kind, r.wire_dtype == r.p.dtype, r.fp8, alignment_of(r.wire_dtype, wide))
+            for r in self._records
+        ]
         self._buckets.follow(make_plan(items, order, self._options.bucket_size))
 
     def plan_state(self) -> PlanState | None:
@@ -201,6 +212,9 @@ class Reducer:
             self._streams.produced()
         if not self.sync or (self._driving and self._driving[-1] is not self._driver):
             return
+        if self._gradients.exposed:
+            record.p.grad = None
+            raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
         if not self._buckets.open:
             self._uneven = True
             self._refuse_unscaled(record)
@@ -300,6 +314,9 @@ class Reducer:
     @at_home
     def drain(self) -> None:
         """Finish what this rank has started. Tells of no other rank: only ``finish`` completes a step."""
+        if self._gradients.exposed:
+            self._gradients.absorb()
+            return
         self._close()
         self._take(self._buckets.finish())
 
@@ -310,7 +327,11 @@ class Reducer:
         Communicates: all ranks call it. May be called again; it then finds nothing to do. On the host, which waits
         for reductions here anyway, the ranks always agree on their rounds. On a device they do unless all are
         known to have run the same: to have called ``backward`` of this optimizer, and none of another's since.
+        After ``synchronize`` nothing is reduced any more: what callers have made of gradients is taken over.
         """
+        if self._gradients.exposed:
+            self.drain()
+            return
         by_messages = self._forecast.on
         if by_messages or self._on_host or not self._driven or self._last_backward != self._backwards.value:
             self._complete_rounds(with_leftovers=True)
@@ -360,6 +381,7 @@ class Reducer:
 
         Communicates as ``finish`` does: on the host always, on a device where backwards have been bare.
         """
+        self._gradients.conceal()
         if self._on_host or (self._bare and not self._driven):
             self.even_out()
         self.drain()
@@ -381,6 +403,7 @@ class Reducer:
             self._follow_order()
         self._bare = not self._driven
         self._forget_rounds()
+        self._gradients.conceal()
 
     def _forget_rounds(self) -> None:
         self._rounds = 0

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .alignment import RowLayout
 from .arena import Address, Arena, OthersArena, Slot
 from .exchange import GATHER, REDUCE, SUMMED, Exchange, sum_rows
 from .mail import Header, Subject
-from .transport import Pending, keep_own, lay_end_to_end
+from .transport import Pending, keep_own, lay_out
 
 T = TypeVar("T")
 
@@ -191,17 +192,17 @@ class SharedMemory(Exchange):
         by_rank = dict(zip((of for _, of in self.peers), theirs, strict=True)) | {self.rank: own}
         return [by_rank[rank] for rank in range(self.size)]
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
         """Each rank copies what it lacks out of the others' slots, straight to where it belongs."""
-        sizes = [each.numel() for each in own]
-        packed = self._packed(sum(sizes), rows[0].dtype)
-        lay_end_to_end(packed.wire, own)
+        packed = self._packed(layout.columns, rows[0].dtype)
+        lay_out(packed.wire, own, layout)
         keep_own(own, rows, self.rank)  # from own, not the slot: an fp32 master is its row already
 
         def finish(theirs: list[Header]) -> None:
-            views = self._views(theirs, sum(sizes), rows[0].dtype)
+            views = self._views(theirs, layout.columns, rows[0].dtype)
             for (_, of), view in zip(self.peers, views, strict=True):
-                torch.split_with_sizes_copy(view, sizes, out=[each[of] for each in rows])
+                homes = layout.spread([each[of] for each in rows], view.new_empty)
+                torch.split_with_sizes_copy(view, layout.pieces, out=homes)
 
         return self._send(packed, GATHER, finish)
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .alignment import RowLayout
+
 # torch 2.13 renames the two and warns on the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
@@ -97,15 +99,19 @@ class Transport(ABC):
         The result is ``into``, ``sizes_into[r]`` elements of it from rank ``r``; both must stay as they are until then.
         """
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
-        """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``."""
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
+        """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``.
+
+        Where there are several they travel as ``layout`` says; one alone needs no wire.
+        """
         if len(own) == 1:
             keep_own(own, rows, self.rank)
             return then(self.all_gather(rows[0]), lambda wire: None)
-        sizes = [each.numel() for each in own]
-        wire = rows[0].new_empty(self.size, sum(sizes))
-        lay_end_to_end(wire[self.rank], own)
-        return then(self.all_gather(wire), lambda wire: unpack(wire, rows, sizes))
+        wire = rows[0].new_empty(self.size, layout.columns + layout.tail)
+        lay_out(wire[self.rank], own, layout)
+        if layout.tail:
+            wire[self.rank, layout.columns :].zero_()  # fp8 looks at whole blocks
+        return then(self.all_gather(wire), lambda wire: unpack(wire, rows, layout))
 
     def held(self) -> list[Tensor]:
         """Memory that is kept from wire to wire."""
@@ -159,7 +165,7 @@ class Alone(Direct):
         into.copy_(wire)
         return Pending((), (into,), lambda: into)
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor]) -> Pending[None]:
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
         """A copy, where ``own`` is one."""
         keep_own(own, rows, self.rank)
         return Pending((), (), lambda: None)
@@ -220,9 +226,21 @@ def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(dtype)
 
 
-def unpack(wire: Tensor, rows: Sequence[Tensor], sizes: list[int]) -> None:
+def unpack(wire: Tensor, rows: Sequence[Tensor], layout: RowLayout) -> None:
     """Copy the columns of ``wire`` (``[size, row]``) out into ``rows``, each ``[size, s]``: one multi-tensor call."""
-    torch.split_with_sizes_copy(wire, sizes, dim=1, out=list(rows))
+
+    def nowhere(columns: int) -> Tensor:
+        return wire.new_empty(len(wire), columns)
+
+    pieces, homes = layout.pieces, layout.spread(rows, nowhere)
+    if layout.tail:
+        pieces, homes = [*pieces, layout.tail], [*homes, nowhere(layout.tail)]
+    torch.split_with_sizes_copy(wire, pieces, dim=1, out=homes)
+
+
+def lay_out(row: Tensor, slices: Sequence[Tensor], layout: RowLayout) -> None:
+    """Copy 1-D ``slices`` to where they belong in ``row``, cast to its dtype, with zeros between them."""
+    lay_end_to_end(row[: layout.columns], layout.spread(slices, slices[0].new_zeros))
 
 
 def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:

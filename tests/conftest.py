@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lowlevel_zero import reducer
+from lowlevel_zero.alignment import Alignment
+from lowlevel_zero.bookkeeping import gather_store
 from lowlevel_zero.forecast import Forecast
 
 # peft looks for a model's files on the network, even for one that was made from a config.
@@ -30,6 +33,13 @@ def _seeds() -> None:
     """Each test draws the same numbers, in whichever order tests run; forked ranks inherit the state."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices lie end to end in wires, whose rows end with the last."""
+    for module in (reducer, gather_store):
+        monkeypatch.setattr(module, "alignment_of", lambda *_: Alignment())
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ HOUSE = (
         "floor 0",
         (
             "partition",
+            "alignment",
             "loss_scaler",
             "elementwise",
             "options",
@@ -58,7 +59,7 @@ HOUSE = (
     ("floor 3, over the reducer", ("families", "assignment")),
     ("floor 3, thin over the others", ("sharding", "stepping", "sharded_state")),
     ("floor 3, over stepping", ("memory",)),
-    ("floor 3, thinner still", ("state_methods", "group_methods", "caller_names")),
+    ("floor 3, thinner still", ("state_methods", "group_methods", "gradient_methods", "caller_names")),
     ("floor 4", ("optimizer",)),
     ("floor 5, under the others", ("owners",)),
     ("floor 5", ("checkpoint.*", "accessors")),

@@ -133,6 +133,7 @@ def simple() -> Layout:
     return found
 
 
+@pytest.mark.usefixtures("unaligned")
 def test_the_table() -> None:
     told = simple().table().splitlines()
     assert told[0] == "28 elements in 3 parameters over 3 ranks, stage 2, 3 buckets, padding 17.86%"

@@ -252,10 +252,10 @@ def test_groups_keep_what_their_settings_say() -> None:
 
 
 def test_frozen_and_foreign_parameters_are_only_held() -> None:
-    trained, frozen, foreign = (nn.Parameter(torch.zeros(8)) for _ in range(3))
+    trained, frozen, foreign = (nn.Parameter(torch.zeros(64)) for _ in range(3))
     frozen.requires_grad_(False)
     told = estimate([trained, frozen, foreign], 2, 2, None, torch.optim.SGD([trained, frozen], lr=0.1))
-    assert (told.parameters, told.gradients) == (3 * 32, pytest.approx(16, abs=8))
+    assert (told.parameters, told.gradients) == (3 * 256, pytest.approx(128, abs=8))
 
 
 # What is refused

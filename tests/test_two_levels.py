@@ -158,6 +158,7 @@ def check_accessors(p: nn.Parameter, rank: int) -> None:
     assert torch.equal(doubled, 2 * (values + 1))
 
 
+@pytest.mark.usefixtures("unaligned")
 def test_slices_are_those_of_the_form() -> None:
     """Who holds what, what is held, and how much crosses the outer level."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowlevel_zero.alignment import RowLayout
 from lowlevel_zero.bookkeeping import wire as wire_module
 from lowlevel_zero.bookkeeping.wire import pack, pack_plainly
 from lowlevel_zero.transport import unpack
@@ -103,7 +104,8 @@ def test_unpacking_undoes_packing(world_size: int, numels: list[int]) -> None:
     pack(wire, flats)
     sizes = [slice_size(numel, world_size) for numel in numels]
     homes = [torch.full((world_size * size,), -7.0) for size in sizes]
-    unpack(wire, [home.view(world_size, size) for home, size in zip(homes, sizes, strict=True)], sizes)
+    rows = [home.view(world_size, size) for home, size in zip(homes, sizes, strict=True)]
+    unpack(wire, rows, RowLayout(tuple(sizes)))
     for home, flat in zip(homes, flats, strict=True):
         assert torch.equal(home[: flat.numel()], flat)
         assert home[flat.numel() :].eq(0).all()

@@ -12,14 +12,19 @@ with after the reduction tells it what all the others had. Flags are kept below 
 no room (or travels in fp8, or is no wire, because its one parameter is reduced in place) they ride in a later
 one, and the plan ends with a small wire for those that found none. One more flag in the last wire of a round,
 "late", says that a gradient came after its bucket had left.
+
+Slices start at round addresses (see ``alignment``): the short ones of a bucket lie behind the others, and a row is
+padded at its end, where flags find room that costs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
+from ..alignment import END_TO_END, Alignment, RowLayout, laid_out
 from ..partition import EvenSplit
 
 FLAG_SHARE = 0.01
@@ -32,6 +37,7 @@ class Item(NamedTuple):
     kind: Hashable  # only parameters of one kind (device, dtypes) can share a wire
     whole: bool  # its gradient can be reduced, and its storage gathered, without packing
     fp8: bool = False  # it travels in fp8, which its kind tells too
+    alignment: Alignment = END_TO_END  # one for each kind
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,9 @@ class Bucket:
         sizes: the members' slice sizes.
         flags: indices of the parameters whose presence flags the wire carries, after the slices.
         in_place: the one member is reduced straight from its gradient.
-        last: carries the round's "late" flag in its last column, and starts when backward has ended.
+        last: carries the round's "late" flag behind the others, and starts when backward has ended.
         fp8: the wire travels in fp8, so that it can carry no flags.
+        alignment: what slices and the row are aligned to.
     """
 
     position: int
@@ -55,16 +62,36 @@ class Bucket:
     in_place: bool = False
     last: bool = False
     fp8: bool = False
+    alignment: Alignment = END_TO_END
+
+    @cached_property
+    def layout(self) -> RowLayout:
+        """Where the slices lie in the row."""
+        return laid_out(self.sizes, self.alignment)
 
     @property
     def body(self) -> int:
-        """Columns that the slices take."""
-        return sum(self.sizes)
+        """Columns that the slices take, with the fillers between them."""
+        return self.layout.columns
 
     @property
+    def late(self) -> int:
+        """Column of the "late" flag."""
+        return self.body + len(self.flags)
+
+    @cached_property
     def row(self) -> int:
         """Columns of the wire."""
-        return self.body + len(self.flags) + self.last
+        return self.alignment.padded(self.late + self.last)
+
+    @property
+    def tail(self) -> int:
+        """Columns behind the flags, which hold nothing."""
+        return self.row - self.late - self.last
+
+    def lengthened(self, flags: int) -> int:
+        """Columns by which so many more flags would lengthen the row."""
+        return self.alignment.padded(self.late + self.last + flags) - self.row
 
 
 @dataclass(frozen=True)
@@ -138,11 +165,14 @@ def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list
 
 
 def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size: int) -> Bucket:
-    sizes = tuple(items[index].split.slice_size for index in group)
+    """A bucket without flags: slices that are too short to be aligned come behind the others."""
     first = items[group[0]]
+    alignment = first.alignment
+    members = tuple(sorted(group, key=lambda index: items[index].split.slice_size < alignment.slices))
+    sizes = tuple(items[index].split.slice_size for index in members)
     alone = len(group) == 1 and first.split.numel >= bucket_size
-    in_place = alone and first.whole and first.split.padding == 0
-    return Bucket(position, tuple(group), sizes, in_place=in_place, fp8=first.fp8)
+    fits = first.whole and first.split.padding == 0 and alignment.padded(sizes[0]) == sizes[0]
+    return Bucket(position, members, sizes, in_place=alone and fits, fp8=first.fp8, alignment=alignment)
 
 
 def _add_flags(buckets: list[Bucket]) -> list[Bucket]:
@@ -151,12 +181,12 @@ def _add_flags(buckets: list[Bucket]) -> list[Bucket]:
     waiting: tuple[int, ...] = ()
     for bucket in buckets:
         waiting += bucket.members
-        if not (bucket.in_place or bucket.fp8) and len(waiting) <= FLAG_SHARE * bucket.body:
+        if not (bucket.in_place or bucket.fp8) and bucket.lengthened(len(waiting)) <= FLAG_SHARE * bucket.body:
             flagged.append(replace(bucket, flags=waiting))
             waiting = ()
         else:
             flagged.append(bucket)
-    if flagged and not waiting:
+    if flagged and not waiting and flagged[-1].lengthened(1) <= flagged[-1].alignment.slices:
         flagged[-1] = replace(flagged[-1], last=True)
     else:
         flagged.append(Bucket(len(flagged), (), (), waiting, last=True))

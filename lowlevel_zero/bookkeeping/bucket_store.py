@@ -42,6 +42,7 @@ class BucketStore:
         group: the ranks that share them.
         keeps_row_only: reduce-scatter, not all-reduce.
         streams: what wires are packed, started and finished on.
+        divisor: what gradients are divided by before they are summed.
 
     Attributes:
         plan: the buckets of all parameters.
@@ -53,8 +54,14 @@ class BucketStore:
     """
 
     def __init__(
-        self, records: Sequence[ShardedParameter], group: ShardGroup, keeps_row_only: bool, streams: Streams
+        self,
+        records: Sequence[ShardedParameter],
+        group: ShardGroup,
+        keeps_row_only: bool,
+        streams: Streams,
+        divisor: float = 1.0,
     ) -> None:
+        self._divisor = divisor
         self._streams = streams
         self._records = records
         self._group = group
@@ -208,13 +215,14 @@ class BucketStore:
         Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which an all-reduce would
         write twice. (One rank alone gets the wire itself back as the sum, to be written to.)
         """
-        gradient = gradients[0] if bucket.in_place and self._keeps_row_only and self._group.size > 1 else None
+        may = bucket.in_place and self._keeps_row_only and self._group.size > 1 and self._divisor == 1.0
+        gradient = gradients[0] if may else None
         if gradient is None or gradient.dtype != self._records[bucket.members[0]].wire_dtype:
             return None
         return gradient.view(self._group.size, bucket.row)
 
     def _packed_wire(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
-        """A fresh wire with the gradients, zeros for those that aren't there, and the flags that ride in it."""
+        """A fresh wire with the gradients, zeros for those that aren't there and between, and the flags of the wire."""
         lead = self._records[(bucket.members or bucket.flags or (0,))[0]]
         dtype = lead.wire_dtype if bucket.members else torch.float32
         wire = self._group.new_wire(bucket.row, dtype, lead.padded.device, bucket.fp8)
@@ -223,9 +231,13 @@ class BucketStore:
             gradient if gradient is not None else zero.expand(self._records[index].split.numel)
             for index, gradient in zip(bucket.members, gradients, strict=True)
         ]
-        if bucket.row > bucket.body:
-            flats.append((zero + 1).expand((bucket.row - bucket.body) * self._group.size))
-        pack(wire, flats)
+        flats = bucket.layout.spread(flats, lambda free: zero.expand(free * self._group.size))
+        behind = []
+        if bucket.flags or bucket.last:
+            behind.append((zero + 1).expand((len(bucket.flags) + bucket.last) * self._group.size))
+        if bucket.tail:
+            behind.append(zero.expand(bucket.tail * self._group.size))
+        pack(wire, flats, behind, self._divisor)
         self._lower_flags(bucket, wire)
         return wire
 
@@ -235,4 +247,4 @@ class BucketStore:
             if not self._has_gradient[index]:
                 wire[:, column].zero_()
         if bucket.last and not self.late:
-            wire[:, -1].zero_()
+            wire[:, bucket.late].zero_()

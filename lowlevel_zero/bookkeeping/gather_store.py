@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..alignment import alignment_of
 from ..collectives import ShardGroup
 from ..streams import Mark, Streams
 from ..transport import Pending
@@ -77,11 +78,18 @@ class GatherStore:
         streams: what gathers are started and finished on.
         overlap: don't wait at the end of a step, where a parameter can see to it that its readers wait.
         offload: what brings masters up from the host; None: they are where the parameters are.
+        wide_rows: pad rows for NCCL's bandwidth.
     """
 
     def __init__(
-        self, group: ShardGroup, streams: Streams, overlap: bool = False, offload: Offload | None = None
+        self,
+        group: ShardGroup,
+        streams: Streams,
+        overlap: bool = False,
+        offload: Offload | None = None,
+        wide_rows: bool = False,
     ) -> None:
+        self._wide_rows = wide_rows
         self._group = group
         self._streams = streams
         self._offload = offload
@@ -99,7 +107,9 @@ class GatherStore:
             own = [record.p32 for record in records]
             if self._offload is not None:
                 own = self._offload.lift(own, records[0].row)
-            pending = self._group.gather(own, [record.rows for record in records], records[0].fp8)
+            rows = [record.rows for record in records]
+            alignment = alignment_of(rows[0].dtype, self._wide_rows)
+            pending = self._group.gather(own, rows, records[0].fp8, alignment)
         self._under_way.append(Gather(records, pending, self._streams, awaited))
         if not awaited:
             self._finish_oldest(leave=IN_FLIGHT)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..alignment import RowLayout
+from ..streams import Passed
 from .bucket_plan import Bucket
 from .gradient_sum import GradientSum, Scale
-from .offload import Offload
+from .offload import Landing, Offload
 from .parameter_store import ShardedParameter
 
 
@@ -29,6 +31,7 @@ class GradientStore:
 
     Attributes:
         counts: keep what ``take_fewest`` tells.
+        exposed: each ``g`` is complete, averaged and unscaled, and its caller's to edit, as ``p32.grad``.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class GradientStore:
         self._flags: list[tuple[tuple[int, ...], Tensor]] = []
         self._fewest: list[Tensor] = []
         self.counts = False
+        self.exposed = False
         self._late: Tensor | None = None
 
     # ---- what reductions leave ----
@@ -60,15 +64,14 @@ class GradientStore:
             self._accumulate(bucket, body[own], body if len(total) > 1 else None)
             for each in self._sums_of(bucket.members):
                 self._bring_down(each)
-        flags = total[own, bucket.body :]
         if bucket.flags:
-            self._flags.append((bucket.flags, flags[: len(bucket.flags)]))
+            self._flags.append((bucket.flags, total[own, bucket.body : bucket.late]))
         if bucket.last:
-            self._late = flags[-1]
+            self._late = total[own, bucket.late]
 
     def _accumulate(self, bucket: Bucket, row: Tensor, whole: Tensor | None) -> None:
         before = {record.sum: None for index in bucket.members if (record := self._records[index]).sum is not None}
-        new = GradientSum(bucket.members, bucket.sizes, row, whole)
+        new = GradientSum(bucket.members, bucket.layout, row, whole)
         if not before:
             self._keep(new)
             return
@@ -95,7 +98,7 @@ class GradientStore:
     def _bring_down(self, total: GradientSum) -> None:
         """Let the row go down to the host, having measured it."""
         if self._offload is not None and total.landing is None:
-            norm = torch.linalg.vector_norm(total.row, dtype=torch.promote_types(total.row.dtype, torch.float32))
+            norm = _norm_of(total.row)
             total.rest_on_host(self._offload.down(total.row), norm)
 
     def _keep(self, new: GradientSum) -> None:
@@ -109,9 +112,9 @@ class GradientStore:
 
     def _merge(self, new: GradientSum) -> None:
         """Add, member by member, a bucket of other members than those that the sums so far are of."""
-        for index, size in zip(new.members, new.sizes, strict=True):
+        for index, size in zip(new.members, new.layout.sizes, strict=True):
             record = self._records[index]
-            addend = GradientSum((index,), (size,), new.part_of(index), new.rows_of(index))
+            addend = GradientSum((index,), RowLayout((size,)), new.part_of(index), new.rows_of(index))
             if record.sum is None:
                 self._keep(addend)
                 continue
@@ -141,9 +144,9 @@ class GradientStore:
     # ---- what the step takes ----
 
     def sums(self) -> list[GradientSum]:
-        """What has been summed for parameters that worked, as reductions leave it."""
+        """What has been summed for parameters that worked, as reductions leave it, or as ``expose`` does."""
         for total in self._sums:
-            if total.unit is not None:
+            if total.unit is not None and not self.exposed:
                 self._fetch(total)
                 self._promote(total)
                 self._bring_down(total)
@@ -154,9 +157,12 @@ class GradientStore:
         return [record for index in total.members if (record := self._records[index]).sum is total]
 
     def scale(self, sums: Iterable[GradientSum], factor: Tensor) -> None:
-        """Multiply gradients with ``factor``, when they are next used."""
+        """Multiply gradients with ``factor``: when they are next used, or, where they are exposed, now."""
         for total in sums:
-            total.unit = self._unit(total) * factor
+            if self.exposed:
+                total.row.mul_(factor.to(total.row.device))
+            else:
+                total.unit = self._unit(total) * factor
 
     def hand_over(
         self, total: GradientSum, working: Sequence[ShardedParameter], scale: Scale, by_optimizer: bool
@@ -175,9 +181,9 @@ class GradientStore:
         else:
             total.unit = scale.unit
             row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
-        if not by_optimizer:
+        if not (by_optimizer or scale.exact):
             row.mul_(scale.unit)
-        gradients = row.to(dtype).split_with_sizes(total.sizes)
+        gradients = total.layout.cut(row.to(dtype))
         if len(working) == len(gradients):
             for record, gradient in zip(working, gradients, strict=True):
                 record.p32.grad = gradient
@@ -190,11 +196,80 @@ class GradientStore:
         """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``; others' rows are let go."""
         total = record.sum
         assert total is not None
+        if self.exposed:
+            total.part_of(record.index).copy_(own)
+            return
         self._fetch(total)
         self._promote(total)
         total.forget_others()
         total.part_of(record.index).copy_(own.to(total.row) / self.raw_unit())
         self._bring_down(total)
+
+    # ---- what callers may edit, between ``synchronize`` and ``step`` ----
+
+    def expose(self, unit: float | Tensor) -> None:
+        """Make gradients of sums, averaged and unscaled by ``unit``, and show each ``p32`` its own as ``p32.grad``."""
+        for total in self.sums():
+            working = self.working(total)
+            if self._offload is not None and total.landing is not None:
+                self._offload.wait(total.landing)
+            row = _at_least_fp32(total.row).mul_(unit).to(working[0].p32.dtype)
+            self._make_final(total, row, working[0].padded.device)
+            for record in working:
+                record.p32.grad = total.part_of(record.index)
+        self.exposed = True
+
+    def absorb(self) -> None:
+        """Let ``g`` be what callers have made of each ``p32.grad``: edited, replaced, taken away or added."""
+        ours = {total.row.untyped_storage().data_ptr() for total in self._sums}
+        replaced = []
+        for record in self._records:
+            gradient, total = record.p32.grad, record.sum
+            if gradient is None and total is not None:
+                total.part_of(record.index).zero_()
+                record.drop_gradient()
+            elif gradient is not None and (total is None or gradient is not total.part_of(record.index)):
+                shared = gradient.untyped_storage().data_ptr() in ours  # another slice's, say, that is replaced too
+                replaced.append((record, gradient.detach().clone() if shared else gradient.detach()))
+        for record, gradient in replaced:
+            if record.sum is None:
+                self._adopt(record, gradient.clone())
+            else:
+                record.sum.part_of(record.index).copy_(gradient)
+                record.p32.grad = record.sum.part_of(record.index)
+        self._sums = [total for total in self._sums if self.working(total)]
+        for total in self._sums:
+            self._clear_padding(total)
+            if total.landing is not None:
+                total.norm = _norm_of(total.row).to(total.landing.device)
+
+    def conceal(self) -> None:
+        """Show gradients no longer, if they were."""
+        if self.exposed:
+            self.exposed = False
+            for record in self._records:
+                record.p32.grad = None
+
+    def _clear_padding(self, total: GradientSum) -> None:
+        """Make zeros of what an edit has left in a slice behind the parameter's end, and a norm would count."""
+        for record in self.working(total):
+            start, stop = record.split.span(self._rank)
+            if stop - start < record.split.slice_size:
+                total.part_of(record.index)[stop - start :].zero_()
+
+    def _adopt(self, record: ShardedParameter, gradient: Tensor) -> None:
+        """Have a gradient that no reduction left."""
+        total = GradientSum((record.index,), RowLayout((gradient.numel(),)), gradient)
+        self._make_final(total, gradient, record.padded.device)
+        self._keep(total)
+        record.worked = True
+        record.p32.grad = gradient
+
+    def _make_final(self, total: GradientSum, row: Tensor, device: torch.device) -> None:
+        total.hold(row)
+        total.unit = 1.0
+        if self._offload is not None:
+            total.rest_on_host(Landing(row, Passed(), device), _norm_of(row).to(device))
 
     # ---- who had one ----
 
@@ -277,6 +352,11 @@ def _add(total: GradientSum, addend: GradientSum) -> None:
         total.row.add_(addend.row)
     else:
         total.whole.add_(addend.whole)
+
+
+def _norm_of(row: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(row, dtype=torch.promote_types(row.dtype, torch.float32))
+    return norm
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:

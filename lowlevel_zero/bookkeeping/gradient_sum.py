@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..alignment import RowLayout
 from .offload import Landing
 
 
@@ -20,27 +21,30 @@ class Scale(NamedTuple):
     unit: float | Tensor
     overflow: Tensor | None = None
 
+    @property
+    def exact(self) -> bool:
+        """Whether sums are gradients already, as far as the host knows."""
+        return isinstance(self.unit, float) and self.unit == 1.0
+
 
 class GradientSum:
     """What the reductions of one bucket leave until the step: added to, scaled and measured as one tensor.
 
     Attributes:
         members: indices of the parameters, in the row's order; one that no rank used has zeros there.
-        sizes: the members' slice sizes.
-        row: this rank's row, ``[sum of sizes]``: the wire's dtype after one micro-batch, fp32 at least after more.
-        whole: the rows of all ranks, ``[world_size, sum of sizes]``, of which ``row`` is one; None in stage 2.
+        layout: where the members' slices lie in the row; between them are zeros.
+        row: this rank's row, ``[columns]``: the wire's dtype after one micro-batch, fp32 at least after more.
+        whole: the rows of all ranks, ``[world_size, columns]``, of which ``row`` is one; None in stage 2.
         unit: what ``row`` is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
         landing: where ``row`` is on its way to the host, or has arrived; None: it is on the device.
         norm: of a ``row`` on the host its L2 norm, 0-d, on the device.
     """
 
-    __slots__ = ("_parts", "_row", "_whole", "landing", "members", "norm", "sizes", "unit")
+    __slots__ = ("_parts", "_row", "_whole", "landing", "layout", "members", "norm", "unit")
 
-    def __init__(
-        self, members: tuple[int, ...], sizes: tuple[int, ...], row: Tensor, whole: Tensor | None = None
-    ) -> None:
+    def __init__(self, members: tuple[int, ...], layout: RowLayout, row: Tensor, whole: Tensor | None = None) -> None:
         self.members = members
-        self.sizes = sizes
+        self.layout = layout
         self.unit: float | Tensor | None = None
         self.hold(row, whole)
 
@@ -80,7 +84,7 @@ class GradientSum:
     def part_of(self, index: int) -> Tensor:
         """One member's ``g``, ``[s]``: a view of the row."""
         if self._parts is None:
-            self._parts = dict(zip(self.members, self._row.split_with_sizes(self.sizes), strict=True))
+            self._parts = dict(zip(self.members, self.layout.cut(self._row), strict=True))
         return self._parts[index]
 
     def rows_of(self, index: int) -> Tensor | None:
@@ -88,4 +92,4 @@ class GradientSum:
         if self._whole is None:
             return None
         at = self.members.index(index)
-        return self._whole.narrow(1, sum(self.sizes[:at]), self.sizes[at])
+        return self._whole.narrow(1, self.layout.starts[at], self.layout.sizes[at])

@@ -11,11 +11,25 @@ from torch import Tensor
 _chunk_cat = getattr(torch, "_chunk_cat", None)
 
 
-def pack(wire: Tensor, flats: Sequence[Tensor]) -> None:
+def pack(wire: Tensor, flats: Sequence[Tensor], behind: Sequence[Tensor] = (), divisor: float = 1.0) -> None:
     """Lay 1-D tensors side by side in ``wire`` (``[world_size, row]``), each padded and cut into its rows.
 
-    The tensors share one dtype, which may differ from the wire's, and none is empty.
+    The tensors share one dtype, which may differ from the wire's, and none is empty. ``flats`` are divided by
+    ``divisor``, and left as they are; those ``behind`` them are not. What the wire's dtype couldn't hold is divided
+    before it is cast, what it can, where it lies in the wire, and one tensor that is all of the wire on its way there.
     """
+    if divisor == 1.0 or not flats:
+        _pack(wire, [*flats, *behind])
+    elif flats[0].dtype == wire.dtype and flats[0].numel() == wire.numel():
+        torch.div(flats[0].reshape(wire.shape), divisor, out=wire)
+    elif torch.promote_types(flats[0].dtype, wire.dtype) == wire.dtype:
+        _pack(wire, [*flats, *behind])
+        wire.narrow(1, 0, wire.shape[1] - sum(map(Tensor.numel, behind)) // len(wire)).div_(divisor)
+    else:
+        _pack(wire, [*torch._foreach_div(list(flats), divisor), *behind])
+
+
+def _pack(wire: Tensor, flats: Sequence[Tensor]) -> None:
     if _chunk_cat is not None:
         _chunk_cat(list(flats), 0, wire.shape[0], out=wire)
     else:
@@ -23,7 +37,7 @@ def pack(wire: Tensor, flats: Sequence[Tensor]) -> None:
 
 
 def pack_plainly(wire: Tensor, flats: Sequence[Tensor]) -> None:
-    """What ``pack`` does, in public operations: for a torch without ``_chunk_cat``, and for its test."""
+    """What ``pack`` does, without dividing, in public operations: for a torch without ``_chunk_cat``, and its test."""
     torch.cat([_rows(flat, wire.shape[0]) for flat in flats], dim=1, out=wire)
 
 

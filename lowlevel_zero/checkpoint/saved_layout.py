@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..alignment import alignment_of
 from ..bookkeeping.bucket_plan import Item, completed, make_plan
 from ..layout import Layout, Owned, Shared, layout_of
 from ..memory import as_dtype
@@ -31,7 +32,11 @@ def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None, bucket
         raise ValueError(f"world size: expected at least 1 rank, got {size}")
     names, options = _trained(checkpoint), _options(checkpoint, bucket_size)
     owned = [_owned(checkpoint, name, size, options) for name in names]
-    items = [Item(each.split, (each.dtype, each.wire_dtype), each.dtype == each.wire_dtype) for each in owned]
+    wide = options.pad_buckets_for_high_nccl_busbw
+    items = [
+        Item(each.split, (each.dtype, wire), each.dtype == wire, alignment=alignment_of(wire, wide))
+        for each, wire in ((each, each.wire_dtype) for each in owned)
+    ]
     plan = make_plan(items, _order(checkpoint, names), options.bucket_size)
     return layout_of([Shared(tuple(range(size)), owned, plan)], options)
 

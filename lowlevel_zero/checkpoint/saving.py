@@ -245,6 +245,7 @@ def _told(options: ZeroOptions) -> dict[str, Any]:
         "reduce_scatter": options.reduce_scatter,
         "master_weights": options.master_weights,
         "cpu_offload": options.cpu_offload,
+        "pad_buckets_for_high_nccl_busbw": options.pad_buckets_for_high_nccl_busbw,
     }
 
 

@@ -1,0 +1,481 @@
+"""Between backward and step: gradients that are synchronized, edited by hand, clipped and stepped as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from oracle import Run, build, check_close, emulate, groups, loss_of, train_alone, train_sharded
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from ranks import run_ranks, run_ranks_expecting
+
+STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
+over_stages = pytest.mark.parametrize("stage", STAGES)
+
+Edit = Callable[[LowLevelZeroOptimizer], None]
+
+
+def slices(optimizer: LowLevelZeroOptimizer) -> list[Tensor]:
+    return [p32 for group in optimizer.optim.param_groups for p32 in group["params"]]
+
+
+def squash(gradient: Tensor) -> Tensor:
+    """What each element can be edited to without its neighbours."""
+    return gradient.clamp(-0.02, 0.05) * 0.5
+
+
+def in_place(optimizer: LowLevelZeroOptimizer) -> None:
+    for p32 in slices(optimizer):
+        if p32.grad is not None:
+            p32.grad.copy_(squash(p32.grad))
+
+
+def replaced(optimizer: LowLevelZeroOptimizer) -> None:
+    for p32 in slices(optimizer):
+        if p32.grad is not None:
+            p32.grad = squash(p32.grad)
+
+
+def untouched(optimizer: LowLevelZeroOptimizer) -> None:
+    pass
+
+
+def squashing(run: Run) -> Run:
+    """The same in one process: an optimizer that edits gradients before it steps."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        optimizer = run.optimizer(params)
+        optimizer.register_step_pre_hook(lambda *_: edit(optimizer))
+        return optimizer
+
+    def edit(optimizer: torch.optim.Optimizer) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.copy_(squash(p.grad))
+
+    return replace(run, optimizer=make)
+
+
+def train(rank: int, world_size: int, run: Run, edit: Edit) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """A run that synchronizes and edits: parameters, masters and norms."""
+    model = build(replace(run, seed=run.seed + rank))
+    optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, clip_grad_norm=run.clip, **run.options)
+    norms = []
+    for step in range(run.steps):
+        for micro in range(run.micro_batches):
+            loss = loss_of(model, run, step, micro, rank)
+            if run.bare:
+                loss.backward()
+            else:
+                optimizer.backward(loss)
+        optimizer.synchronize()
+        edit(optimizer)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        norms.append(optimizer.get_grad_norm())
+        optimizer.zero_grad()
+        assert all(p32.grad is None for p32 in slices(optimizer))
+    of = optimizer.get_working_to_master_map()
+    masters = {name: of[id(p)].clone() for name, p in model.named_parameters() if id(p) in of}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, masters, norms
+
+
+def dropping(step: int, rank: int) -> set[int]:
+    """Different ones on each rank, and one on all."""
+    return {(step + rank) % 2, 2} if step else {2}
+
+
+# What is stepped
+
+
+@pytest.mark.parametrize(("world_size", "edit"), [(1, replaced), (2, in_place), (3, replaced), (4, in_place)])
+@over_stages
+def test_edited_slices_are_what_is_stepped(stage: str, world_size: int, edit: Edit) -> None:
+    run = Run(world_size, 4, 2, drop=dropping, bare=world_size == 3)
+    expected, _ = train_alone(squashing(run))
+    got = run_ranks(train, world_size, run.with_options(reduce_bucket_size=50, **STAGES[stage]), edit)
+    check_close(expected, [parameters for parameters, _, _ in got], 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "options"),
+    [
+        ("stage 1", "fused", {"overlap_allgather": True}),
+        ("stage 2", "momentum", {"overlap_allgather": True, "reduce_bucket_size": 1}),
+        ("stage 1", "momentum", {"cpu_offload": True}),
+        ("stage 2", "foreach", {"cpu_offload": True, "reduce_bucket_size": 1}),
+        ("stage 1", "foreach", {"overlap_communication": False, "reduce_bucket_size": 1}),
+        ("stage 2", "fused", {"communication_dtype": torch.bfloat16}),
+        ("stage 2", "fused", {"gradient_predivide_factor": 3, "pad_buckets_for_high_nccl_busbw": True}),
+    ],
+)
+def test_with_every_option_and_kernel(stage: str, kind: str, options: dict[str, Any]) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        if kind == "momentum":
+            return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+        return torch.optim.AdamW(params, lr=1e-2, fused=kind == "fused", foreach=kind == "foreach")
+
+    run = Run(2, 4, drop=dropping, optimizer=make)
+    expected, _ = train_alone(squashing(run))
+    got = run_ranks(train, 2, run.with_options(**options, **STAGES[stage]), in_place)
+    tolerance = 2e-2 if "communication_dtype" in options else 2e-5
+    check_close(expected, [parameters for parameters, _, _ in got], tolerance)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (2, torch.float16)], ids=str
+)
+@over_stages
+def test_unedited_ones_are_what_a_step_would_have_taken(stage: str, world_size: int, dtype: torch.dtype) -> None:
+    """Bit for bit; the norm to the rounding of the average."""
+    foreach = lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True)  # noqa: E731
+    run = Run(world_size, 4, 2, dtype, dropping, optimizer=foreach).with_options(initial_scale=2.0**8, **STAGES[stage])
+
+    def both(rank: int, world_size: int) -> tuple[Any, Any]:
+        return train(rank, world_size, run, untouched), train_sharded(rank, world_size, run)
+
+    for (got, _, norms), (expected, expected_norms) in run_ranks(both, world_size):
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_16_bit_models_edit_slices_of_their_masters_dtype(dtype: torch.dtype, master_weights: bool) -> None:
+    options = {"initial_scale": 2.0**10, "partition_grad": True, "master_weights": master_weights}
+    run = Run(2, 4, 2, dtype, dropping, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), options=options)
+    expected, _ = emulate(squashing(run))
+    ranks = run_ranks(train, 2, run, in_place)
+    for name, whole in expected.items():
+        got = torch.cat([masters[name] for _, masters, _ in ranks])[: whole.numel()]
+        assert got.dtype == (torch.float32 if master_weights else dtype)
+        flat = torch.as_strided(whole, (whole.numel(),), (1,))
+        torch.testing.assert_close(got, flat, atol=2e-2 if not master_weights else 2e-3, rtol=0.01, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offload"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
+    ids=str,
+)
+@over_stages
+def test_slices_have_the_averaged_unscaled_gradient(stage: str, dtype: torch.dtype, offload: bool) -> None:
+    run = Run(2, 1, 2, dtype, dropping).with_options(cpu_offload=offload, initial_scale=2.0**8, **STAGES[stage])
+
+    def look(rank: int, world_size: int) -> None:
+        model = build(run)
+        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **run.options)
+        for micro in range(2):
+            optimizer.backward(loss_of(model, run, 0, micro, rank))
+        before = {name: optimizer.get_param_grad(p) for name, p in model.named_parameters() if p.requires_grad}
+        optimizer.synchronize()
+        of = optimizer.get_working_to_master_map()
+        for name, p in model.named_parameters():
+            whole = before.get(name)
+            if whole is None:
+                assert id(p) not in of or of[id(p)].grad is None or p.numel() == 0
+                continue
+            own = of[id(p)].grad
+            assert own is not None
+            assert own.dtype == of[id(p)].dtype == torch.float32
+            flat = torch.zeros(own.numel() * world_size)
+            flat[: p.numel()] = optimizer._parameters[p].flatten(whole)
+            torch.testing.assert_close(
+                own, flat.chunk(world_size)[rank], rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
+            )
+            assert torch.equal(optimizer.get_param_grad(p), whole)
+        dropped = [name for name, gradient in before.items() if gradient is None]
+        assert "layers.2.weight" in dropped
+
+    run_ranks(look, 2)
+
+
+# Editing
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.arange(5.0))
+        self.other = nn.Parameter(torch.arange(5.0))
+        self.dropped = nn.Parameter(torch.arange(3.0))
+
+    def forward(self, x: float) -> Tensor:
+        return x * (self.used.sum() + 2 * self.other.sum())
+
+
+def two(rank: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Two, LowLevelZeroOptimizer]:
+    """A model and its optimizer, after a backward whose average gradients are 1.5 and 3."""
+    model = Two().to(dtype)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = LowLevelZeroOptimizer(sgd, model=model, initial_scale=4, **{"partition_grad": True, **options})
+    optimizer.backward(model(1.0 + rank))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_may_be_taken_away_added_and_exchanged(offload: bool) -> None:
+    def work(rank: int, world_size: int) -> None:
+        model, optimizer = two(rank, cpu_offload=offload)
+        optimizer.synchronize()
+        used, other, dropped = slices(optimizer)
+        assert dropped.grad is None
+        used.grad, other.grad = other.grad, used.grad
+        dropped.grad = torch.ones_like(dropped)
+        assert optimizer.get_param_grad(model.used).tolist() == [3.0] * 5
+        assert optimizer.get_param_grad(model.dropped).tolist() == [1.0] * 3
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert model.used.tolist() == [value - 3.0 for value in range(5)]
+        assert model.other.tolist() == [value - 1.5 for value in range(5)]
+        assert model.dropped.tolist() == [value - 1.0 for value in range(3)]
+        assert optimizer.get_grad_norm() == pytest.approx((5 * 9 + 5 * 2.25 + 3) ** 0.5)
+        before = model.used.detach().clone()
+        optimizer.zero_grad()
+        optimizer.backward(model(1.0))
+        optimizer.synchronize()
+        used.grad = None
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert torch.equal(model.used, before)
+        assert model.other.tolist() == [value - 3.5 for value in range(5)]
+        assert optimizer.get_grad_norm() == pytest.approx(20**0.5)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("by_option", [False, True])
+def test_edited_gradients_are_clipped_by_their_global_norm(by_option: bool, offload: bool) -> None:
+    def work(rank: int, world_size: int) -> None:
+        clip = {"clip_grad_norm": 1.0} if by_option else {}
+        model, optimizer = two(rank, cpu_offload=offload, **clip)
+        optimizer.synchronize()
+        used, other, _ = slices(optimizer)
+        used.grad.fill_(3.0)
+        other.grad = torch.full_like(other, 4.0)
+        if not by_option:
+            assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(125**0.5)
+            factor = 125**-0.5
+            torch.testing.assert_close(used.grad[:2], torch.full((2,), 3 * factor))
+            torch.testing.assert_close(other.grad[:2], torch.full((2,), 4 * factor))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert optimizer.get_grad_norm() == pytest.approx(125**0.5 if by_option else 1.0)
+        torch.testing.assert_close(model.used.detach(), torch.arange(5.0) - 3 * 125**-0.5)
+        torch.testing.assert_close(model.other.detach(), torch.arange(5.0) - 4 * 125**-0.5)
+
+    run_ranks(work, 2)  # five elements: the sixth is padding, which an edit may reach and nobody may count
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "fused"),
+    [("stage 1", False, True), ("stage 2", False, True), ("stage 2", False, False), ("stage 1", True, False)],
+)
+def test_an_overflow_skips_the_step_whatever_became_of_it(stage: str, offload: bool, fused: bool) -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = Two().half()
+        adam = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
+        options = {"initial_scale": 4, "hysteresis": 1, "cpu_offload": offload, **STAGES[stage]}
+        optimizer = LowLevelZeroOptimizer(adam, model=model, **options)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.backward(model(60_000.0 if rank == 0 else 1.0))
+        optimizer.synchronize()
+        for p32 in slices(optimizer):
+            if p32.grad is not None:
+                torch.nan_to_num_(p32.grad, 0.0, 1.0, -1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, before, model.parameters()))
+        assert optimizer.loss_scale == 2
+        optimizer.backward(model(1.0))
+        optimizer.synchronize()
+        assert slices(optimizer)[0].grad[:2].tolist() == [1.0, 1.0]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert not torch.equal(before[0], model.used)
+        assert torch.equal(before[2], model.dropped)
+
+    run_ranks(work, 2)
+
+
+# What begins anew
+
+
+def test_zero_grad_drops_what_was_synchronized() -> None:
+    run = Run(2, 3, drop=dropping)
+    expected, _ = train_alone(run)
+
+    def work(rank: int, world_size: int) -> dict[str, Tensor]:
+        model = build(run)
+        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, partition_grad=True)
+        for step in range(3):
+            optimizer.backward(loss_of(model, run, 77, 0, rank))
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            assert all(p32.grad is None for p32 in slices(optimizer))
+            optimizer.backward(loss_of(model, run, step, 0, rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    check_close(expected, run_ranks(work, 2), 1e-5)
+
+
+def test_gradients_stay_until_zero_grad_as_edited() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model, optimizer = two(rank)
+        optimizer.synchronize()
+        slices(optimizer)[0].grad.fill_(1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.backward(model(1.0 + rank))
+        optimizer.synchronize()
+        assert slices(optimizer)[0].grad[:2].tolist() == [2.5, 2.5]
+        assert slices(optimizer)[1].grad[:2].tolist() == [6.0, 6.0]
+
+    run_ranks(work, 2)
+
+
+def test_an_abandoned_gradient_of_another_optimizer_stays_where_it_is() -> None:
+    """As a GAN's: its backward passes through this model, whose gradients nobody wants."""
+
+    def work(rank: int, world_size: int) -> None:
+        model, optimizer = two(rank)
+        other = nn.Linear(1, 1)
+        another = LowLevelZeroOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), model=other)
+        optimizer.synchronize()
+        another.backward(model(1.0) * other(torch.ones(1)).sum())
+        assert model.used.grad is not None
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert model.used.tolist() == [value - 1.5 for value in range(5)]
+        optimizer.zero_grad()
+        assert model.used.grad is None
+
+    run_ranks(work, 2)
+
+
+# Mistakes
+
+
+def twice(model: Two, optimizer: LowLevelZeroOptimizer) -> None:
+    optimizer.synchronize()
+    optimizer.synchronize()
+
+
+def step_that_synchronizes(model: Two, optimizer: LowLevelZeroOptimizer) -> None:
+    optimizer.synchronize()
+    optimizer.step()
+
+
+def driven_backward(model: Two, optimizer: LowLevelZeroOptimizer) -> None:
+    optimizer.synchronize()
+    optimizer.backward(model(1.0))
+
+
+def bare_backward(model: Two, optimizer: LowLevelZeroOptimizer) -> None:
+    optimizer.synchronize()
+    model(1.0).backward()
+
+
+def nothing_to_skip(model: Two, optimizer: LowLevelZeroOptimizer) -> None:
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def skipped_twice(model: Two, optimizer: LowLevelZeroOptimizer) -> None:
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+        optimizer.step()
+
+
+def without_sync(model: Two, optimizer: LowLevelZeroOptimizer) -> None:
+    with optimizer.no_sync():
+        optimizer.synchronize()
+
+
+MISTAKES: list[tuple[Callable[[Two, LowLevelZeroOptimizer], None], str]] = [
+    (twice, "expected step or zero_grad after synchronize(), got another synchronize()"),
+    (step_that_synchronizes, "with optimizer.skip_synchronize(): optimizer.step()"),
+    (driven_backward, "call synchronize() after the last backward of a step"),
+    (bare_backward, "call synchronize() after the last backward of a step"),
+    (nothing_to_skip, "call optimizer.synchronize() after the last backward"),
+    (skipped_twice, "call optimizer.synchronize() after the last backward"),
+    (without_sync, "outside of no_sync"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES)
+def test_a_mistake_is_refused_on_all_ranks(mistake: Any, message: str) -> None:
+    for error in run_ranks_expecting(lambda rank, _: mistake(*two(rank)), 2):
+        assert error.type == "RuntimeError"
+        assert message in error.message
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_refused_call_changes_nothing(world_size: int) -> None:
+    def work(rank: int, world_size: int) -> None:
+        for mistake in (twice, step_that_synchronizes, driven_backward, bare_backward):
+            model, optimizer = two(rank)
+            gradient = 1 + world_size
+            with pytest.raises(RuntimeError, match="synchronize"):
+                mistake(model, optimizer)
+            assert slices(optimizer)[1].grad[:2].tolist() == [gradient, gradient]
+            assert all(p.grad is None for p in model.parameters())
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            assert model.other.tolist() == [value - gradient for value in range(5)]
+
+    run_ranks(work, world_size)
+
+
+def test_one_rank_s_mistake_is_everybody_s() -> None:
+    def work(rank: int, world_size: int) -> None:
+        _, optimizer = two(rank)
+        optimizer.synchronize()
+        if rank == 0:
+            optimizer.step()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    mine, theirs = run_ranks_expecting(work, 2)
+    assert "skip_synchronize" in mine.message
+    assert theirs.message.startswith("rank 0 could not step: ")
+
+
+def test_ranks_must_leave_the_same_gradients() -> None:
+    def work(rank: int, world_size: int) -> None:
+        _, optimizer = two(rank)
+        optimizer.synchronize()
+        if rank == 1:
+            slices(optimizer)[1].grad = None
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    for error in run_ranks_expecting(work, 2):
+        assert error.type == "ValueError"
+        assert "other: a gradient" in error.message
+        assert "other: no gradient" in error.message
+        assert "same slices on all ranks" in error.message
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        _, optimizer = two(rank)
+        optimizer.synchronize()
+        if rank == 1:
+            slices(optimizer)[1].grad = slices(optimizer)[1].grad.to_sparse()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    other, own = run_ranks_expecting(work, 2)
+    assert "rank 1 could not step" in other.message
+    assert own.type == "TypeError"
+    assert "other: expected its slice's .grad dense" in own.message

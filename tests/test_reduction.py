@@ -1,0 +1,187 @@
+"""What gradients become over the ranks: mean or sum, and divided by a factor before they are summed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from oracle import Run, check_close, emulate, train_alone, train_rank, train_sharded
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.wire import pack
+from ranks import run_ranks, run_ranks_expecting
+
+STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
+over_stages = pytest.mark.parametrize("stage", STAGES)
+
+
+def sgd(lr: float) -> Any:
+    return lambda params: torch.optim.SGD(params, lr=lr, momentum=0.5)
+
+
+@pytest.mark.parametrize(("world_size", "reduction"), [(1, "sum"), (2, "mean"), (3, "sum"), (4, "mean")])
+@over_stages
+def test_a_factor_changes_nothing_but_when_is_divided(stage: str, reduction: str, world_size: int) -> None:
+    """A sum is a mean times the world size: what plain training does at a learning rate that is so much higher."""
+    times = world_size if reduction == "sum" else 1
+    alone = Run(
+        world_size,
+        micro_batches=2,
+        drop=lambda step, rank: {(step + rank) % 3} if step else set(),
+        optimizer=sgd(0.01 * times),
+    )
+    expected, norms = train_alone(alone)
+    run = replace(alone, optimizer=sgd(0.01)).with_options(
+        reduction=reduction, gradient_predivide_factor=3.7, reduce_bucket_size=50, **STAGES[stage]
+    )
+    ranks = run_ranks(train_sharded, world_size, run)
+    check_close(expected, [parameters for parameters, _ in ranks], 2e-5)
+    assert all(got == pytest.approx([times * norm for norm in norms], rel=1e-4) for _, got in ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@over_stages
+def test_16_bits_average_with_a_factor(stage: str, dtype: torch.dtype) -> None:
+    run = Run(2, dtype=dtype, optimizer=sgd(0.01), micro_batches=2, options={"initial_scale": 2.0**8})
+    expected, norms = emulate(run)
+    run = run.with_options(gradient_predivide_factor=2, reduce_bucket_size=60, **STAGES[stage])
+
+    def train(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[float]]:
+        trained = train_rank(rank, world_size, run)
+        return trained.masters(), trained.norms
+
+    ranks = run_ranks(train, 2)
+    for name, whole in expected.items():
+        got = torch.cat([masters[name] for masters, _ in ranks])[: whole.numel()]
+        kind = (
+            whole
+            if whole.is_contiguous()
+            else whole.permute(*sorted(range(whole.dim()), key=lambda d: -whole.stride(d)))
+        )
+        torch.testing.assert_close(got, kind.reshape(-1), atol=5e-3, rtol=5e-2, msg=name)
+    assert ranks[0][1] == pytest.approx(norms, rel=0.05)
+
+
+class Slope(nn.Module):
+    """Its gradient is what it is called with."""
+
+    def __init__(self, dtype: torch.dtype, size: int = 64) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(size, dtype=dtype))
+        self.other = nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return ((self.one.view(-1) + self.other.view(-1)) * slope).sum()
+
+
+def gradients_of(rank: int, slope: Any, dtype: torch.dtype, **options: Any) -> tuple[list[Tensor | None], bool]:
+    """The whole averaged gradients, and whether a step was taken."""
+    model = Slope(dtype)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = LowLevelZeroOptimizer(sgd, model=model, initial_scale=1, **options)
+    optimizer.backward(model(slope(rank)))
+    gradients = [optimizer.get_param_grad(p) for p in model.parameters()]
+    optimizer.step()
+    return gradients, bool(model.one.detach().ne(0).any())
+
+
+@pytest.mark.parametrize("bucket", [1, 2**20], ids=["in place", "packed"])
+@over_stages
+def test_a_factor_keeps_fp16_sums_finite(stage: str, bucket: int) -> None:
+    def both(rank: int, world_size: int) -> list[Any]:
+        options = {"reduce_bucket_size": bucket, **STAGES[stage]}
+        slope = lambda rank: torch.full((64,), 40_000.0, dtype=torch.float16)  # noqa: E731
+        return [
+            gradients_of(rank, slope, torch.float16, gradient_predivide_factor=factor, **options) for factor in (1, 2)
+        ]
+
+    for (overflown, stepped), (whole, stepped_with) in run_ranks(both, 2):
+        assert all(gradient is not None and gradient.isinf().all() for gradient in overflown)
+        assert not stepped
+        assert all(gradient is not None and gradient.eq(40_000).all() for gradient in whole)
+        assert stepped_with
+
+
+@over_stages
+def test_gradients_are_divided_before_the_wire_narrows_them(stage: str) -> None:
+    def both(rank: int, world_size: int) -> list[Any]:
+        options = {"communication_dtype": torch.float16, **STAGES[stage]}
+        slope = lambda rank: torch.full((64,), 70_000.0)  # noqa: E731
+        return [
+            gradients_of(rank, slope, torch.float32, gradient_predivide_factor=factor, **options)[0]
+            for factor in (1, 4)
+        ]
+
+    for overflown, whole in run_ranks(both, 2):
+        assert all(gradient.isinf().all() for gradient in overflown)
+        assert all(gradient.sub(70_000).abs().max() < 70_000 / 2**11 for gradient in whole)
+
+
+@pytest.mark.parametrize("bucket", [1, 2**20], ids=["in place", "packed"])
+@over_stages
+def test_sums_are_of_quotients_in_the_wire_s_dtype(stage: str, bucket: int) -> None:
+    """Two gradients that share memory: neither is divided twice."""
+
+    def slope(rank: int) -> Tensor:
+        return torch.randn(64, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+    def train(rank: int, world_size: int) -> Any:
+        options = {"gradient_predivide_factor": 3, "reduce_bucket_size": bucket, **STAGES[stage]}
+        return gradients_of(rank, slope, torch.bfloat16, **options)[0]
+
+    total = (slope(0) / 3) + (slope(1) / 3)
+    expected = (total.float() * (3 / 2)).bfloat16()
+    assert not torch.equal(expected, (slope(0).float() / 2 + slope(1).float() / 2).bfloat16())
+    for gradients in run_ranks(train, 2):
+        assert all(torch.equal(gradient, expected) for gradient in gradients)
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numels", [[8], [8, 3], [5]], ids=str)
+def test_packing_divides_all_but_what_is_behind(numels: list[int], to: torch.dtype, of: torch.dtype) -> None:
+    flats = [torch.randn(numel).to(of) for numel in numels]
+    kept = [flat.clone() for flat in flats]
+    behind = [] if numels == [8] else [torch.ones(2, dtype=of)]
+    columns = sum(-(-numel // 2) for numel in numels) + len(behind)
+    wire, expected = torch.empty(2, columns, dtype=to), torch.empty(2, columns, dtype=to)
+    pack(wire, flats, behind, 4.0)
+    pack(expected, [flat / 4 for flat in flats] + behind)
+    assert torch.equal(wire, expected)
+    assert all(map(torch.equal, flats, kept))
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"gradient_predivide_factor": 0}, "ValueError", "gradient_predivide_factor: expected a finite number above 0"),
+    ({"gradient_predivide_factor": -2.0}, "ValueError", "got -2.0"),
+    ({"gradient_predivide_factor": float("nan")}, "ValueError", "got nan"),
+    ({"gradient_predivide_factor": "2"}, "TypeError", "gradient_predivide_factor: expected a number above 0, got str"),
+    ({"gradient_predivide_factor": True}, "TypeError", "got bool"),
+    ({"reduction": "average"}, "ValueError", "reduction: expected 'mean' or 'sum' over the ranks, got 'average'"),
+    ({"reduction": None}, "ValueError", "got None"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), BAD)
+def test_bad_options_are_refused(options: dict[str, Any], kind: str, message: str) -> None:
+    def construct(rank: int, world_size: int) -> None:
+        model = nn.Linear(2, 2)
+        LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+
+    (error,) = run_ranks_expecting(construct, 1)
+    assert error.type == kind
+    assert message in error.message
+
+
+def test_ranks_that_differ_are_refused() -> None:
+    def construct(rank: int, world_size: int) -> None:
+        model = nn.Linear(2, 2)
+        wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+        LowLevelZeroOptimizer(wrapped, model=model, reduction="sum" if rank else "mean")
+
+    for error in run_ranks_expecting(construct, 2):
+        assert error.type == "ValueError"
+        assert "reduction='sum'" in error.message
