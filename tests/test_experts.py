@@ -222,9 +222,9 @@ def test_on_a_device_groups_take_turns(bare: bool, as_on_device: bool) -> None:
         started: list[int] = []
         start = ShardGroup.all_reduce
 
-        def noted(group: ShardGroup, wire: Tensor) -> Any:
+        def noted(group: ShardGroup, *arguments: Any) -> Any:
             started.append(group.ranks)
-            return start(group, wire)
+            return start(group, *arguments)
 
         ShardGroup.all_reduce = noted  # type: ignore[method-assign]  # in this forked rank
         run = Run(2, 2, bare=bare, as_on_device=as_on_device, options={"reduce_bucket_size": 1})
