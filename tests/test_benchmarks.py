@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bars, collectives, cuda, drop, overhead, peak, peers, readme, report, scale, step
+from benchmarks import bars, collectives, cuda, overhead, peak, peers, readme, report, scale, step
 from benchmarks.fake import fake_world
 from benchmarks.peers import CONTESTANTS
 from benchmarks.peers.reachable import reachable_tensors
@@ -221,11 +221,3 @@ def test_a_library_that_is_not_installed_is_left_out_with_a_line(monkeypatch: py
     assert not any(name.startswith(("deepspeed", "colossalai", "fairscale")) for name in names)
     with pytest.raises(ValueError, match="deepspeed-2: deepspeed is not installed: make peers"):
         peers.taking_part(peers.Setting("tiny", "fp32", 1), ["deepspeed-2"])
-
-
-def test_half_of_the_blocks_send_their_share(tmp_path: Path) -> None:
-    out = tmp_path / "drop.json"
-    drop.main(["--size=tiny", "--rounds=1", "--steps=2", f"--out={out}"])
-    for row in json.loads(out.read_text())["rows"]:
-        assert row["sent"] == pytest.approx(row["parameters"], abs=0.01)
-        assert row["time"]["median"] > 0

@@ -36,6 +36,10 @@ class Setting:
         """The model before anybody has touched it."""
         return make_model(SIZES[self.size])
 
+    def rounded_model(self) -> GPT:
+        """The model in fp32, as it is after it has been in the working dtype: what others' masters start from."""
+        return self.model().float()
+
     def model(self) -> GPT:
         """The model in the working dtype."""
         return self.fp32_model().to(DTYPES[self.dtype])
