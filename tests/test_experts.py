@@ -201,16 +201,17 @@ def test_a_step_in_which_one_rank_alone_has_gradients() -> None:
 
 
 def test_experts_without_twins_send_nothing() -> None:
-    def rank(rank: int, world_size: int) -> tuple[int, int]:
+    def rank(rank: int, world_size: int) -> list[dict[str, int]]:
         run = Run(2, 2)
         trained = prepare(rank, run)
-        dense = sum(p.numel() for name, p in trained.model.named_parameters() if not name.startswith("experts"))
         train_step(trained, run, 0, rank)
         trained.optimizer.step()
-        return trained.optimizer.traffic()["gather"], dense
+        dense, experts = (family.group.traffic() for family in trained.optimizer._families)
+        return [trained.optimizer.traffic(), dense, experts]
 
-    for gathered, dense in run_ranks(rank, 2):
-        assert dense * 4 / 2 <= gathered <= dense * 4 / 2 + 100  # padding
+    for both, dense, experts in run_ranks(rank, 2):
+        assert both == dense
+        assert min(dense.values()) > max(experts.values()) == 0
 
 
 @pytest.mark.parametrize("as_on_device", [False, True], ids=["host", "device"])
