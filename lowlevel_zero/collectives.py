@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,12 +25,17 @@ from .alignment import END_TO_END, Alignment, laid_out
 from .arena import Arena
 from .compression import Fp8, encoded_size
 from .exchange import Exchange
+from .process_group import timeout_of
+from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
 from .shared_memory import SharedMemory
 from .staging import Staged
 from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport
+from .watchdog import SHARE_OF_TIMEOUT, Watch, watch
 
 _BROADCAST_BYTES = 64 * 2**20
 _SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
+
+T = TypeVar("T")
 
 
 class ShardGroup:
@@ -44,6 +50,7 @@ class ShardGroup:
         place: this process's rank among all over which gradients are summed; the first's values are everybody's.
         ranks: how many these are: ``size``, or more where slices have replicas (see ``two_levels``).
         number: how many others of this process group took wires of their own before, which all ranks count alike.
+        progress: how far this rank has come with what it began here.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -73,6 +80,14 @@ class ShardGroup:
         self._sent = {"reduce": 0, "gather": 0}
         self._messages = self.group
         self.number = -1
+        self.progress = Progress()
+        self._watch: Watch | None = None
+
+    def watch(self, timeout: float) -> None:
+        """From now on report what takes longer than so many seconds, or a share of the group's timeout; 0: nothing."""
+        if self._watch is None and timeout > 0 and self.ranks > 1 and "fake" not in self._backends.values():
+            share = SHARE_OF_TIMEOUT * min(timeout_of(self.group, device_type) for device_type in self._backends)
+            self._watch = watch(self.group, self.progress, min(timeout, share))
 
     def own_wires(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
         """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
@@ -113,7 +128,7 @@ class ShardGroup:
 
     def abandon(self, under_way: Sequence[Pending[Tensor]]) -> None:
         """The instance dies with wires that nobody has waited for, so it keeps its order of wires; let them travel."""
-        _keep(under_way)
+        _keep([pending.unclaimed() for pending in under_way])
 
     def apart(self) -> dist.ProcessGroup:
         """A gloo group over the same ranks, for what a thread beside training tells; made once, by all of them.
@@ -159,23 +174,23 @@ class ShardGroup:
         """Reductions of ``device``'s tensors that are worth having under way at a time."""
         return self._transport(device).in_flight
 
-    def reduce_scatter(self, wire: Tensor, fp8: bool = False) -> Pending[Tensor]:
+    def reduce_scatter(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result is this rank's row of the sum, ``[row]``.
 
         ``wire`` (``[size, row]``, contiguous) must stay as it is until the result is there, and may be gone then.
         """
         self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8))
-        return self._transport(wire.device, fp8).reduce_scatter(wire)
+        return self._begun(REDUCTION, about, wire, self._transport(wire.device, fp8).reduce_scatter(wire))
 
-    def all_reduce(self, wire: Tensor, fp8: bool = False) -> Pending[Tensor]:
+    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result, of its shape, may be ``wire`` itself."""
         self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8), times=2)
-        return self._transport(wire.device, fp8).all_reduce(wire)
+        return self._begun(REDUCTION, about, wire, self._transport(wire.device, fp8).all_reduce(wire))
 
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
         self._note_sent("gather", wire[0].nbytes)
-        return self._transport(wire.device).all_gather(wire)
+        return self._begun(GATHER, None, wire, self._transport(wire.device).all_gather(wire))
 
     def gather(
         self,
@@ -183,6 +198,7 @@ class ShardGroup:
         rows: Sequence[Tensor],
         fp8: bool = False,
         alignment: Alignment = END_TO_END,
+        about: About | None = None,
     ) -> Pending[None]:
         """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
 
@@ -192,7 +208,7 @@ class ShardGroup:
         layout = laid_out([each.shape[1] for each in rows], alignment)
         columns = layout.columns + (layout.tail if len(rows) > 1 else 0)
         self._note_sent("gather", _row_bytes(columns, rows[0].dtype, fp8))
-        return self._transport(rows[0].device, fp8).gather(own, rows, layout)
+        return self._begun(GATHER, about, rows[0], self._transport(rows[0].device, fp8).gather(own, rows, layout))
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
@@ -204,7 +220,7 @@ class ShardGroup:
         """
         others = wire.numel() - sizes[self.rank]
         self._sent["step"] = self._sent.get("step", 0) + others * wire.element_size()
-        return self._transport(wire.device).all_to_all(wire, sizes, into, sizes_into)
+        return self._begun(EXCHANGE, None, wire, self._transport(wire.device).all_to_all(wire, sizes, into, sizes_into))
 
     def traffic(self) -> dict[str, int]:
         """Bytes of wires that this rank has handed to others so far, by purpose: "reduce", "gather", and Muon's "step".
@@ -227,10 +243,13 @@ class ShardGroup:
         On CUDA (NCCL) without a host synchronisation.
         """
         if not self._on_gloo(value.device):
-            return self._native.all_reduce(value)
+            return self._begun(NORM, None, value, self._native.all_reduce(value))
         summed = value if not _is_staged(value.device) else value.cpu()
         work = dist.all_reduce(summed, group=self._wires.group, async_op=True)
-        return Pending((cast(dist.Work, work),), (summed,), lambda: summed if summed is value else value.copy_(summed))
+        pending = Pending(
+            (cast(dist.Work, work),), (summed,), lambda: summed if summed is value else value.copy_(summed)
+        )
+        return self._begun(NORM, None, summed, pending)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""
@@ -238,7 +257,7 @@ class ShardGroup:
             return
         pieces = deque(tensor for tensor in tensors if tensor.numel() > 0)
         while pieces:
-            self._broadcast_batch(_take_batch(pieces))
+            self._wait(BROADCAST, partial(self._broadcast_batch, _take_batch(pieces)))
 
     # ---- the control path: a few integers on the host, in an order of its own ----
 
@@ -250,7 +269,7 @@ class ShardGroup:
         if self.ranks == 1:
             return list(values)
         agreed = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._control)
+        self._wait(AGREEMENT, lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._control))
         return cast("list[int]", agreed.tolist())
 
     def maximum(self, values: Tensor) -> Pending[Tensor]:
@@ -264,7 +283,7 @@ class ShardGroup:
         work = cast(dist.Work, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages, async_op=True))
         pending = Pending((work,), (values,), lambda: values)
         _keep([pending])
-        return pending
+        return self._begun(MESSAGE, None, values, pending)
 
     def alike(self, values: Sequence[int]) -> bool:
         """Whether every rank has the same ``values``."""
@@ -276,16 +295,26 @@ class ShardGroup:
         if self.ranks == 1:
             return list(values)
         told = torch.tensor(values, dtype=torch.int64)
-        dist.broadcast(told, src=self._global_ranks[0], group=self._control)
+        self._wait(AGREEMENT, lambda: dist.broadcast(told, src=self._global_ranks[0], group=self._control))
         return cast("list[int]", told.tolist())
 
     def exchange(self, mine: object) -> list[Any]:
         """Every rank's ``mine`` in rank order, pickled: for the rare case in which something differs."""
         everyone: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everyone, mine, group=self._control)
+        self._wait(AGREEMENT, lambda: dist.all_gather_object(everyone, mine, group=self._control))
         return everyone
 
     # ---- how ----
+
+    def _begun(self, kind: str, about: About | None, tensor: Tensor, pending: Pending[T]) -> Pending[T]:
+        """``pending``, which carries tensors of ``tensor``'s device, such that one sees who waits for it."""
+        place = self.progress.begin(kind, about)
+        on_host = self._watch is None or tensor.device.type == "cpu" or self._on_gloo(tensor.device)
+        return pending.within(partial(self.progress.wait, place, device=None if on_host else tensor.device))
+
+    def _wait(self, kind: str, act: Callable[[], object]) -> None:
+        """Do what returns when all ranks have come to it."""
+        self.progress.wait(self.progress.begin(kind), act)
 
     def _transport(self, device: torch.device, fp8: bool = False) -> Transport:
         direct = self._wires.transport if self._on_gloo(device) else self._native
@@ -352,7 +381,7 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
 
 # What nobody may ever wait for, kept until it is done. gloo stops reading from a peer when it has no tensor any more
 # for what comes, and whoever destroys the process group then waits forever for what was to be read after it.
-_kept: list[Pending[Tensor]] = []
+_kept: list[Pending[Any]] = []
 _apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -420,7 +449,7 @@ def _message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _message_groups[group]
 
 
-def _keep(under_way: Sequence[Pending[Tensor]]) -> None:
+def _keep(under_way: Sequence[Pending[Any]]) -> None:
     _kept[:] = [*(pending for pending in _kept if not pending.done()), *under_way]
 
 

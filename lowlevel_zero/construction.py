@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .bookkeeping.parameter_store import overlapping
+from .bookkeeping.parameter_store import ParameterStore, overlapping
 from .collectives import ShardGroup
 from .compression import check_fp8
 from .elementwise import MUON, full_name
@@ -168,6 +168,19 @@ class Alike(NamedTuple):
 BUILDS = Alike(
     "the same model, optimizer and options", "build them alike, in the same order, before constructing the optimizer"
 )
+
+
+def refuse_unfrozen(parameters: ParameterStore, model: nn.Module | None) -> None:
+    """Raise if a parameter that was frozen when its group came isn't any more."""
+    p = parameters.unfrozen()
+    if p is not None:
+        named = model.named_parameters() if model is not None else ()
+        name = next((name for name, other in named if other is p), f"a {tuple(p.shape)} parameter")
+        raise RuntimeError(
+            f"{name}: expected it frozen, as it was when the optimizer was constructed, found "
+            "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every rank "
+            "after unfreezing it"
+        )
 
 
 def agree(

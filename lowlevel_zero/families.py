@@ -6,6 +6,7 @@ midst of a backward: each rank belongs to one group of every family, so whatever
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
@@ -18,9 +19,12 @@ from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .collectives import ShardGroup
 from .options import ZeroOptions
 from .reducer import PlanState, Reducer
 from .streams import Streams
+
+_log = logging.getLogger("lowlevel_zero")
 
 
 class Family:
@@ -234,3 +238,16 @@ class Families:
                 ranks.release()
             else:
                 ranks.abandon(reducer.under_way())
+
+
+def log_start(families: Families, group: ShardGroup) -> None:
+    """One line, on the first of ``group``'s ranks."""
+    if group.place == 0:
+        _log.info(
+            "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets",
+            2 if families.options.partition_grad else 1,
+            f"{sum(record.split.numel for record in families.parameters):,}",
+            len(families.parameters.records),
+            group.ranks,
+            sum(len(family.reducer.plan.buckets) for family in families),
+        )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .bookkeeping.parameter_store import ParameterStore
+from .later_read import LaterRead
 from .transport import Pending
 
 # A step in which a rank lacked a gradient earns one, to at most so many; another costs one, and a failed forecast more.
@@ -94,7 +95,7 @@ class Forecast:
         self._group = parameters.shard_groups[family]
         self._leaf_type = _leaf_type(self._records[0].p)
         self._learnt: set[int] = set()
-        self._fewest: _LaterRead | None = None
+        self._fewest: LaterRead | None = None
         self._credit = 0
         self._rest = 0
         self._next_rest = CREDIT
@@ -157,7 +158,7 @@ class Forecast:
             fewest: on how few ranks a parameter had a gradient in this step, 0-d; None where it isn't known.
             driven: this rank called ``optimizer.backward`` in this step.
         """
-        before, self._fewest = self._fewest, None if fewest is None else _LaterRead(fewest)
+        before, self._fewest = self._fewest, None if fewest is None else LaterRead(fewest)
         if before is not None and not self.on and before.read() < min(self._group.ranks, _COUNTED):
             (driven_somewhere,) = self._group.largest([driven])
             self.saw(lacked=bool(driven_somewhere))
@@ -194,27 +195,6 @@ class Forecast:
 
     def _begin_step(self) -> None:
         self.lacked = self._missed = self._lacked_somewhere = self._missed_somewhere = False
-
-
-class _LaterRead:
-    """A number on a device, copied to the host without waiting for it, to be read when it has long been there."""
-
-    __slots__ = ("_event", "_value")
-
-    def __init__(self, value: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._value = value
-        if value.is_cuda:
-            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            self._value.copy_(value, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def read(self) -> float:
-        """The number; waits for the copy alone."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._value.item()
 
 
 def _leaf_type(p: nn.Parameter) -> type:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.parameter_store import ParameterStore
 from .collectives import ShardGroup
-from .construction import Alike, agree
+from .construction import Alike, agree, refuse_unfrozen
 from .families import Families
 from .grad_norm import GlobalNorm, clip_factor
 from .loss_scaler import LossScaler
@@ -26,10 +26,10 @@ class GradientMethods:
     _options: ZeroOptions
     _device: torch.device
     _scaler: LossScaler | None
+    _model: nn.Module | None
     _parameters: ParameterStore
     _families: Families
     _raw_unit: Callable[[], float | Tensor]
-    _refuse_unfrozen: Callable[[], None]
     _finish_last_step: Callable[[], None]
 
     _skipping = False
@@ -63,7 +63,7 @@ class GradientMethods:
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
                 "run the last backward, and synchronize(), after the with block"
             )
-        self._refuse_unfrozen()
+        refuse_unfrozen(self._parameters, self._model)
         self._finish_last_step()
         self._families.finish()
         unit = self._unit()

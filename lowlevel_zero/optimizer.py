@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .assignment import NOTHING_APART, assign, data_parallel_group, make_groups
+from .bad_numbers import BadNumbers
 from .bookkeeping.gradient_sum import Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .caller_names import CallerNames
+from .checked_group import checked
 from .construction import (
     agree,
     check_dense_gradients,
@@ -25,25 +27,27 @@ from .construction import (
     check_steps_on_host,
     describe,
     parameter_names,
+    refuse_unfrozen,
 )
 from .elementwise import check_elementwise
-from .families import Families
+from .families import Families, log_start
 from .grad_norm import GlobalNorm, clip_factor
 from .gradient_methods import GradientMethods, measured
 from .group_methods import GroupMethods
 from .loss_scaler import LossScaler
-from .options import BackwardContext, ZeroOptions
+from .options import BackwardContext, ZeroOptions, debugging
 from .sharding import broadcast_rest, convert, shard_groups
 from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
 from .streams import streams_of
 from .two_levels import Ranks, check_hybrid, shard_group
+from .verification import VerifyMethods
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
 
 
-class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMethods, WrappingOptimizer):
+class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMethods, VerifyMethods, WrappingOptimizer):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
     Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
@@ -87,6 +91,11 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             factor afterwards (Horovod): the same average, but sums that stay in a 16-bit dtype's range.
         reduction: what gradients become over the ranks: their "mean" or their "sum".
         pad_buckets_for_high_nccl_busbw: pad rows of more than 2**16 elements to multiples of that (Megatron-LM).
+        stall_timeout: seconds after which a rank logs what it waits for and who is missing; 0: never.
+        debug: compare ranks before each collective, and raise on all where they differ or one stays away; it is slow.
+        verify_every: ``verify()`` after every so many steps; 0: never.
+        max_skipped_steps: raise at the so manyth fp16 overflow in a row if the loss scale is at its minimum; 0: never.
+        error_if_nonfinite: without fp16, refuse to step by a gradient norm that is inf or NaN; the host waits for it.
 
     Raises:
         RuntimeError: no process group is initialised, or another rank could not construct its optimizer.
@@ -130,6 +139,11 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         gradient_predivide_factor: float = 1.0,
         reduction: str = "mean",
         pad_buckets_for_high_nccl_busbw: bool = False,
+        stall_timeout: float = 60.0,
+        debug: bool = False,
+        verify_every: int = 0,
+        max_skipped_steps: int = 20,
+        error_if_nonfinite: bool = False,
     ) -> None:
         dp = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
         self._group = shard_group(dp, extra_dp_group, hybrid_shard)
@@ -168,7 +182,13 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
                 pad_buckets_for_high_nccl_busbw=pad_buckets_for_high_nccl_busbw,
                 backward_context=backward_context,
                 verbose=verbose,
+                stall_timeout=stall_timeout,
+                debug=debugging(debug),
+                verify_every=verify_every,
+                max_skipped_steps=max_skipped_steps,
+                error_if_nonfinite=error_if_nonfinite,
             )
+            self._group.watch(self._options.stall_timeout)
             LossScaler(**scaling)
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             names = self._check(optimizer, model)
@@ -178,7 +198,8 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
         agree(self._group, lines[0], error)
-        groups = make_groups(self._group, assignment.groups, lines[1:])
+        groups = [checked(each, self._options) for each in make_groups(self._group, assignment.groups, lines[1:])]
+        self._group = groups[0]
         self._parameters = ParameterStore(groups, assignment.family_of)
         self._build(optimizer, model, names, scaling)
 
@@ -216,8 +237,9 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         self._families = Families(self._parameters, self._options, streams, self._raw_unit, offload)
         self._stepper = Stepper(self.optim, self._families, on_host=offload is not None)
         self._norm: GlobalNorm | None = None
+        self._bad_numbers = BadNumbers(self._families, self._scaler)
         self._warned = False
-        self._log_start()
+        log_start(self._families, self._group)
 
     def __del__(self) -> None:
         if "_families" in self.__dict__:
@@ -251,7 +273,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
 
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
-        self._refuse_unfrozen()
+        refuse_unfrozen(self._parameters, self._model)
         self._refuse_double_reduction()
         with self._round(tensor, inputs):
             if tensor.requires_grad:
@@ -282,24 +304,11 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         finally:
             self._families.sync = before
 
-    def _refuse_unfrozen(self) -> None:
-        p = self._parameters.unfrozen()
-        if p is not None:
-            raise RuntimeError(
-                f"{self._name_of(p)}: expected it frozen, as it was when the optimizer was constructed, found "
-                "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every rank "
-                "after unfreezing it"
-            )
-
     def _finish_last_step(self) -> None:
         """Wait for what a step has left under way."""
         self._families.finish_gathers()
         if self._norm is not None:
             _ = self._norm.value
-
-    def _name_of(self, p: Tensor) -> str:
-        named = self._model.named_parameters() if self._model is not None else ()
-        return next((name for name, other in named if other is p), f"a {tuple(p.shape)} parameter")
 
     # ---- step: norm, clip, step the slices, gather them ----
 
@@ -319,24 +328,29 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
                 loss = closure()
         if not self._families.sync:
             return loss
-        self._refuse_unfrozen()
+        refuse_unfrozen(self._parameters, self._model)
         self._finish_last_step()
+        self._bad_numbers.look_back(self._norm)
         overflow = self._complete_gradients()
         follow_edits(self._parameters.working())
         self._norm = norm = self._new_norm()
-        if self._options.clip_grad_norm > 0 or self._scaler is not None:
+        if self._options.clip_grad_norm > 0 or self._scaler is not None or self._options.error_if_nonfinite:
             self._step_by_norm(norm, overflow)
         else:
             self._stepper.step(Scale(self._unit()), norm)
         if not self._options.overlap_allgather:
             self._finish_last_step()
+            self._bad_numbers.look(norm)
         self._families.end_step()
+        if self._options.verify_every and self._group.progress.step % self._options.verify_every == 0:
+            self.verify()
         return loss
 
     def _step_by_norm(self, norm: GlobalNorm, overflow: Tensor | None) -> None:
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
         sums = self._families.sums()
         value = measured(sums, norm)
+        self._bad_numbers.look(norm)
         unit = self._unit()
         if self._options.clip_grad_norm > 0:
             unit = unit * clip_factor(value, self._options.clip_grad_norm)
@@ -351,13 +365,12 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         if overflow is None or self._scaler is None:
             return False
         self._scaler.update(overflow)
-        if scales_gradients(self.optim) and not (self._options.verbose or self._options.cpu_offload):
+        if scales_gradients(self.optim) and not self._bad_numbers.expected:
             return False
         if not overflow.item():
             return False
+        self._bad_numbers.skipped(self._scaler)
         self._families.clear()
-        if self._options.verbose and self._group.place == 0:
-            _log.info("overflow: step skipped, loss scale now %g", self.loss_scale)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -375,19 +388,6 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
                 p.grad = None
             elif p.grad is not None:
                 p.grad.detach_().zero_()
-
-    def _log_start(self) -> None:
-        if self._group.place == 0:
-            stage = 2 if self._options.partition_grad else 1
-            elements = sum(record.split.numel for record in self._parameters)
-            _log.info(
-                "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets",
-                stage,
-                f"{elements:,}",
-                len(self._parameters.records),
-                self._group.ranks,
-                sum(len(family.reducer.plan.buckets) for family in self._families),
-            )
 
 
 def _raw_unit(unit: float, scaler: LossScaler | None) -> float | Tensor:

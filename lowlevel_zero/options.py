@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -37,6 +38,11 @@ class ZeroOptions:
         pad_buckets_for_high_nccl_busbw: rows of wires are multiples of 2**16 elements.
         backward_context: makes the context manager that backward runs in.
         verbose: log skipped steps.
+        stall_timeout: seconds after which a wait is reported; 0: never.
+        debug: compare what the ranks are about to do before they do it.
+        verify_every: steps after which parameters are compared; 0: never.
+        max_skipped_steps: fp16 steps in a row that may overflow while the loss scale is at its minimum; 0: any number.
+        error_if_nonfinite: refuse a step whose gradient norm is inf or NaN, without fp16.
 
     ``repr`` shows what has to be alike on all ranks.
     """
@@ -61,6 +67,11 @@ class ZeroOptions:
     pad_buckets_for_high_nccl_busbw: bool = False
     backward_context: BackwardContext | None = field(default=None, repr=False)
     verbose: bool = field(default=False, repr=False)
+    stall_timeout: float = 60.0
+    debug: bool = False
+    verify_every: int = 0
+    max_skipped_steps: int = 20
+    error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         check_bucket_size(self.bucket_size)
@@ -75,6 +86,9 @@ class ZeroOptions:
             )
         check_factor("gradient_predivide_factor", self.gradient_predivide_factor)
         check_reduction(self.reduction)
+        check_seconds("stall_timeout", self.stall_timeout)
+        check_steps("verify_every", self.verify_every)
+        check_steps("max_skipped_steps", self.max_skipped_steps)
         if self.backward_context is not None and not callable(self.backward_context):
             raise TypeError(
                 "backward_context: expected a callable that returns a context manager, "
@@ -117,6 +131,27 @@ def check_max_norm(keyword: str, norm: object) -> None:
         raise TypeError(f"{keyword}: expected a number >= 0, got {type(norm).__name__} {norm!r}")
     if math.isnan(norm) or norm < 0:
         raise ValueError(f"{keyword}: expected a number >= 0 (0 means no clipping), got {norm}")
+
+
+def check_seconds(keyword: str, seconds: object) -> None:
+    """Raise unless ``seconds`` is a finite number >= 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{keyword}: expected a number of seconds >= 0, got {type(seconds).__name__} {seconds!r}")
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"{keyword}: expected a number of seconds >= 0 (0 switches it off), got {seconds}")
+
+
+def check_steps(keyword: str, steps: object) -> None:
+    """Raise unless ``steps`` is a number of steps, or 0."""
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"{keyword}: expected an int (steps), got {type(steps).__name__} {steps!r}")
+    if steps < 0:
+        raise ValueError(f"{keyword}: expected at least 0 steps (0 switches it off), got {steps}")
+
+
+def debugging(debug: bool) -> bool:
+    """Whether ``debug`` is chosen, by keyword or by ``LOWLEVEL_ZERO_DEBUG=1`` in the environment."""
+    return bool(debug) or os.environ.get("LOWLEVEL_ZERO_DEBUG") == "1"
 
 
 def check_floating(keyword: str, dtype: object) -> None:

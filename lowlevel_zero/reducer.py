@@ -123,6 +123,7 @@ class Reducer:
         self._watch_late = True
         self._bare = True
         self.sync = True
+        self._buckets.measured = [] if self._half or options.error_if_nonfinite else None
         self._forget_rounds()
         self.extend()
 
@@ -282,6 +283,7 @@ class Reducer:
         self._chosen(wait=True)
         self._buckets.close_round()
         self._rounds += 1
+        self._group.progress.micro_batch = self._rounds
         if self._first_order is None:
             self._first_order = self._buckets.arrivals
         self._forecast.learn(self._buckets.unexpected)
@@ -404,9 +406,13 @@ class Reducer:
         self._bare = not self._driven
         self._forget_rounds()
         self._gradients.conceal()
+        self._group.progress.step += 1
 
     def _forget_rounds(self) -> None:
         self._rounds = 0
+        self._group.progress.micro_batch = 0
+        if self._buckets.measured is not None:
+            self._buckets.measured.clear()
         self._driven = False
         self._uneven = False
         self._last_backward = -1
@@ -427,6 +433,11 @@ class Reducer:
             self._replan(completed(self._came, len(self._records)))
         else:
             self._replan(self._came + self._lacked_first)
+
+    def bad_wires(self) -> set[int]:
+        """The parameters of this step's wires into which this rank has put an inf or NaN; waits for the device."""
+        wires = self._buckets.measured or []
+        return {index for wire in wires if not wire.largest.isfinite() for index in wire.members}
 
     @property
     def idle(self) -> bool:

@@ -10,10 +10,11 @@ are. An attempt that is off stays off: who comes later finds it so, and starts t
 from __future__ import annotations
 
 import time
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from .process_group import store_of
 
 _GO, _OFF = "go", "off"
 _FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.05  # seconds between looks at the store
@@ -30,7 +31,7 @@ class Alarm:
     """
 
     def __init__(self, name: str) -> None:
-        self._store = _store_of(dist.distributed_c10d._get_default_group())
+        self._store = store_of(dist.distributed_c10d._get_default_group())
         self._key = f"lowlevel_zero/alarm/{name}"
 
     def give(self, word: str) -> None:
@@ -93,7 +94,7 @@ class _Attempt:
     """One attempt at a roll call, as the store has it."""
 
     def __init__(self, group: dist.ProcessGroup, room: str, number: int) -> None:
-        self._store = _store_of(group)
+        self._store = store_of(group)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self._room = room
@@ -154,8 +155,3 @@ def _who_came(attempt: _Attempt, doing: str, size: int, timeout: float) -> str:
 
 def _listed(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _store_of(group: dist.ProcessGroup) -> Any:
-    """The key-value store over which ``group`` was made: the one place that knows where torch keeps it."""
-    return dist.distributed_c10d._get_process_group_store(group)

@@ -21,6 +21,7 @@ from .alignment import RowLayout
 from .arena import Address, Arena, OthersArena, Slot
 from .exchange import GATHER, REDUCE, SUMMED, Exchange, sum_rows
 from .mail import Header, Subject
+from .process_group import timeout_of
 from .transport import Pending, keep_own, lay_out
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class SharedMemory(Exchange):
         self._unsummed: deque[AllReduction] = deque()
         self._spare_rows = 0
         self._serials = {REDUCE: 0, GATHER: 0}
-        self._timeout = _timeout_of(group)
+        self._timeout = timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A wire in a slot; each is handed to one reduction."""
@@ -268,10 +269,3 @@ class SharedMemory(Exchange):
         return [
             arena.view(header.offset + start, numel, dtype) for arena, header in zip(self._theirs, theirs, strict=True)
         ]
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that a collective of ``group`` may take."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
-    return float(timeout.total_seconds())

@@ -31,7 +31,7 @@ class Pending(Generic[T]):
         tensors: what the collective reads and writes; kept alive here until the result is taken.
     """
 
-    __slots__ = ("_done", "_finish", "_works", "tensors")
+    __slots__ = ("_around", "_done", "_finish", "_works", "tensors")
 
     def __init__(
         self,
@@ -43,17 +43,30 @@ class Pending(Generic[T]):
         self._works = works
         self._finish = finish
         self._done = done
+        self._around: Callable[[Callable[[], T]], T] | None = None
         self.tensors = tensors
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once, as far as can be told."""
         return all(work.is_completed() for work in self._works) if self._done is None else self._done()
 
+    def within(self, around: Callable[[Callable[[], T]], T]) -> Pending[T]:
+        """Have ``around`` do the waiting: it is given what waits, and returns what that returns."""
+        self._around = around
+        return self
+
     def wait(self) -> T:
         """The result, once. On CUDA the current stream waits, not the host."""
+        return self._take() if self._around is None else self._around(self._take)
+
+    def _take(self) -> T:
         for work in self._works:
             work.wait()
         return self._finish()
+
+    def unclaimed(self) -> Pending[None]:
+        """What keeps the collective going, and no more, when nobody will take its result."""
+        return Pending(self._works, self.tensors, _nothing, self._done)
 
 
 class Transport(ABC):
@@ -257,6 +270,10 @@ def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
     """Copy ``own`` into their rows of ``rows``, unless they are those rows."""
     if own[0].data_ptr() != rows[0][rank].data_ptr():
         torch._foreach_copy_([each[rank] for each in rows], list(own))
+
+
+def _nothing() -> None:
+    pass
 
 
 def then(pending: Pending[S], act: Callable[[S], T]) -> Pending[T]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .collectives import ShardGroup, gloo_group
 from .levels import Levels, Nested, OnStream, OnThread, Replicated, Sequel
+from .progress import NORM
 from .roll_call import Alarm, call_roll
 from .staging import Staged
 from .streams import streams_of
@@ -88,6 +89,9 @@ class TwoLevels(ShardGroup):
         inner: its row.
         grid: global ranks, ``[outer][inner]``.
         replicated: each row has all slices; else each rank has one.
+
+    Attributes:
+        made_of: these arguments.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class TwoLevels(ShardGroup):
         self._replicated = replicated
         self._grid = grid
         self._union_types = self.device_types
+        self.made_of = outer, inner, grid, replicated
         self._backends = self._inner._backends
         self._levels: dict[tuple[str, bool], Levels] = {}
         self._sequels: dict[str, Sequel] = {}
@@ -144,10 +149,11 @@ class TwoLevels(ShardGroup):
     def sum_scalar(self, value: Tensor) -> Pending[Tensor]:
         """Over the slices, each once: over a row where rows are replicas, else over all ranks."""
         if self._replicated:
-            return self._inner.sum_scalar(value)
+            return self._begun(NORM, None, value, self._inner.sum_scalar(value))
         if self._on_gloo(value.device):
             return super().sum_scalar(value)
-        return self._sequel(value.device).after(self._inner.sum_scalar(value), self._outer.sum_scalar)
+        pending = self._sequel(value.device).after(self._inner.sum_scalar(value), self._outer.sum_scalar)
+        return self._begun(NORM, None, value, pending)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """From the first row to the others, then within rows."""

@@ -134,7 +134,7 @@ class TestStores:
     def test_the_store_has_what_a_roll_call_needs(self, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         size = 3
         here = threading.local()
-        monkeypatch.setattr(roll_call, "_store_of", lambda group: dist.PrefixStore("group", store))
+        monkeypatch.setattr(roll_call, "store_of", lambda group: dist.PrefixStore("group", store))
         monkeypatch.setattr(roll_call.dist, "get_rank", lambda group: here.rank)
         monkeypatch.setattr(roll_call.dist, "get_world_size", lambda group: size)
         monkeypatch.setattr(roll_call.dist, "get_backend", lambda group: "gloo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import ShardGroup
+from ..progress import About
 from ..streams import Streams
 from ..transport import Pending
 from .bucket_plan import Bucket, BucketPlan, narrowed
@@ -25,6 +27,13 @@ class Reduction(NamedTuple):
 
     bucket: Bucket
     pending: Pending[Tensor]
+
+
+class Measured(NamedTuple):
+    """The largest absolute value that this rank put into a wire, 0-d; NaN if there was one."""
+
+    members: tuple[int, ...]
+    largest: Tensor
 
 
 class Reduced(NamedTuple):
@@ -51,6 +60,7 @@ class BucketStore:
         unexpected: those of them that nobody expected.
         late: indices of parameters whose bucket had left when a gradient came in this round, or was left out.
         contributed: for how many parameters this rank had a gradient in the round.
+        measured: of wires since it was last emptied; None: they are not to be measured.
     """
 
     def __init__(
@@ -75,6 +85,7 @@ class BucketStore:
         self.unexpected: list[int] = []
         self.late: list[int] = []
         self.contributed = 0
+        self.measured: list[Measured] | None = None
 
     def follow(self, plan: BucketPlan) -> None:
         """Use ``plan`` from the next round on."""
@@ -206,8 +217,12 @@ class BucketStore:
         wire = self._wire_in_place(bucket, gradients)
         if wire is None:
             wire = self._packed_wire(bucket, gradients)
+        if self.measured is not None and bucket.members:
+            largest = torch.linalg.vector_norm(wire, math.inf, dtype=torch.promote_types(wire.dtype, torch.float32))
+            self.measured.append(Measured(bucket.members, largest))
         reduce = self._group.reduce_scatter if self._keeps_row_only else self._group.all_reduce
-        self._in_flight.append(Reduction(bucket, reduce(wire, bucket.fp8)))
+        about = About(self._records, bucket.members, bucket.position)
+        self._in_flight.append(Reduction(bucket, reduce(wire, bucket.fp8, about)))
 
     def _wire_in_place(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor | None:
         """The gradient itself as ``[world_size, row]``, where the plan and its dtype allow it.

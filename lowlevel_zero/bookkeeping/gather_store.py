@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..alignment import alignment_of
 from ..collectives import ShardGroup
+from ..progress import About
 from ..streams import Mark, Streams
 from ..transport import Pending
 from .awaited import arrived, can_be_awaited, let_await
@@ -109,7 +110,7 @@ class GatherStore:
                 own = self._offload.lift(own, records[0].row)
             rows = [record.rows for record in records]
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
-            pending = self._group.gather(own, rows, records[0].fp8, alignment)
+            pending = self._group.gather(own, rows, records[0].fp8, alignment, About(records))
         self._under_way.append(Gather(records, pending, self._streams, awaited))
         if not awaited:
             self._finish_oldest(leave=IN_FLIGHT)

@@ -1,0 +1,106 @@
+"""Verification: whether all ranks hold the same parameters, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .bookkeeping.parameter_store import ParameterStore
+from .collectives import ShardGroup
+from .families import Families
+
+# Elements that are multiplied at a time; the products take 8 bytes each.
+_CHUNK = 2**20
+# Odd, so that multiplying modulo 2**64 loses nothing: with odd factors no flipped bit, nor two, leave a sum as it was.
+_FACTOR = 6364136223846793005
+_INTEGERS = {1: torch.int8, 2: torch.int16}
+
+
+class VerifyMethods:
+    """``verify``."""
+
+    _model: nn.Module | None
+    _group: ShardGroup
+    _parameters: ParameterStore
+    _families: Families
+    _own_names: Callable[[], dict[Tensor, str]]
+
+    @torch.no_grad()
+    def verify(self, buffers: bool = False) -> None:
+        """Raise unless all ranks hold the same parameters, frozen ones included, bit for bit; every rank calls it.
+
+        Checksums are computed where the parameters are; the host waits for them once. Only if they differ do the
+        ranks tell each other which.
+
+        Args:
+            buffers: the model's buffers, too. Training lets those of BatchNorm, say, differ.
+
+        Raises:
+            RuntimeError: the first parameter that differs, and on which ranks; on all of them.
+        """
+        self._families.finish_gathers()
+        names = self._own_names()
+        if self._model is not None:
+            names |= {p: name for name, p in self._model.named_parameters()}
+            names |= {each: name for name, each in self._model.named_buffers() if buffers}
+        by_family: list[dict[Tensor, str]] = [{} for _ in self._parameters.shard_groups]
+        for each, name in names.items():
+            by_family[self._parameters.family_of(each)][each] = name
+        differences = list(map(_difference, by_family, self._parameters.shard_groups))
+        found = next((each for each in differences if each is not None), None)
+        if self._group.largest([found is not None])[0]:
+            raise RuntimeError(next(text for text in self._group.exchange(found) if text is not None))
+
+
+def _difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
+    """The first of these tensors that isn't the same on all ranks of ``group``, in words; None: all are."""
+    sums = _read([checksum(each) for each in names])
+    if group.alike(_digest(sums)):
+        return None
+    return _first_difference(dict(zip(names.values(), zip(*group.exchange(sums), strict=True), strict=True)))
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A 0-d int64 on the tensor's device that depends on each bit of it and where it stands."""
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    odd = torch.arange(1, 2 * min(_CHUNK, max(1, bits.numel())), 2, device=tensor.device)
+    for chunk in torch.split(bits, _CHUNK):
+        total.mul_(_FACTOR).add_((chunk.to(torch.int64) * odd[: chunk.numel()]).sum())
+    return total
+
+
+def _read(sums: Sequence[Tensor]) -> list[int]:
+    """All in one copy to the host; on several devices, one each."""
+    values: list[int] = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    return values
+
+
+def _digest(sums: Sequence[int]) -> list[int]:
+    """A few non-negative integers."""
+    data = torch.tensor(sums, dtype=torch.int64)
+    value = int(checksum(data)) % 2**64
+    return [len(sums), value >> 32, value % 2**32]
+
+
+def _first_difference(told: Mapping[str, Sequence[int]]) -> str:
+    """Name the first entry that isn't the same on all ranks."""
+    for name, by_rank in told.items():
+        expected = max(by_rank, key=by_rank.count)
+        others = [rank for rank, value in enumerate(by_rank) if value != expected]
+        if others:
+            count = sum(len(set(values)) > 1 for values in told.values())
+            return (
+                f"{name}: expected the same values on every rank, got others on {_ranks(others)} than on "
+                f"{_ranks([rank for rank in range(len(by_rank)) if rank not in others])} ({count} of {len(told)} "
+                "tensors differ): look for memory or devices that err, and for code that writes into parameters on "
+                "some ranks alone; go on from a checkpoint"
+            )
+    raise AssertionError("digests differ, checksums don't")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,197 @@
+"""debug=True: what differs between ranks is an error on all of them, in time; what is legal trains the same bits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from oracle import Run, check_close, train_alone, train_rank, train_sharded
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checked_group import CheckedGroup, CheckedLevels
+from ranks import Raised, run_ranks, run_ranks_expecting
+
+PATIENCE = 1.0
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def wrap(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
+    options = {"debug": True, "stall_timeout": PATIENCE, **options}
+    return LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.ones(2, 4)).sum()
+    return loss
+
+
+def refused(errors: list[Raised]) -> str:
+    """What all ranks alike have raised."""
+    (message,) = {error.message for error in errors}
+    assert all(error.type == "RuntimeError" for error in errors)
+    return message
+
+
+def drop(step: int, rank: int) -> set[int]:
+    return {(step + rank) % 3} if step % 2 else {1}
+
+
+LEGAL = {
+    "stage 1": {},
+    "stage 2, drop": {"drop": drop, "options": {"partition_grad": True}},
+    "bare, drop, micro-batches": {"bare": True, "drop": drop, "micro_batches": 2},
+    "clipped, overlapped gathers": {"clip": 0.1, "drop": drop, "options": {"overlap_allgather": True}},
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("way", LEGAL)
+def test_legal_training_is_as_ever(way: str, world_size: int) -> None:
+    run = replace(Run(world_size=world_size, steps=3), **LEGAL[way])
+    run = run.with_options(reduce_bucket_size=30, debug=True)
+    expected, _ = train_alone(replace(run, options={}))
+    check_close(expected, [params for params, _ in run_ranks(train_sharded, world_size, run)], 2e-6)
+
+
+@pytest.mark.usefixtures("forecasting")
+def test_legal_training_with_forecasts_is_as_ever() -> None:
+    run = Run(steps=3, drop=drop, micro_batches=2).with_options(reduce_bucket_size=30, debug=True)
+    expected, _ = train_alone(run)
+    check_close(expected, [params for params, _ in run_ranks(train_sharded, 2, run)], 2e-6)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_legal_training_over_two_levels_is_as_ever(hybrid: bool) -> None:
+    run = Run(world_size=4, steps=2, drop=drop).with_options(reduce_bucket_size=30, debug=True, hybrid_shard=hybrid)
+
+    def live(rank: int, world_size: int) -> dict[str, Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        levels = mesh.get_group("outer"), mesh.get_group("inner")
+        trained = train_rank(rank, world_size, run.with_options(dp_process_group=levels))
+        assert isinstance(trained.optimizer._group, CheckedLevels)
+        trained.optimizer.verify()
+        return {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+
+    expected, _ = train_alone(replace(run, options={}))
+    check_close(expected, run_ranks(live, 4), 2e-6)
+
+
+def test_who_drains_alone_waits_for_nobody_who_waits_for_it() -> None:
+    """Rank 0 looks at gradients, which no other rank needs to: reductions must get through while rank 1 steps."""
+
+    def live(rank: int, world_size: int) -> None:
+        model = net()
+        optimizer = wrap(model, reduce_bucket_size=4)
+        for _ in range(2):
+            optimizer.backward(loss_of(model))
+            if rank == 0:
+                assert len(optimizer.get_working_grads_by_group_id(0)) == 4
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(live, 2)
+
+
+def test_a_rank_that_steps_twice_is_an_error_on_all_at_once() -> None:
+    def live(rank: int, world_size: int) -> None:
+        model = net()
+        optimizer = wrap(model, stall_timeout=50.0)
+        optimizer.backward(loss_of(model))
+        optimizer.step()
+        if rank == 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    message = refused(run_ranks_expecting(live, 3, timeout=20.0))
+    assert "expected the same call on every rank" in message
+    assert "ranks 0, 2" in message or "rank 0 came to" in message
+    assert "in zero_grad" in message
+    assert "rank 1 to «agreement (step 2, in step)" in message
+
+
+def test_a_rank_with_another_bucket_is_an_error_on_all() -> None:
+    """Rank 1's plan is another: parameters, shape and bucket are named before a byte has travelled."""
+
+    def live(rank: int, world_size: int) -> None:
+        model = net()
+        optimizer = wrap(model)
+        if rank == 1:
+            optimizer._families[0].reducer._replan([0, 1, 2, 3])
+        optimizer.backward(loss_of(model))
+        optimizer.step()
+
+    message = refused(run_ranks_expecting(live, 2))
+    assert "rank 0 came to «reduction of bucket 0 (step 1, micro-batch 1): [2, 15] torch.float32 of 1.bias," in message
+    assert "rank 1 to «reduction of bucket 0 (step 1, micro-batch 1): [2, 15] torch.float32 of 0.weight," in message
+
+
+def test_a_gather_of_another_dtype_is_an_error_on_all() -> None:
+    def live(rank: int, world_size: int) -> None:
+        group = CheckedGroup(None, patience=PATIENCE)
+        rows = torch.zeros(2, 3, dtype=(torch.float32, torch.bfloat16)[rank])
+        group.gather([rows[rank]], [rows])
+
+    message = refused(run_ranks_expecting(live, 2))
+    assert "«gather (step 1): [2, 3] torch.float32»" in message
+    assert "rank 1 to «gather (step 1): [2, 3] torch.bfloat16»" in message
+
+
+def test_a_rank_that_never_comes_is_named_and_told_later() -> None:
+    """Rank 2 is busy elsewhere: the others give up after their patience, and so does it, when it comes."""
+
+    def live(rank: int, world_size: int) -> None:
+        model = net()
+        optimizer = wrap(model)
+        optimizer.backward(loss_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 2:
+            time.sleep(2 * PATIENCE)
+        optimizer.backward(loss_of(model))
+        optimizer.step()
+
+    message = refused(run_ranks_expecting(live, 3))
+    assert "has waited 1 s: rank 2 last came to «agreement (step 2, in zero_grad)" in message
+
+
+def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(rank: int, world_size: int) -> bool:
+        return isinstance(wrap(net(), debug=False)._group, CheckedGroup)
+
+    assert run_ranks(live, 2) == [False, False]
+    monkeypatch.setenv("LOWLEVEL_ZERO_DEBUG", "1")
+    assert run_ranks(live, 2) == [True, True]
+    assert run_ranks(live, 1) == [False]
+
+
+def test_ranks_must_agree_on_it() -> None:
+    def live(rank: int, world_size: int) -> None:
+        wrap(net(), debug=rank == 0)
+
+    for error in run_ranks_expecting(live, 2):
+        assert error.type == "ValueError"
+        assert "debug=True" in error.message
+
+
+def test_the_store_does_not_fill() -> None:
+    def live(rank: int, world_size: int) -> list[int]:
+        model = net()
+        optimizer = wrap(model)
+        held = []
+        for _ in range(4):
+            optimizer.backward(loss_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            held.append(len(optimizer._group._meetings._own))  # type: ignore[attr-defined]
+        return held[1:]
+
+    for held in run_ranks(live, 2):
+        assert len(set(held)) == 1

@@ -1,0 +1,88 @@
+"""Logging: through one logger, one line at the start, and never a print."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from ranks import run_ranks
+
+PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
+# Programs, which talk to who has started them.
+PROGRAMS = {"__main__.py", "commands", "demo", "plugin/demo.py", "checkpoint/progress.py"}
+
+
+def prints(source: str) -> list[int]:
+    """The lines on which something is printed, or written to the standard streams."""
+    tree = ast.parse(source)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("print", "pprint")]
+    streams = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in STREAMS]
+    return sorted(names + streams)
+
+
+STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
+
+
+def loggers(source: str) -> set[str]:
+    """The names of the loggers that a source asks for."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    asked = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "getLogger"]
+    return {str(argument.value) for call in asked for argument in call.args if isinstance(argument, ast.Constant)}
+
+
+def sources() -> dict[str, str]:
+    paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+
+
+def test_the_library_never_prints_and_has_one_logger() -> None:
+    library = {name: text for name, text in sources().items() if not {name, name.split("/")[0]} & PROGRAMS}
+    assert len(library) > 40
+    assert {name: prints(text) for name, text in library.items() if prints(text)} == {}
+    assert set().union(*map(loggers, library.values())) == {"lowlevel_zero"}
+
+
+@pytest.mark.parametrize("source", ["print(1)", "import sys\nsys.stderr.write('x')", "f = __import__('sys').stdout"])
+def test_a_print_would_be_found(source: str) -> None:
+    assert prints(source)
+
+
+def test_one_line_at_the_start_on_rank_zero() -> None:
+    def live(rank: int, world_size: int) -> list[tuple[str, str]]:
+        lines: list[tuple[str, str]] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+        logger = logging.getLogger("lowlevel_zero")
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+        model = nn.Linear(4, 3)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, partition_grad=True)
+        for _ in range(3):
+            optimizer.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return lines
+
+    first, second = run_ranks(live, 2)
+    ((level, line),) = first
+    assert level == "INFO"
+    assert line.startswith("ZeRO stage 2: 15 elements in 2 parameters over 2 ranks, ")
+    assert second == []
+
+
+def test_nothing_is_written_where_nobody_has_set_up_logging(capfd: pytest.CaptureFixture[str]) -> None:
+    def live(rank: int, world_size: int) -> None:
+        model = nn.Linear(4, 3)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+
+    run_ranks(live, 2)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,242 @@
+"""The stall report: who waits says for what and for whom, in time, and no thread stays behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.progress import NORM, REDUCTION
+from ranks import run_ranks
+
+TIMEOUT = 0.4
+
+
+class Told(logging.Handler):
+    """What the package logs at WARNING and above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("lowlevel_zero").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def wrap(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
+    options = {"stall_timeout": TIMEOUT, **options}
+    return LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+
+
+def train(model: nn.Module, optimizer: LowLevelZeroOptimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wait_until(said: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not said() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def run_stalled(world_size: int, stall: Callable[[int, nn.Module, LowLevelZeroOptimizer], None], **options: Any) -> Any:
+    """What each rank has logged when ``stall`` has ended, after a step that went well."""
+
+    def live(rank: int, world_size: int) -> list[str]:
+        told = Told()
+        model = net()
+        optimizer = wrap(model, **options)
+        train(model, optimizer)
+        stall(rank, model, optimizer)
+        train(model, optimizer)
+        return told.lines
+
+    return run_ranks(live, world_size)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_that_wait_say_for_whom_and_for_what(stage: int) -> None:
+    """Rank 2 is late for backward; the others' reports name the place in which it is."""
+
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+        if rank == 2:
+            time.sleep(4 * TIMEOUT)
+
+    first, second, late = run_stalled(3, stall, partition_grad=stage == 2)
+    assert late == []
+    for rank, lines in enumerate((first, second)):
+        (line,) = lines
+        assert re.match(rf"rank {rank} has waited [\d.]+ s for the agreement \d+ \(step 2\)\. ", line)
+        assert line.endswith("Not there yet: rank 2 (outside of the optimizer, after 1 steps)")
+
+
+def test_a_reduction_is_named_by_bucket_and_parameters() -> None:
+    """One rank waits for a wire in backward, where the other has sent none."""
+
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 1:
+            time.sleep(4 * TIMEOUT)
+        optimizer.backward(loss)
+        optimizer.get_working_grads_by_group_id(0)  # waits for this rank's reductions, and agrees on nothing
+        optimizer.zero_grad()
+
+    (line,), late = run_stalled(2, stall)
+    assert late == []
+    assert "for the reduction of bucket 0 (step 2, micro-batch 1): 1.bias, 1.weight, 0.bias, 0.weight." in line
+    assert "rank 1 (outside of the optimizer, after 1 steps)" in line
+
+
+def test_a_gather_is_named_by_its_parameters() -> None:
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+        def step_late(*_: Any) -> None:
+            time.sleep(4 * TIMEOUT)
+
+        hook = optimizer.optim.register_step_pre_hook(step_late) if rank == 1 else None
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if hook is not None:
+            hook.remove()
+
+    (line,), late = run_stalled(2, stall)
+    assert late == []
+    assert "for the gather (step 2): " in line or "for the sum of the norm" in line
+    assert "0.weight" in line
+    assert "rank 1" in line
+
+
+def test_each_stall_is_reported_once() -> None:
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+        for pause in (4 * TIMEOUT, 0.0, 4 * TIMEOUT):
+            if rank == 1:
+                time.sleep(pause)
+            train(model, optimizer)
+
+    lines, _ = run_stalled(2, stall)
+    places = [line.partition(" s for ")[2].partition(". ")[0] for line in lines]
+    assert len(set(places)) == len(places)
+    assert [step in " ".join(places) for step in ("(step 2)", "(step 4)")] == [True, True]
+
+
+def test_a_rank_that_waits_elsewhere_is_said_to() -> None:
+    """Rank 1 is a step ahead: both wait, in different places, and each knows where the other is."""
+
+    def live(rank: int, world_size: int) -> list[str]:
+        told = Told()
+        group = ShardGroup()
+        group.watch(TIMEOUT)
+        mine = (REDUCTION, NORM)[rank]
+        group.progress.begin(mine)
+        place = group.progress.begin(mine)
+        group.progress.wait(place, lambda: wait_until(lambda: bool(told.lines)))
+        time.sleep(TIMEOUT)  # the other's watch may still ask
+        return told.lines
+
+    for rank, lines in enumerate(run_ranks(live, 2)):
+        (line,) = lines
+        assert f"rank {1 - rank} (waits for the {('sum of the norm', 'reduction')[rank]} 1 (step 1" in line
+
+
+def test_a_rank_whose_process_stands_still_does_not_answer() -> None:
+    def live(rank: int, world_size: int) -> list[str]:
+        told = Told()
+        model = net()
+        optimizer = wrap(model)
+        train(model, optimizer)
+        if rank == 1:
+            parent, child = os.getpid(), os.fork()
+            if child == 0:  # wakes the stopped rank
+                time.sleep(6 * TIMEOUT)
+                os.kill(parent, signal.SIGCONT)
+                os._exit(0)
+            os.kill(parent, signal.SIGSTOP)
+            os.waitpid(child, 0)
+        train(model, optimizer)
+        return told.lines
+
+    lines, _ = run_ranks(live, 2)
+    assert "rank 1 (doesn't answer: its process has ended or stands still)" in lines[0]
+
+
+def test_the_report_comes_before_the_process_groups_own_timeout() -> None:
+    """``run_ranks`` gives a group twice its own timeout and ten seconds."""
+
+    def live(rank: int, world_size: int) -> float:
+        group = ShardGroup()
+        group.watch(1e6)
+        assert group._watch is not None
+        return group._watch._timeout + 5 * group._watch.pause
+
+    assert all(seconds < 30.0 for seconds in run_ranks(live, 2, timeout=10.0))
+
+
+def watchdogs() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "watchdog" in thread.name]
+
+
+def test_one_thread_watches_all_and_goes_with_the_last() -> None:
+    def live(rank: int, world_size: int) -> list[int]:
+        counts = [len(watchdogs())]
+        optimizers = [wrap(net()) for _ in range(3)]
+        counts.append(len(watchdogs()))
+        gc.collect()
+        gc.disable()
+        optimizers.clear()
+        wait_until(lambda: not watchdogs())
+        counts.append(len(watchdogs()))
+        again = wrap(net())
+        counts.append(len(watchdogs()))
+        del again
+        unwatched = wrap(net(), stall_timeout=0)
+        wait_until(lambda: not watchdogs())
+        counts.append(len(watchdogs()))
+        del unwatched
+        return counts
+
+    for counts in run_ranks(live, 2):
+        assert counts == [0, 1, 0, 1, 0]
+
+
+def test_one_rank_alone_needs_no_watching() -> None:
+    def live(rank: int, world_size: int) -> int:
+        model = net()
+        optimizer = wrap(model)
+        train(model, optimizer)
+        return len(watchdogs())
+
+    assert run_ranks(live, 1) == [0]
+
+
+def test_a_forked_process_has_a_watchdog_of_its_own() -> None:
+    def live(rank: int, world_size: int) -> int:
+        optimizer = wrap(net())
+        child = os.fork()
+        if child == 0:
+            from lowlevel_zero import watchdog
+
+            os._exit(10 * len(watchdogs()) + len(watchdog._watchdog._watches))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        del optimizer
+        return code
+
+    assert run_ranks(live, 2) == [0, 0]
