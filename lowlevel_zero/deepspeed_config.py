@@ -269,6 +269,12 @@ def _predivide(path: str, value: Any) -> Options:
     return {} if value == 1 else {"gradient_predivide_factor": float(value)}
 
 
+def _reduction(path: str, value: Any) -> Options:
+    if not isinstance(value, str) or value.lower() not in ("mean", "sum"):
+        raise ValueError(f"{path}: expected \"mean\" or \"sum\", got {value!r}")
+    return {"reduction": "sum"} if value.lower() == "sum" else {}
+
+
 def _optimizer_type(path: str, value: Any) -> Options:
     if not isinstance(value, str):
         raise TypeError(f"{path}: expected a name, got {type(value).__name__} {value!r}")
@@ -296,7 +302,7 @@ _TOP: dict[str, Rule] = {
     "communication_data_type": _dtype,
     "gradient_predivide_factor": _predivide,
     "prescale_gradients": _flag,
-    "gradient_allreduce_op": _only(("mean",), "gradients are averaged"),
+    "gradient_allreduce_op": _reduction,
     "train_batch_size": _count,
     "train_micro_batch_size_per_gpu": _count,
     "gradient_accumulation_steps": _count,

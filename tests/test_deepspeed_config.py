@@ -72,6 +72,7 @@ def test_the_usual_one() -> None:
         ({"communication_data_type": None}, {}),
         ({"gradient_predivide_factor": 1.0, "prescale_gradients": False, "gradient_allreduce_op": "mean"}, {}),
         ({"gradient_predivide_factor": 4}, {"gradient_predivide_factor": 4.0}),
+        ({"gradient_allreduce_op": "sum"}, {"reduction": "sum"}),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, {"forced_dtype": torch.bfloat16}),
         ({"bfloat16": {"enabled": True}}, {"forced_dtype": torch.bfloat16}),
         (
@@ -150,7 +151,7 @@ def test_what_has_an_equal(config: dict[str, Any], expected: dict[str, Any]) -> 
         ({"communication_data_type": "int8"}, "communication_data_type", "fp16, bf16, fp32 or null"),
         ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "above 0"),
         ({"prescale_gradients": True}, "prescale_gradients", "initialised process group"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "averaged"),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op", "got 'max'"),
         ({"sparse_gradients": True}, "sparse_gradients", "no equal"),
         ({"amp": {"enabled": True}}, "amp.enabled", "no equal"),
         ({"pipeline": {"stages": 2}}, "pipeline", "no equal"),
@@ -205,8 +206,9 @@ def test_prescaling_divides_by_the_ranks_first() -> None:
 
 def test_all_keywords_are_the_optimizer_s() -> None:
     half = {"fp16": {"enabled": True}, "communication_data_type": "fp32"}
+    sums = {"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2.0}
     known = inspect.signature(LowLevelZeroOptimizer).parameters
-    assert set(options_from_deepspeed({**USUAL, **half})) <= set(known)
+    assert set(options_from_deepspeed({**USUAL, **half, **sums})) <= set(known)
 
 
 def test_training_follows_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import LowLevelZeroOptimizer, checkpoint
 from ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -80,3 +81,31 @@ def test_the_table_is_the_signature() -> None:
 def test_the_files_that_it_names_exist() -> None:
     for name in re.findall(r"`([\w/]+\.py|\w+/)`", README):
         assert any((ROOT / base / name).exists() for base in ("", "lowlevel_zero")), name
+
+
+GUIDE = (ROOT / "docs" / "coming-from.md").read_text()
+KEYWORDS = set(inspect.signature(LowLevelZeroOptimizer).parameters)
+
+
+def test_the_lines_that_change_are_python_with_keywords_that_exist() -> None:
+    diffs = re.findall(r"^```diff\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    systems = re.findall(r"^## (.*)$", GUIDE, flags=re.MULTILINE)
+    assert len(diffs) == len(systems) >= 7
+    for diff in diffs:
+        lines = diff.splitlines()
+        assert all(line[0] in "+-" for line in lines)
+        assert sum(line.startswith("+") for line in lines) <= 3
+        tree = ast.parse("\n".join(line[1:] for line in lines if line.startswith("+")))
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id == "LowLevelZeroOptimizer":
+                assert {keyword.arg for keyword in call.keywords if keyword.arg} <= KEYWORDS
+
+
+def test_what_an_option_is_called_here_exists() -> None:
+    here = [row.split(" | ")[1] for row in GUIDE.splitlines() if row.startswith("| ")]
+    named = {name for cell in here for name in re.findall(r"`([a-z_0-9]+)(?:=[^`]*)?`", cell)}
+    known = KEYWORDS | {name for name in dir(LowLevelZeroOptimizer) if not name.startswith("_")}
+    known |= set(checkpoint.__all__) | {"backward", "loss_scale"}
+    options = {name for cell in here for name in re.findall(r"`([a-z_0-9]+)=[^`]*`", cell)}
+    assert options <= KEYWORDS
+    assert {name for name in named if "_" in name} <= known
