@@ -444,9 +444,9 @@ def test_every_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> 
     assert all(f"{command.name} {command.does}" in told for command in COMMANDS)
 
 
-def test_the_readme_s_commands(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    commands = re.findall(r"^python -m lowlevel_zero (.+)$", readme, flags=re.MULTILINE)
+def test_the_commands_of_its_page(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text()
+    commands = re.findall(r"^python -m lowlevel_zero (.+)$", page, flags=re.MULTILINE)
     assert {command.split()[0] for command in commands} == {command.name for command in COMMANDS}
     checkpoint.rename(checkpoint.with_name("step-100"))
     monkeypatch.chdir(checkpoint.parent.parent)

@@ -21,22 +21,27 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_code_runs_block_after_block(world_size: int, tmp_path: Path) -> None:
-    joined = "".join(blocks("python"))
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.stem)
+def test_the_code_runs_block_after_block(page: Path, world_size: int, tmp_path: Path) -> None:
+    own = blocks("python", page.read_text())
+    joined = "".join(own if page.name == "README.md" else [*blocks("python")[:1], *own])
     if not hasattr(torch.optim, "Muon"):  # before torch 2.9
         joined = joined.replace("torch.optim.Muon", "torch.optim.SGD")
-    assert joined.count("optimizer.step()") >= 2
+    assert "optimizer.step()" in joined
 
     def rank(rank: int, world_size: int) -> float:
         names: dict[str, object] = {}
         os.chdir(tmp_path)  # checkpoints go there
         dist.init_process_group = lambda: None  # type: ignore[assignment]  # this forked rank has its group
-        exec(compile(joined, "README.md", "exec"), names)
+        exec(compile(joined, page.name, "exec"), names)
         optimizer = names["optimizer"]
         assert isinstance(optimizer, LowLevelZeroOptimizer)
         norm = optimizer.get_grad_norm()
@@ -76,6 +81,10 @@ def test_the_table_is_the_signature() -> None:
         if default.startswith("`"):
             (name,) = re.findall(r"`(\w+)`", cell)
             assert repr(signature[name].default) == default.strip("`"), name
+
+
+def test_the_pages_that_it_links_are_all_there_are() -> None:
+    assert {ROOT / link for link in re.findall(r"\]\((docs/[\w-]+\.md)\)", README)} == set(DOCS)
 
 
 def test_the_files_that_it_names_exist() -> None:
