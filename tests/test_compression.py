@@ -317,6 +317,7 @@ def test_gradients_are_within_their_bounds_and_small_parameters_untouched() -> N
 
 @pytest.mark.parametrize("stage", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
 @over_world_sizes
+@pytest.mark.usefixtures("unaligned")
 def test_half_of_bf16_s_bytes_travel(world_size: int, stage: dict[str, Any]) -> None:
     def train_and_count(way: str, rank: int) -> None:
         handed_over = _count_bytes()
