@@ -271,7 +271,7 @@ def _predivide(path: str, value: Any) -> Options:
 
 def _reduction(path: str, value: Any) -> Options:
     if not isinstance(value, str) or value.lower() not in ("mean", "sum"):
-        raise ValueError(f"{path}: expected \"mean\" or \"sum\", got {value!r}")
+        raise ValueError(f'{path}: expected "mean" or "sum", got {value!r}')
     return {"reduction": "sum"} if value.lower() == "sum" else {}
 
 

@@ -324,11 +324,12 @@ def test_half_of_bf16_s_bytes_travel(world_size: int, stage: dict[str, Any]) -> 
         case = Case(options={**stage, "fp8_min_numel": 1}, way=way, steps=2)
         plain = run(case, rank).optimizer.traffic()
         handed_over.clear()
-        told = run(case, rank, **FP8).optimizer.traffic()
+        optimizer = run(case, rank, **FP8).optimizer
+        told = optimizer.traffic()
         for purpose in ("reduce", "gather"):
-            assert told[purpose] == pytest.approx(plain[purpose] / 2, rel=0.01), purpose
-        columns = sum(-(-p.numel() // world_size) for p in Net().parameters())
-        a_wire = (world_size - 1) * encoded_size(columns)
+            assert told[purpose] == pytest.approx(plain[purpose] / 2, rel=0.02), purpose  # rows have round sizes
+        bucket, _ = optimizer.layout().buckets  # and the flags' own
+        a_wire = (world_size - 1) * encoded_size(bucket.row)
         assert sum(handed_over) == case.steps * a_wire * (2 if stage else 3)
 
     run_ranks(lambda rank, _: [train_and_count(way, rank) for way in ("shared memory", "messages")], world_size)
