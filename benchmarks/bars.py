@@ -14,6 +14,7 @@ from .report import ratio
 
 FP32, BF16, FOUR = "step-25m-fp32-1x-2r", "step-25m-bf16-1x-2r", "step-25m-fp32-1x-4r"
 SHARDING = ("zro", "fairscale", "fsdp2", "fsdp2-reshard", "deepspeed-1", "deepspeed-2", "colossalai-1", "colossalai-2")
+SHARDING_STATES = ("zro", "deepspeed-1", "colossalai-1")  # and no gradients
 
 
 class Bar(NamedTuple):
@@ -150,14 +151,14 @@ def _must_hold(run: dict[str, Any], stage: int, moment: str) -> float:
 
 
 def _peak(folder: Path) -> Iterator[Verdict]:
-    """What a rank takes since its start, to the least of any sharding peer's."""
+    """What a rank takes since its start, to the least of any peer's that shards as much: states, or gradients too."""
     rows = _rows(folder, "peak")
     since = {name: row["peak rss"] - row["before"] for name, row in rows.items()}
-    others = [since[name] for name in SHARDING if name in since]
-    for stage in (1, 2):
+    for stage, peers, kind in ((1, SHARDING_STATES, "ZeRO-1"), (2, SHARDING, "sharding")):
+        others = [since[name] for name in peers if name in since]
         known = bool(others) and f"ours-{stage}" in since
         measured = since[f"ours-{stage}"] / min(others) if known else None
-        yield Verdict("peak", f"ours-{stage} / the least of any sharding peer's", measured, 1.0)
+        yield Verdict("peak", f"ours-{stage} / the least of any {kind} peer's", measured, 1.0)
 
 
 def _overhead(folder: Path) -> Iterator[Verdict]:

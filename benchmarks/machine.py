@@ -22,7 +22,7 @@ def header() -> dict[str, str]:
     versions = {"torch": torch.__version__} | {name: _version(name) for name in _PEERS if _version(name)}
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": "python " + shlex.join(sys.orig_argv[1:]),
+        "command": "python " + shlex.join(_without_out(sys.orig_argv[1:])),
         "code": _commit(),
         "python": platform.python_version(),
         **versions,
@@ -59,3 +59,12 @@ def _cpu() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or "unknown")
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    """A command line without where its results go, which is a matter of the machine."""
+    kept: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument != "--out" and before != "--out" and not argument.startswith("--out="):
+            kept.append(argument)
+    return kept
