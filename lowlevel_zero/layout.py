@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -254,7 +253,7 @@ def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None =
 def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[ParameterLayout]:
     offsets: dict[int, int] = {}
     for bucket in family.plan.buckets:
-        offsets.update(zip(bucket.members, accumulate(bucket.sizes, initial=0), strict=False))
+        offsets.update(zip(bucket.members, bucket.layout.starts, strict=True))
     for index, owned in enumerate(family.owned):
         split, bucket_at = owned.split, family.plan.bucket_of[index]
         reduced = split.slice_size if row_only else split.padded_numel

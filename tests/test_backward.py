@@ -283,9 +283,9 @@ def counted(name: str) -> Iterator[list[int]]:
     calls: list[int] = []
     collective = getattr(ShardGroup, name)
 
-    def counting(group: ShardGroup, wire: Tensor) -> Any:
+    def counting(group: ShardGroup, wire: Tensor, *how: Any) -> Any:
         calls.append(wire.numel())
-        return collective(group, wire)
+        return collective(group, wire, *how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardGroup, name, counting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ def test_it_is_what_ranks_hold_and_wires_carry(world_size: int, stage: int, dtyp
                 assert (p.offset, p.slice_size) == parts[p.name]
         check_buckets(layout)
     assert all(replace(layout, rank=0) == ranks[0][0] for layout, *_ in ranks)
+
+
+@pytest.mark.parametrize("options", [{}, {"fp8_communication": True, "fp8_min_numel": 50}], ids=["plain", "fp8"])
+def test_where_slices_lie_in_rows_with_fillers(options: dict[str, Any]) -> None:
+    run = replace(RUN, world_size=3, model=partial(Odd, 40)).with_options(reduce_bucket_size=10_000, **options)
+    layout, held, parts = run_ranks(of_run, 3, run)[1]
+    sizes = {p.name: p.slice_size for p in layout.parameters}
+    assert any(bucket.body > sum(sizes[name] for name in bucket.members) for bucket in layout.buckets)
+    assert {p.name: (p.offset, p.slice_size) for p in layout.parameters if p.name in parts} == parts
+    assert (layout.bytes.p32, layout.bytes.state) == (held["masters"], held["states"])
+    check_buckets(layout)
 
 
 def check_buckets(layout: Layout) -> None:
@@ -203,8 +215,9 @@ def loaded(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
         RUN.with_options(partition_grad=True),
         replace(RUN, dtype=torch.bfloat16, drop=lambda step, rank: {1}),
         RUN.with_options(reduce_scatter=True, communication_dtype=torch.bfloat16),
+        RUN.with_options(fp8_communication=True, fp8_min_numel=20),
     ],
-    ids=["fp32, stage 2", "bf16, a dropped layer", "bf16 on the wire"],
+    ids=["fp32, stage 2", "bf16, a dropped layer", "bf16 on the wire", "fp8 on the wire"],
 )
 def test_a_checkpoint_s_is_that_of_the_runs_that_saved_and_load_it(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "step-2"

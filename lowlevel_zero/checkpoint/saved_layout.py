@@ -32,12 +32,7 @@ def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None, bucket
         raise ValueError(f"world size: expected at least 1 rank, got {size}")
     names, options = _trained(checkpoint), _options(checkpoint, bucket_size)
     owned = [_owned(checkpoint, name, size, options) for name in names]
-    wide = options.pad_buckets_for_high_nccl_busbw
-    items = [
-        Item(each.split, (each.dtype, wire), each.dtype == wire, alignment=alignment_of(wire, wide))
-        for each, wire in ((each, each.wire_dtype) for each in owned)
-    ]
-    plan = make_plan(items, _order(checkpoint, names), options.bucket_size)
+    plan = make_plan([_item(each, options) for each in owned], _order(checkpoint, names), options.bucket_size)
     return layout_of([Shared(tuple(range(size)), owned, plan)], options)
 
 
@@ -68,11 +63,17 @@ def _order(checkpoint: WholeCheckpoint, names: list[str]) -> list[int]:
     return completed(order[: plan["came"]], len(order)) if forecasts else order
 
 
+def _item(owned: Owned, options: ZeroOptions) -> Item:
+    wire, fp8 = owned.wire_dtype, options.in_fp8(owned.split.numel, owned.split.world_size)
+    alignment = alignment_of(wire, options.pad_buckets_for_high_nccl_busbw)
+    return Item(owned.split, (owned.dtype, wire, fp8), owned.dtype == wire, fp8, alignment)
+
+
 def _owned(checkpoint: WholeCheckpoint, name: str, world_size: int, options: ZeroOptions) -> Owned:
     entry = checkpoint.manifest.tensors[name]
     split, dtype = EvenSplit(entry.numel, world_size), entry.torch_dtype
     master = torch.promote_types(dtype, torch.float32) if options.master_weights else dtype
-    copied = options.cpu_offload or master != dtype
+    copied = options.cpu_offload or master != dtype or options.in_fp8(entry.numel, world_size)
     states = {key: value for key, value in checkpoint.state(name).items() if isinstance(value, StoredTensor)}
     return Owned(
         name=name,

@@ -246,6 +246,8 @@ def _told(options: ZeroOptions) -> dict[str, Any]:
         "master_weights": options.master_weights,
         "cpu_offload": options.cpu_offload,
         "pad_buckets_for_high_nccl_busbw": options.pad_buckets_for_high_nccl_busbw,
+        "fp8_communication": options.fp8_communication,
+        "fp8_min_numel": options.fp8_min_numel,
     }
 
 
