@@ -295,7 +295,7 @@ def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(stage: st
         return by_step
 
     def telling(collective: Any, events: list[str]) -> Any:
-        return lambda group, wire: events.append("wire") or collective(group, wire)
+        return lambda group, *wire: events.append("wire") or collective(group, *wire)
 
     early = {
         whole: [events.index("the last gradient") for events in run_ranks(train, 1, whole)[0]]

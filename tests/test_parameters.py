@@ -255,11 +255,11 @@ def count_bytes(optimizer_of: Callable[[], tuple[nn.Module, LowLevelZeroOptimize
     """Bytes that the wires of one step hold."""
     total = 0
 
-    def counting(collective: Callable[[ShardGroup, Tensor], Any]) -> Callable[[ShardGroup, Tensor], Any]:
-        def counted(group: ShardGroup, wire: Tensor) -> Any:
+    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(group: ShardGroup, wire: Tensor, *how: Any) -> Any:
             nonlocal total
             total += wire.numel() * wire.element_size() * (wire.dim() > 0)
-            return collective(group, wire)
+            return collective(group, wire, *how)
 
         return counted
 
