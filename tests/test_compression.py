@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer, collectives, compression
+from lowlevel_zero.accessors import full_fp32_params
 from lowlevel_zero.collectives import ShardGroup
 from lowlevel_zero.compression import BLOCK, decode, encode, encoded_size
 from lowlevel_zero.exchange import Exchange
@@ -404,6 +405,27 @@ def test_masters_are_exact_and_go_on_where_they_were(dtype: torch.dtype) -> None
             assert here.losses == there.losses
             for name, value in there.values[-1].items():
                 assert torch.equal(here.values[-1][name], value), name
+
+    run_ranks(work, 2)
+
+
+def test_masters_are_exact_in_a_run_without_fp8_too() -> None:
+    """A model that was trained on elsewhere makes the masters of its matrices its own."""
+    case = Case(options=STAGE_2, steps=3)
+
+    def work(rank: int, world_size: int) -> None:
+        done = run(case, rank, **FP8)
+        exact = full_fp32_params(done.model)
+        parameters, state = copy.deepcopy((done.model.state_dict(), done.optimizer.state_dict()))
+        elsewhere = {name: value + value.abs().max() / 4 for name, value in parameters.items()}
+        for model_first in (True, False):
+            for values, expected in ((parameters, exact), (elsewhere, {n: v.float() for n, v in elsewhere.items()})):
+                model, optimizer = build(case)
+                loads = [(model, values), (optimizer, state)]
+                for it, saved in loads if model_first else reversed(loads):
+                    it.load_state_dict(copy.deepcopy(saved))
+                for name, master in full_fp32_params(model).items():
+                    assert torch.equal(master, expected[name]), name
 
     run_ranks(work, 2)
 

@@ -28,6 +28,9 @@ from ..partition import EvenSplit
 from .awaited import wait_for
 from .gradient_sum import GradientSum
 
+# Elements of a matrix that don't all happen to be what fp8 makes of others.
+_TELLING = 64
+
 
 class Place(NamedTuple):
     """Where a parameter stands: in its family, among the param groups, and in the model; and which family that is."""
@@ -171,9 +174,14 @@ class ShardedParameter:
     def _rounds_to(self, row: Tensor, value: Tensor) -> Tensor:
         """Where ``p`` holds what a gather made of ``value``, or would have."""
         plain = value.to(row.dtype)
-        if self.fp8 and (self.stepped or value is not self.p32):
-            return (plain == row) | is_rounded(plain, row)
-        return plain == row
+        same = plain == row
+        offered = value is not self.p32
+        if self.fp8 and (self.stepped or offered):
+            return same | is_rounded(plain, row)
+        if offered and self.p.dim() > 1 and len(row) >= _TELLING and not same.all():  # perhaps a run's that sent fp8
+            rounded = same | is_rounded(plain, row)
+            return rounded if rounded.all() else same
+        return same
 
     def note_version(self) -> None:
         """Remember that ``p`` is as this package left it."""
