@@ -60,7 +60,7 @@ def gather_slice(own: Tensor, record: ShardedParameter, group: ShardGroup) -> Te
     """
     wire = torch.empty(group.size, record.split.slice_size, dtype=own.dtype, device=record.padded.device)
     wire[group.rank].copy_(own)
-    return whole_of_rows(group.all_gather(wire).wait(), record)
+    return whole_of_rows(group.all_gather(wire).wait() if wire.numel() else wire, record)
 
 
 def whole_of_rows(rows: Tensor, record: ShardedParameter) -> Tensor:

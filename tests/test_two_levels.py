@@ -203,6 +203,16 @@ def test_slices_are_those_of_the_form() -> None:
     assert [each["pair"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
 
 
+def test_an_empty_parameter_s_state_is_whole_without_a_message() -> None:
+    def rank(rank: int, world_size: int) -> list[tuple[int, ...]]:
+        p, empty = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0, 3))
+        adagrad = torch.optim.Adagrad([p, empty])  # which makes states at construction
+        optimizer = LowLevelZeroOptimizer(adagrad, **Grid.of(rank, (2, 2)).options("pair"))
+        return [tuple(state["sum"].shape) for state in optimizer.state_dict()["state"].values()]
+
+    assert run_ranks(rank, 4) == [[(4,), (0, 3)]] * 4
+
+
 def test_part_of_the_world_is_enough() -> None:
     """Ranks 1 to 4 of five train; the last of them has the others' values in the end."""
 
