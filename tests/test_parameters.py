@@ -434,6 +434,21 @@ def test_one_parameter_alone_can_be_added() -> None:
     assert run_ranks(train, 2) == [[2, 1, 3]] * 2
 
 
+def test_what_is_frozen_for_a_while_may_train_again_when_a_group_has_come_meanwhile() -> None:
+    def train(rank: int, world_size: int) -> Tensor:
+        model, late = nn.Linear(2, 1), nn.Parameter(torch.ones(2))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        model.weight.requires_grad_(False)
+        optimizer.add_param_group({"params": [late]})
+        model.weight.requires_grad_(True)
+        before = model.weight.detach().clone()
+        optimizer.backward(model(late).sum())
+        optimizer.step()
+        return model.weight - before
+
+    assert all(torch.equal(moved, torch.full((1, 2), -1.0)) for moved in run_ranks(train, 2))
+
+
 @over_stages
 def test_a_group_can_be_added_between_backward_and_step(stage: str) -> None:
     def train(rank: int, world_size: int) -> Parameters:

@@ -304,7 +304,7 @@ class ParameterStore:
         self._record_of_slice[record.p32] = record
 
     def unfrozen(self) -> Tensor | None:
-        """A parameter that was frozen when its group came, and isn't any more, or None."""
+        """A parameter that has no record, since it was frozen when its group came, and isn't any more, or None."""
         return next((p for p in self._frozen if p.requires_grad), None)
 
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
@@ -312,7 +312,7 @@ class ParameterStore:
         taken = set(members)
         self.groups = [[p for p in group if p not in taken] for group in self.groups]
         self.groups.append(members)
-        self._frozen = [p for group in self.groups for p in group if not p.requires_grad]
+        self._frozen = [p for group in self.groups for p in group if not (p.requires_grad or p in self._record_of)]
 
     def find(self, p: Tensor) -> ShardedParameter | None:
         """The record of a working parameter, or None."""
