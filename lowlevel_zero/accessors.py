@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .bookkeeping.parameter_store import ShardedParameter
+from .calls import Call
 from .optimizer import LowLevelZeroOptimizer
 from .owners import Records, at_once, is_frozen, owner_of, owners_of
 from .state import at_least_fp32, copied_state, fill_slice, is_slice, whole_gradients, whole_masters, whole_states
@@ -131,7 +132,7 @@ def safe_get_local_grad(param: Tensor, *, timeout: float = TIMEOUT) -> Tensor | 
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], "safe_get_local_grad", timeout):
         record.check_home()
-    optimizer._families.finish()
+    optimizer._families.finish(Call("look at gradients"))
     with optimizer._families.streams.home():
         return optimizer._families.of(record).gradients.averaged(record)
 
@@ -254,7 +255,7 @@ def _read(
 
 
 def _gradients(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
-    optimizer._families.finish()
+    optimizer._families.finish(Call("look at gradients"))
     for family, own in optimizer._families.parted(records):
         yield from whole_gradients(own, family.gradients, family.group)
 
@@ -303,7 +304,7 @@ def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool, timeo
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], call, timeout):
         _check_value(value, record, record.p32.shape if is_local else param.shape)
-    optimizer._families.finish()
+    optimizer._families.finish(Call("look at gradients"))
     with optimizer._families.streams.home():
         own = optimizer._families.of(record).gradients.averaged(record)
         if own is None:

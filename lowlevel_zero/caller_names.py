@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .calls import Call
 from .families import Families, Family
 from .grad_norm import GlobalNorm
 from .layout import Layout, Owned, Shared, layout_of
@@ -46,7 +47,7 @@ class CallerNames:
         Every rank calls it: in stage 2 the slices are gathered.
         """
         record = self._parameters[working_param]
-        self._families.finish()
+        self._families.finish(Call("get_param_grad"))
         family = self._families.of(record)
         (whole,) = whole_gradients([record], family.gradients, family.group)
         return None if whole is None else whole.to(record.p.dtype)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .bookkeeping.parameter_store import ParameterStore, overlapping
+from .bookkeeping.parameter_store import overlapping
 from .collectives import ShardGroup
 from .compression import check_fp8
 from .elementwise import MUON, full_name
-from .wrapping import WrappingOptimizer
+from .wrapping import WrappingOptimizer, alive
 
 
 def check_optimizer(optimizer: object, model: object) -> None:
@@ -27,6 +28,15 @@ def check_optimizer(optimizer: object, model: object) -> None:
         raise TypeError(
             f"optimizer: expected a plain optimizer, got {type(optimizer).__name__}, which shards one already: "
             "wrap each optimizer once"
+        )
+    if any(isinstance(other, WrappingOptimizer) and other.optim is optimizer for other in alive()):
+        raise TypeError(
+            f"optimizer: expected a plain optimizer, got the {type(optimizer).__name__} that another one "
+            "wraps, and which holds slices by now: wrap each optimizer once"
+        )
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "expected construction outside of torch.inference_mode, whose tensors can't be updated later, got it within"
         )
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
@@ -90,6 +100,16 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
         raise ValueError(f"{name}: expected a leaf tensor, got the result of an operation: pass a torch.nn.Parameter")
     if p.layout != torch.strided:
         raise ValueError(f"{name}: expected a dense parameter, got layout {p.layout}")
+    if is_traceable_wrapper_subclass(p):
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a {type(p).__name__}, which shards or wraps one by itself: leave "
+            "fully_shard, tensor parallelism or quantisation out, or train this parameter by another optimizer"
+        )
+    if p.is_inference():
+        raise ValueError(
+            f"{name}: expected a parameter that can be trained, got one made under torch.inference_mode: make the "
+            "model outside of it"
+        )
     if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(
             f"{name}: expected float16, bfloat16, float32 or float64, got {p.dtype}: "
@@ -168,19 +188,6 @@ class Alike(NamedTuple):
 BUILDS = Alike(
     "the same model, optimizer and options", "build them alike, in the same order, before constructing the optimizer"
 )
-
-
-def refuse_unfrozen(parameters: ParameterStore, model: nn.Module | None) -> None:
-    """Raise if a parameter that was frozen when its group came isn't any more."""
-    p = parameters.unfrozen()
-    if p is not None:
-        named = model.named_parameters() if model is not None else ()
-        name = next((name for name, other in named if other is p), f"a {tuple(p.shape)} parameter")
-        raise RuntimeError(
-            f"{name}: expected it frozen, as it was when the optimizer was constructed, found "
-            "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every rank "
-            "after unfreezing it"
-        )
 
 
 def agree(

@@ -19,6 +19,7 @@ from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .calls import Call
 from .collectives import ShardGroup
 from .options import ZeroOptions
 from .reducer import PlanState, Reducer
@@ -135,10 +136,10 @@ class Families:
             for family in reversed(self._families):
                 ends.callback(family.reducer.end, failed)
 
-    def finish(self) -> None:
+    def finish(self, call: Call) -> None:
         """Complete every record's ``g``, on all ranks alike. Communicates."""
         for family in self:
-            family.reducer.finish()
+            family.reducer.finish(call)
 
     def drain(self) -> None:
         """Finish what this rank has started."""
@@ -150,10 +151,10 @@ class Families:
         for family in self:
             family.reducer.settle()
 
-    def even_out(self) -> None:
+    def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight. Communicates."""
         for family in self:
-            family.reducer.even_out()
+            family.reducer.even_out(call)
 
     def end_step(self) -> None:
         """Between steps: let what this one has taught take effect, and rest."""

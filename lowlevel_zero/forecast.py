@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .bookkeeping.parameter_store import ParameterStore
+from .calls import SILENT, WORDS
 from .later_read import LaterRead
 from .transport import Pending
 
@@ -33,8 +34,8 @@ CREDIT = 32
 PRICE_OF_A_MISS = 8
 
 # A message: whether its sender opens a round, has lacked a gradient, or got one that its forecast had not named, in
-# this step; and a byte a parameter.
-_OPENS, _LACKED, _MISSED, _NAMED = 0, 1, 2, 3
+# this step; what it has been called for, but within a backward; and a byte a parameter.
+_OPENS, _LACKED, _MISSED, _CALL, _NAMED = 0, 1, 2, 3, 3 + WORDS
 
 # Flags in bf16 count no further.
 _COUNTED = 256
@@ -47,12 +48,14 @@ class Agreed(NamedTuple):
         opens: a rank opens a round, so all run one.
         lacked: a rank has lacked a gradient.
         missed: a gradient has come that its rank's forecast had not named.
+        call: the largest of what ranks have said that they were called for.
         used: by index, a byte that is 1 where a rank may have a gradient.
     """
 
     opens: bool
     lacked: bool
     missed: bool
+    call: tuple[int, ...]
     used: bytes
 
 
@@ -72,8 +75,8 @@ class Message:
     def wait(self) -> Agreed:
         """What all have said; returns when all have."""
         self._pending.wait()
-        opens, lacked, missed = map(bool, self._buffer[:_NAMED])
-        return Agreed(opens, lacked, missed, bytes(self._buffer[_NAMED:]))
+        opens, lacked, missed = map(bool, self._buffer[:_CALL])
+        return Agreed(opens, lacked, missed, tuple(self._buffer[_CALL:_NAMED]), bytes(self._buffer[_NAMED:]))
 
 
 class Forecast:
@@ -126,20 +129,20 @@ class Forecast:
 
     # ---- what the ranks say ----
 
-    def open_round(self, named: Collection[int] | None) -> Message:
+    def open_round(self, named: Collection[int] | None, call: Sequence[int] = SILENT) -> Message:
         """Start telling the others of a round, and of what it may carry; None: anything."""
-        return self._tell(named, opens=True)
+        return self._tell(named, call, opens=True)
 
-    def no_round(self) -> Message:
+    def no_round(self, call: Sequence[int]) -> Message:
         """Start telling the others that this rank has no round to open."""
-        return self._tell((), opens=False)
+        return self._tell((), call, opens=False)
 
-    def _tell(self, named: Collection[int] | None, opens: bool) -> Message:
+    def _tell(self, named: Collection[int] | None, call: Sequence[int], opens: bool) -> Message:
         count = len(self._records)
         buffer = bytearray(_NAMED + count) if named is not None else bytearray(b"\1" * (_NAMED + count))
         for index in named or ():
             buffer[_NAMED + index] = 1
-        buffer[:_NAMED] = opens, self.lacked, self._missed
+        buffer[:_NAMED] = opens, self.lacked, self._missed, *call
         return Message(buffer, self._group.maximum(torch.frombuffer(buffer, dtype=torch.uint8)))
 
     # ---- when ----

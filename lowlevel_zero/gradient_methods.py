@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.parameter_store import ParameterStore
+from .calls import Call
 from .collectives import ShardGroup
-from .construction import Alike, agree, refuse_unfrozen
+from .construction import Alike, agree
 from .families import Families
 from .grad_norm import GlobalNorm, clip_factor
+from .guards import Guard
 from .loss_scaler import LossScaler
 from .options import ZeroOptions, check_max_norm
 from .reducer import DOUBLE_REDUCTION
@@ -26,9 +28,9 @@ class GradientMethods:
     _options: ZeroOptions
     _device: torch.device
     _scaler: LossScaler | None
-    _model: nn.Module | None
     _parameters: ParameterStore
     _families: Families
+    _guard: Guard
     _raw_unit: Callable[[], float | Tensor]
     _finish_last_step: Callable[[], None]
 
@@ -63,9 +65,9 @@ class GradientMethods:
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
                 "run the last backward, and synchronize(), after the with block"
             )
-        refuse_unfrozen(self._parameters, self._model)
+        self._guard.enter("synchronize")
         self._finish_last_step()
-        self._families.finish()
+        self._families.finish(Call("synchronize", self._guard.trouble()))
         unit = self._unit()
         if self._scaler is not None:
             norm = measured(self._families.sums(), self._new_norm())
@@ -90,7 +92,9 @@ class GradientMethods:
         rank calls it.
         """
         check_max_norm("max_norm", max_norm)
-        self._families.finish()
+        self._guard.enter("clip_grad_norm_")
+        self._finish_last_step()
+        self._families.finish(Call("clip_grad_norm_", self._guard.trouble()))
         norm = measured(self._families.sums(), self._new_norm())
         self._families.scale(clip_factor(norm, max_norm))
         return norm
@@ -111,7 +115,7 @@ class GradientMethods:
         """
         if self._families.exposed or self._skipping:
             self._check_edits()
-        self._families.finish()
+        self._families.finish(Call("step", self._guard.trouble()))
         return self._overflow if self._families.exposed else None
 
     def _check_edits(self) -> None:

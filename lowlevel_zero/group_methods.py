@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .assignment import agree_apart
 from .bookkeeping.parameter_store import ParameterStore
+from .calls import Call
 from .collectives import ShardGroup
 from .construction import (
     agree,
@@ -22,6 +23,7 @@ from .construction import (
 )
 from .elementwise import check_elementwise
 from .families import Families
+from .guards import Guard
 from .loss_scaler import LossScaler
 from .options import ZeroOptions
 from .sharding import shard_groups
@@ -37,6 +39,7 @@ class GroupMethods:
     _scaler: LossScaler | None
     _parameters: ParameterStore
     _families: Families
+    _guard: Guard
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
@@ -44,9 +47,8 @@ class GroupMethods:
         Parameters that were frozen at construction, and aren't any more, come in this way too. Those that
         ``pg_to_param_list`` had are shared as it says, all others by all data-parallel ranks.
         """
-        self._families.even_out()
-        params = param_group["params"]
-        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        self._guard.enter("add_param_group")
+        self._families.even_out(Call("add_param_group"))
         known = len(self.optim.param_groups)
         with ExitStack() as undo:
             undo.callback(lambda: self.optim.param_groups.__delitem__(slice(known, None)))
@@ -62,6 +64,7 @@ class GroupMethods:
         lines: list[list[str]] = [[] for _ in parameters.shard_groups]
         error: Exception | None = None
         try:
+            _check_group(param_group)
             self._refuse_known(param_group)
             self.optim.add_param_group(param_group)
             names = parameter_names(self.optim, self._model)
@@ -92,3 +95,14 @@ class GroupMethods:
                 "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
                 "scaled: construct the optimizer with them"
             )
+
+
+def _check_group(param_group: Any) -> None:
+    """Raise unless it is a group as torch has them; make a list of its parameters."""
+    if not isinstance(param_group, dict) or "params" not in param_group:
+        got = list(param_group) if isinstance(param_group, dict) else type(param_group).__name__
+        raise TypeError(
+            f"param_group: expected a dict with 'params', got {got}: pass {{'params': [p, ...], 'lr': ...}}"
+        )
+    params = param_group["params"]
+    param_group["params"] = [params] if isinstance(params, Tensor) else list(params)

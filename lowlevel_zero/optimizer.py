@@ -27,13 +27,13 @@ from .construction import (
     check_steps_on_host,
     describe,
     parameter_names,
-    refuse_unfrozen,
 )
 from .elementwise import check_elementwise
 from .families import Families, log_start
 from .grad_norm import GlobalNorm, clip_factor
 from .gradient_methods import GradientMethods, measured
 from .group_methods import GroupMethods
+from .guards import Guard
 from .loss_scaler import LossScaler
 from .options import BackwardContext, ZeroOptions, debugging
 from .sharding import broadcast_rest, convert, shard_groups
@@ -236,13 +236,14 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         offload = Offload(streams) if self._options.cpu_offload else None
         self._families = Families(self._parameters, self._options, streams, self._raw_unit, offload)
         self._stepper = Stepper(self.optim, self._families, on_host=offload is not None)
+        self._guard = Guard(self.optim, self._parameters, model)
         self._norm: GlobalNorm | None = None
         self._bad_numbers = BadNumbers(self._families, self._scaler)
         self._warned = False
         log_start(self._families, self._group)
 
     def __del__(self) -> None:
-        if "_families" in self.__dict__:
+        if "_guard" in self.__dict__ and not self._guard.forked:
             self._families.remove_hooks()
             with suppress(RuntimeError):  # others have gone
                 self._finish_last_step()
@@ -258,7 +259,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is None
         afterwards. A loss that doesn't require grad contributes nothing.
         """
-        if self._scaler is not None:
+        if self._scaler is not None and isinstance(loss, Tensor):
             loss = loss * self._scaler.scale.to(loss.device)
         self.backward_by_grad(loss, None, inputs, retain_graph)
 
@@ -273,7 +274,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
 
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
-        refuse_unfrozen(self._parameters, self._model)
+        self._guard.enter_backward(tensor)
         self._refuse_double_reduction()
         with self._round(tensor, inputs):
             if tensor.requires_grad:
@@ -328,16 +329,17 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
                 loss = closure()
         if not self._families.sync:
             return loss
-        refuse_unfrozen(self._parameters, self._model)
+        self._guard.enter("step")
         self._finish_last_step()
         self._bad_numbers.look_back(self._norm)
         overflow = self._complete_gradients()
         follow_edits(self._parameters.working())
-        self._norm = norm = self._new_norm()
+        norm = self._new_norm()
         if self._options.clip_grad_norm > 0 or self._scaler is not None or self._options.error_if_nonfinite:
             self._step_by_norm(norm, overflow)
         else:
             self._stepper.step(Scale(self._unit()), norm)
+        self._norm = norm
         if not self._options.overlap_allgather:
             self._finish_last_step()
             self._bad_numbers.look(norm)
@@ -378,6 +380,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
 
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
+        self._guard.enter("zero_grad")
         self._families.settle()
         if set_to_none:
             self._families.clear()

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -74,6 +74,8 @@ class ZeroOptions:
     error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
+        for switch in (each.name for each in fields(self) if isinstance(each.default, bool)):
+            check_switch(switch, getattr(self, switch))
         check_bucket_size(self.bucket_size)
         check_max_norm("clip_grad_norm", self.clip_grad_norm)
         check_floating("communication_dtype", self.communication_dtype)
@@ -107,6 +109,12 @@ class ZeroOptions:
     def unit(self, world_size: int) -> float:
         """What a gradient that was divided before it was summed is to be multiplied with afterwards."""
         return self.gradient_predivide_factor / (world_size if self.reduction == "mean" else 1)
+
+
+def check_switch(keyword: str, value: object) -> None:
+    """Raise unless ``value`` is a bool: a string "False" would count as true, a stage 1 as stage 2."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{keyword}: expected True or False, got {type(value).__name__} {value!r}")
 
 
 def check_bucket_size(size: object) -> None:
@@ -151,7 +159,7 @@ def check_steps(keyword: str, steps: object) -> None:
 
 def debugging(debug: bool) -> bool:
     """Whether ``debug`` is chosen, by keyword or by ``LOWLEVEL_ZERO_DEBUG=1`` in the environment."""
-    return bool(debug) or os.environ.get("LOWLEVEL_ZERO_DEBUG") == "1"
+    return debug or os.environ.get("LOWLEVEL_ZERO_DEBUG") == "1"
 
 
 def check_floating(keyword: str, dtype: object) -> None:

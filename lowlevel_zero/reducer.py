@@ -17,6 +17,7 @@ A *round* is one backward's reductions, bucket by bucket in the plan's order; ev
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from .bookkeeping.bucket_plan import BucketPlan, Item, completed, make_plan
 from .bookkeeping.bucket_store import BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .calls import Call
 from .forecast import Forecast, Message
 from .options import ZeroOptions
 from .streams import Streams, at_home
@@ -42,6 +44,8 @@ DOUBLE_REDUCTION = (
     "expected step or zero_grad after synchronize(), got the gradient of one more backward, which would be reduced "
     "beside those that are the caller's to edit: call synchronize() after the last backward of a step"
 )
+
+_log = logging.getLogger("lowlevel_zero")
 
 _current_graph_task = torch._C._current_graph_task_id  # looked up once: it is asked for every gradient
 
@@ -122,6 +126,8 @@ class Reducer:
         self._nested_seen = False
         self._watch_late = True
         self._bare = True
+        self._stepped = False
+        self._told = family > 0 or group.place > 0
         self.sync = True
         self._buckets.measured = [] if self._half or options.error_if_nonfinite else None
         self._forget_rounds()
@@ -211,6 +217,7 @@ class Reducer:
         """A gradient has been accumulated into ``p.grad``."""
         if self._streams.several:
             self._streams.produced()
+        record.arrived = True
         if not self.sync or (self._driving and self._driving[-1] is not self._driver):
             return
         if self._gradients.exposed:
@@ -254,6 +261,7 @@ class Reducer:
     def _open(self, reached: set[int] | None = None) -> None:
         """Open a round in whose backward these gradients are foreseen; None: any may come."""
         self._take_some(leave=0)
+        self._tell_of_old_gradients()
         self._graph_task = -1
         self._buckets.open_round(reached)
         message = None
@@ -263,6 +271,15 @@ class Reducer:
             self._buckets.choose()
         else:
             self._message = message
+
+    def _tell_of_old_gradients(self) -> None:
+        """Warn once that a backward adds to what has been stepped already: most often that isn't meant."""
+        if self._stepped and not self._told:
+            self._told = True
+            _log.warning(
+                "backward: adds to gradients that the last step has used, since optimizer.zero_grad() wasn't called; "
+                "model.zero_grad() doesn't reach them: they aren't in p.grad"
+            )
 
     def _leftovers(self) -> list[int]:
         """What can travel of that which ``p.grad`` holds."""
@@ -323,20 +340,25 @@ class Reducer:
         self._take(self._buckets.finish())
 
     @at_home
-    def finish(self) -> None:
+    def finish(self, call: Call) -> None:
         """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
 
         Communicates: all ranks call it. May be called again; it then finds nothing to do. On the host, which waits
         for reductions here anyway, the ranks always agree on their rounds. On a device they do unless all are
         known to have run the same: to have called ``backward`` of this optimizer, and none of another's since.
         After ``synchronize`` nothing is reduced any more: what callers have made of gradients is taken over.
+
+        Raises:
+            Exception: the ``call``'s error, or that of another rank's, if ranks agree here; nothing has been done then.
         """
         if self._gradients.exposed:
+            call.check()
             self.drain()
             return
         by_messages = self._forecast.on
         if by_messages or self._on_host or not self._driven or self._last_backward != self._backwards.value:
-            self._complete_rounds(with_leftovers=True)
+            self._complete_rounds(call, with_leftovers=True)
+        call.check()
         self.drain()
         self._refuse_unforeseen()
         while self._watch_late and not self._forecast.on and self._gradients.late():
@@ -344,25 +366,29 @@ class Reducer:
             self.drain()
         self._gradients.resolve()
 
-    def _complete_rounds(self, with_leftovers: bool) -> None:
+    def _complete_rounds(self, call: Call, with_leftovers: bool) -> None:
         """Close the open round, and see to it that all ranks have run as many as the one that ran most."""
         self._close()
         if self._forecast.on:
-            self._join_rounds(with_leftovers)
+            self._join_rounds(call, with_leftovers)
             return
         leftovers = with_leftovers and any(record.p.grad is not None for record in self._records)
-        most, lacked = self._group.largest([self._rounds + leftovers, self._forecast.lacked])
+        said = [self._rounds + leftovers, self._forecast.lacked, *call.words(self._group)]
+        most, lacked, *called = self._group.largest(said)
+        call.settle(called, self._group)
         self._forecast.saw(lacked=bool(lacked))
         while self._rounds < most:
             self._further_round()
 
-    def _join_rounds(self, with_leftovers: bool) -> None:
+    def _join_rounds(self, call: Call, with_leftovers: bool) -> None:
         """Run the rounds that others have opened, and those of leftovers, until no rank opens another."""
         while True:
             leftovers = self._leftovers() if with_leftovers else []
-            said = (self._forecast.open_round(leftovers) if leftovers else self._forecast.no_round()).wait()
+            forecast, words = self._forecast, call.words(self._group)
+            said = (forecast.open_round(leftovers, words) if leftovers else forecast.no_round(words)).wait()
             if not said.opens:
-                self._forecast.saw(said.lacked, said.missed)
+                call.settle(said.call, self._group)
+                forecast.saw(said.lacked, said.missed)
                 return
             self._buckets.open_round(())
             self._buckets.choose(said.used)
@@ -384,14 +410,15 @@ class Reducer:
         Communicates as ``finish`` does: on the host always, on a device where backwards have been bare.
         """
         self._gradients.conceal()
+        self._stepped = False
         if self._on_host or (self._bare and not self._driven):
-            self.even_out()
+            self.even_out(Call("zero_grad"))
         self.drain()
         self._forget_rounds()
 
-    def even_out(self) -> None:
+    def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight; ``p.grad`` stays. Communicates."""
-        self._complete_rounds(with_leftovers=False)
+        self._complete_rounds(call, with_leftovers=False)
         self.drain()
 
     def end_step(self) -> None:
@@ -404,6 +431,7 @@ class Reducer:
         elif self._ordered and self._forecast.on and not was_on:
             self._follow_order()
         self._bare = not self._driven
+        self._stepped = any(record.worked for record in self._records)
         self._forget_rounds()
         self._gradients.conceal()
         self._group.progress.step += 1

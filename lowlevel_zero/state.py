@@ -176,17 +176,38 @@ def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
     return isinstance(value, Tensor) and key not in SCALARS and value.shape == record.p32.shape
 
 
-def load_whole_state_dict(optim: Optimizer, parameters: ParameterStore, state_dict: Mapping[str, Any]) -> None:
-    """Load a plain torch optimizer's state dict (or ``whole_state_dict``'s) into slices; no communication.
+def described(state_dict: Mapping[str, Any]) -> Iterator[str]:
+    """What whole state dicts must have in common to be one, a line each.
 
     Raises:
-        ValueError: its groups or shapes aren't this optimizer's; nothing has been changed then.
+        TypeError, ValueError: it isn't one.
     """
+    _check_kind(state_dict)
+    for at, group in enumerate(state_dict["param_groups"]):
+        yield f"group {at} of {len(group['params'])} parameters"
+    for place, state in state_dict["state"].items():
+        values = (f"{key} {tuple(value.shape) if isinstance(value, Tensor) else ''}" for key, value in state.items())
+        yield f"state of parameter {place}: {', '.join(values)}"
+
+
+def _check_kind(state_dict: Mapping[str, Any]) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict: expected an optimizer's state dict, got {type(state_dict).__name__}")
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             "state_dict: expected an optimizer's, with 'state' and 'param_groups', "
             f"got one with {sorted(map(str, state_dict))[:4]}"
         )
+
+
+def load_whole_state_dict(optim: Optimizer, parameters: ParameterStore, state_dict: Mapping[str, Any]) -> None:
+    """Load a plain torch optimizer's state dict (or ``whole_state_dict``'s) into slices; no communication.
+
+    Raises:
+        TypeError: not a mapping.
+        ValueError: its groups or shapes aren't this optimizer's; nothing has been changed then.
+    """
+    _check_kind(state_dict)
     load_state_shards(optim, parameters, state_dict["param_groups"], [state_dict["state"]])
 
 

@@ -10,13 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore
+from .calls import Call
 from .collectives import ShardGroup
+from .construction import Alike, together
 from .families import Families
 from .flat_shards import FlatShards
+from .guards import Guard
 from .loss_scaler import LossScaler
 from .reducer import PlanState
 from .sharded_state import ShardedState, packed, scale_as_numbers, unpacked
-from .state import Pinned, State, load_whole_state_dict, whole_state_dict
+from .state import Pinned, State, described, load_whole_state_dict, whole_state_dict
 
 # What a plain optimizer's state dict doesn't have, and doesn't mind.
 EXTRAS = "lowlevel_zero"
@@ -24,6 +27,10 @@ OTHER_PLANS = "other_plans"
 
 SETTINGS = "settings"
 _LENGTH_BYTES = 8
+
+_SAVED = Alike(
+    "the same state dict", "load the same file on every rank, whole (saved without only_on_master elsewhere)"
+)
 
 
 class StateMethods:
@@ -35,6 +42,7 @@ class StateMethods:
     _scaler: LossScaler | None
     _parameters: ParameterStore
     _families: Families
+    _guard: Guard
     zero_grad: Callable[..., None]
 
     # ---- whole ----
@@ -59,11 +67,18 @@ class StateMethods:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain torch optimizer's state dict, whole tensors; each rank takes its slices of them.
 
-        Every rank calls it, between steps. The states are taken without communication.
+        Every rank calls it, with the same state dict. The states are taken without communication.
 
-        Raises:
-            ValueError: its groups or shapes aren't this optimizer's. Nothing has been changed then.
+        Raises (on all ranks; nothing has been changed then):
+            TypeError: not a mapping.
+            ValueError: its groups or shapes aren't this optimizer's, or ranks have different ones.
+            RuntimeError: other ranks have been called for something else.
         """
+        self._guard.enter("load_state_dict")
+        self._families.even_out(Call("load_state_dict"))
+        with together(self._group, "load a state dict", _SAVED) as lines:
+            if not self._families.several:
+                lines += described(state_dict)
         load_whole_state_dict(self.optim, self._parameters, state_dict)
         extras = state_dict.get(EXTRAS) or {}
         if self._scaler is not None and extras.get("loss_scale") is not None:

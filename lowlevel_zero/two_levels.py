@@ -50,6 +50,8 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool) ->
         TimeoutError: a rank of one of them didn't come.
     """
     if extra is None and not isinstance(group, (tuple, list)):
+        if group is not None:
+            _check_type(group)
         return ShardGroup(group)
     if not (dist.is_available() and dist.is_initialized()):
         return ShardGroup()  # raises
@@ -228,9 +230,16 @@ def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
     if len(pair) != 2:
         raise ValueError(f"dp_process_group: expected a process group or two, (outer, inner), got {len(pair)}")
     for one in pair:
-        if not (isinstance(one, dist.ProcessGroup) or one is dist.GroupMember.NON_GROUP_MEMBER):
-            raise TypeError(f"{_KEYWORDS}: expected process groups, got {type(one).__name__} {one!r:.60}")
+        _check_type(one)
     return pair
+
+
+def _check_type(group: object) -> None:
+    if not (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise TypeError(
+            f"{_KEYWORDS}: expected process groups, got {type(group).__name__} {group!r:.60}: pass what "
+            "torch.distributed.new_group(ranks) or device_mesh.get_group(name) gives"
+        )
 
 
 def _grid(outer: Any, inner: Any, alarm: Alarm) -> list[list[int]]:

@@ -53,6 +53,14 @@ class WrappingOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optim.defaults = defaults
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """``pickle`` and ``copy`` ask for this: they would make an optimizer of a rank that there is already."""
+        raise TypeError(
+            f"expected its state, got the {type(self).__name__} itself to be pickled or copied, whose slices and "
+            "process group are this rank's alone: save optimizer.state_dict(), which every rank calls, or use "
+            "lowlevel_zero.checkpoint.save_checkpoint, and load into an optimizer that every rank constructs"
+        )
+
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
         """``torch.amp.GradScaler.step`` asks for this first, of an optimizer whose gradients it can't see."""

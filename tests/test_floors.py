@@ -56,7 +56,7 @@ HOUSE = (
         ("bookkeeping.bucket_store", "bookkeeping.gradient_store", "bookkeeping.gather_store"),
     ),
     ("floor 2, its public names", ("bookkeeping.__init__",)),
-    ("floor 3, at the bottom", ("muon",)),
+    ("floor 3, at the bottom", ("muon", "calls", "guards")),
     ("floor 3, under the others", ("forecast", "grad_norm", "rank_share", "layout_picture", "whole_steps")),
     ("floor 3", ("state", "reducer", "construction", "layout")),
     ("floor 3, over the reducer", ("families", "assignment")),

@@ -55,6 +55,7 @@ class ShardedParameter:
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
         sum: what ``g`` is a part of, or None: there is no ``g``.
         worked: a rank is known to have had a gradient for it since gradients were last cleared.
+        arrived: ``p.grad`` holds what a backward has left there, if anything.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
         address: where ``padded`` begins in memory, and ``p`` has to.
@@ -67,6 +68,7 @@ class ShardedParameter:
     __slots__ = (
         "_offered",
         "address",
+        "arrived",
         "family",
         "fp8",
         "group",
@@ -113,6 +115,7 @@ class ShardedParameter:
         self._offered: Tensor | None = None
         self.sum: GradientSum | None = None
         self.worked = False
+        self.arrived = False
         self.stepped = False
         self.repeats = False
 
@@ -240,22 +243,37 @@ class ShardedParameter:
         gradient = self.p.grad
         if gradient is None:
             return None
-        if gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
-                "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
-            )
+        self._check_dense(gradient)
         self.p.grad = None
+        self.arrived = False
         if gradient.requires_grad:
             gradient = gradient.detach()
         if gradient.dim() == 1 and gradient.is_contiguous():
             return gradient
         return self.flatten(gradient)
 
+    def check_gradient(self, gradient: Tensor) -> None:
+        """Raise ``RuntimeError`` unless ``p.grad`` can be reduced: dense, and from a backward or instead of one."""
+        self._check_dense(gradient)
+        if self.worked and not self.arrived:
+            raise RuntimeError(
+                f"{self.name}: expected no p.grad after backward, which has taken it to its slices, got one that was "
+                "assigned by hand, and would be added: edit slices between optimizer.synchronize() and step, or call "
+                "lowlevel_zero.accessors.safe_set_full_grad"
+            )
+
+    def _check_dense(self, gradient: Tensor) -> None:
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
+                "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
+            )
+
     def drop_gradient(self) -> None:
         """Forget ``g``."""
         self.sum = None
         self.worked = False
+        self.arrived = False
 
 
 class ParameterStore:

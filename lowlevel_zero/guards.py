@@ -1,0 +1,138 @@
+"""Guards: what the optimizer's methods must find as they left it; a look that takes microseconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from operator import is_
+from typing import ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .bookkeeping.parameter_store import ParameterStore
+
+
+class Guard:
+    """Looks after one optimizer.
+
+    Args:
+        optim: the wrapped optimizer, whose groups hold slices.
+        parameters: the records.
+        model: gives names; None: there is none.
+    """
+
+    _all: ClassVar[WeakSet[Guard]] = WeakSet()
+    _made: ClassVar[int] = 0
+
+    def __init__(self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None) -> None:
+        self._optim = optim
+        self._parameters = parameters
+        self._model = model
+        self._process = os.getpid()
+        self._looked = 0
+        Guard._all.add(self)
+        Guard._made += 1
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is another process than that of construction."""
+        return os.getpid() != self._process
+
+    def enter(self, call: str) -> None:
+        """Raise ``RuntimeError`` where ``call`` can't be made, whatever the parameters are."""
+        if self.forked:
+            raise RuntimeError(
+                f"{call}: expected the process that constructed the optimizer ({self._process}), got a fork of it "
+                f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "
+                "process group of its own"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{call}: expected it outside of backward, got it within one: don't call it in a hook or a "
+                "torch.autograd.Function"
+            )
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{call}: expected it outside of torch.inference_mode, whose tensors can't be updated later, got it "
+                "within: use torch.no_grad where gradients aren't wanted"
+            )
+
+    def enter_backward(self, loss: object) -> None:
+        """Raise where a backward from ``loss`` can't be run."""
+        self.enter("backward")
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
+        self.refuse_unfrozen()
+
+    def trouble(self) -> RuntimeError | None:
+        """What keeps this rank from stepping its parameters, which others may not see; None: nothing."""
+        looks: tuple[Callable[[], None], ...] = (self.refuse_unfrozen, self._shared, self._regrouped, self._moved)
+        try:
+            for look in looks:
+                look()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def refuse_unfrozen(self) -> None:
+        """Raise if a parameter that was frozen when its group came isn't any more."""
+        p = self._parameters.unfrozen()
+        if p is not None:
+            named = self._model.named_parameters() if self._model is not None else ()
+            name = next((name for name, other in named if other is p), f"a {tuple(p.shape)} parameter")
+            raise RuntimeError(
+                f"{name}: expected it frozen, as it was when the optimizer was constructed, found "
+                "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every rank "
+                "after unfreezing it"
+            )
+
+    def _moved(self) -> None:
+        for record in self._parameters:
+            p = record.p
+            if p.data_ptr() != record.address and p.requires_grad:
+                record.check_home()
+            if p.grad is not None:
+                record.check_gradient(p.grad)
+
+    def _regrouped(self) -> None:
+        expected: list[list[Tensor]] = [[] for _ in self._parameters.groups]
+        for record in self._parameters:
+            expected[record.group].append(record.p32)
+        groups = self._optim.param_groups
+        if len(groups) != len(expected):
+            raise RuntimeError(
+                f"param_groups: expected the {len(expected)} groups of this optimizer, found {len(groups)}: {_EDIT}"
+            )
+        for at, (group, slices) in enumerate(zip(groups, expected, strict=True)):
+            held = group["params"]
+            if len(held) != len(slices) or not all(map(is_, held, slices)):
+                raise RuntimeError(
+                    f"param_groups[{at}]['params']: expected the {len(slices)} slices that the optimizer put there, "
+                    f"found {len(held)} tensors, not all of them these: {_EDIT}"
+                )
+
+    def _shared(self) -> None:
+        """Only when an optimizer has been made since the last look."""
+        if self._looked == Guard._made:
+            return
+        for name in (record.name for other in self._others() for record in other._parameters if record.p in self):
+            raise RuntimeError(
+                f"{name}: expected one LowLevelZeroOptimizer that trains it, found another that is alive, and takes "
+                "its gradients: drop the former one, and whatever holds it, before using the next"
+            )
+        self._looked = Guard._made
+
+    def _others(self) -> Iterator[Guard]:
+        return (guard for guard in Guard._all if guard is not self)
+
+    def __contains__(self, p: Tensor) -> bool:
+        return self._parameters.find(p) is not None
+
+
+_EDIT = (
+    "bring parameters in by optimizer.add_param_group on every rank, and leave one out by p.requires_grad_(False) or "
+    "a learning rate of 0"
+)

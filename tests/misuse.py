@@ -1,0 +1,206 @@
+"""A record of the table of wrong calls, and how it is tried: in the midst of a training, beside plain torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from ranks import run_ranks
+
+# Batches that are trained on before and after what is done wrong.
+BEFORE, AFTER = (1, 2), (8, 9)
+
+
+def net() -> nn.Sequential:
+    """Four modules, of which the second has no parameters and the last is frozen."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Linear(5, 5).requires_grad_(False))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class Work:
+    """A training in which something is done wrong: as one rank of several, or plainly, with the shares of all."""
+
+    def __init__(self, rank: int | None, world_size: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+        self.model = net().to(dtype)
+        self.dtype = dtype
+        self.rank = rank
+        self.world_size = world_size
+        inner = adam(self.model)
+        self.optimizer: Any = inner
+        if rank is not None:
+            self.optimizer = LowLevelZeroOptimizer(inner, model=self.model, **options)
+
+    @property
+    def plain(self) -> bool:
+        """One process, plain torch."""
+        return self.rank is None
+
+    @property
+    def odd(self) -> bool:
+        """Whether this rank is the one that does what others don't: the last."""
+        return self.rank == self.world_size - 1
+
+    def loss(self, at: int = 0, rank: int | None = None) -> Tensor:
+        """The loss of one rank's share, this one's or ``rank``'s, of batch ``at``."""
+        whose = self.rank if rank is None else rank
+        assert whose is not None
+        generator = torch.Generator().manual_seed(100 * at + whose)
+        x, y = (torch.randn(2, size, generator=generator).to(self.dtype) for size in (3, 5))
+        loss: Tensor = (self.model(x) - y).square().mean()
+        return loss
+
+    def backward(self, at: int = 0, without: int | None = None) -> None:
+        """Every rank's backward of batch ``at``, but that of the rank ``without``."""
+        for rank, loss in enumerate(self.shares(at)):
+            if without is None or without != (rank if self.plain else self.rank):
+                self.run_back(loss)
+
+    def run_back(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Backward from ``loss``."""
+        if self.plain:
+            loss.backward(retain_graph=retain_graph)
+        else:
+            self.optimizer.backward(loss, retain_graph=retain_graph)
+
+    def shares(self, at: int = 0) -> list[Tensor]:
+        """The losses that this process runs backwards from, to be averaged by plain torch."""
+        if not self.plain:
+            return [self.loss(at)]
+        return [self.loss(at, rank) / self.world_size for rank in range(self.world_size)]
+
+    def steps(self, *batches: int) -> None:
+        """Whole steps."""
+        for at in batches:
+            self.backward(at)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.plain else self.optimizer.no_sync()
+
+    def clip(self, max_norm: float) -> None:
+        if self.plain:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        else:
+            self.optimizer.clip_grad_norm_(max_norm)
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+Doing = Callable[[Work], Any]
+Errors = type[BaseException]
+
+
+def nothing(work: Work) -> None:
+    """What there is to do for plain torch where a call is refused, and so changes nothing."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The call raises on every rank, and has changed nothing: training goes on as if it hadn't been made.
+
+    Attributes:
+        error: of which type.
+        says: a pattern of the message.
+        others: what ranks but the last one are told, where that differs.
+        plain: what plain torch makes of what comes before the call.
+        ends: training can't go on.
+    """
+
+    error: Errors
+    says: str
+    others: str | None = None
+    plain: Doing = nothing
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The last rank alone makes the call, and is told so; the others don't know, and all go on."""
+
+    error: Errors
+    says: str
+
+
+@dataclass(frozen=True)
+class Right:
+    """The right thing happens: what plain torch makes of the same calls, or of ``plain``."""
+
+    plain: Doing | None = None
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A record of the table.
+
+    Attributes:
+        what: is done wrong.
+        do: does it, on every rank; ``work.odd`` tells the one that does what others don't.
+        must: what must happen.
+        by_itself: what must happen where there is only one rank; None: the same.
+        options: of the optimizer.
+        dtype: of the model.
+        tolerance: of the parameters in the end.
+    """
+
+    what: str
+    do: Doing
+    must: Refused | Alone | Right
+    by_itself: Refused | Alone | Right | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-5
+
+
+def try_out(wrong: Wrong, world_size: int, timeout: float = 30.0) -> None:
+    """Train a little, do it wrong, see to what must happen, and train on: parameters end as plain torch has them."""
+    must = wrong.by_itself if wrong.by_itself is not None and world_size == 1 else wrong.must
+    got = run_ranks(_try_rank, world_size, wrong, must, timeout=timeout)
+    if isinstance(must, Refused) and must.ends:
+        return
+    expected = _plainly(wrong, must, world_size)
+    for rank, values in enumerate(got):
+        for name, value in expected.items():
+            assert torch.equal(values[name], got[0][name]), f"ranks 0 and {rank} differ in {name}"
+            difference = (values[name].float() - value.float()).abs().max().item()
+            assert difference <= wrong.tolerance, f"{name} differs from plain torch's by {difference:.3g}"
+
+
+def _try_rank(rank: int, world_size: int, wrong: Wrong, must: Refused | Alone | Right) -> dict[str, Tensor]:
+    work = Work(rank, world_size, wrong.options, wrong.dtype)
+    work.steps(*BEFORE)
+    if isinstance(must, Right) or (isinstance(must, Alone) and not work.odd):
+        wrong.do(work)
+    else:
+        told_of_another = isinstance(must, Refused) and must.others is not None and not work.odd
+        with pytest.raises(RuntimeError if told_of_another else must.error) as caught:
+            wrong.do(work)
+        pattern = must.others if told_of_another else must.says
+        assert re.search(str(pattern), str(caught.value)), f"no {pattern!r} in {caught.value!r}"
+    if not (isinstance(must, Refused) and must.ends):
+        work.optimizer.zero_grad()
+        work.steps(*AFTER)
+    return work.values()
+
+
+def _plainly(wrong: Wrong, must: Refused | Alone | Right, world_size: int) -> dict[str, Tensor]:
+    work = Work(None, world_size, {}, wrong.dtype)
+    work.steps(*BEFORE)
+    if not isinstance(must, Alone):
+        (must.plain or wrong.do)(work)
+    work.optimizer.zero_grad()
+    work.steps(*AFTER)
+    return work.values()
