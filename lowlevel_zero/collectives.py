@@ -29,7 +29,7 @@ from .process_group import timeout_of
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
 from .shared_memory import SharedMemory
 from .staging import Staged
-from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport
+from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, in_rows, then
 from .watchdog import SHARE_OF_TIMEOUT, Watch, watch
 
 _BROADCAST_BYTES = 64 * 2**20
@@ -183,9 +183,16 @@ class ShardGroup:
         return self._begun(REDUCTION, about, wire, self._transport(wire.device, fp8).reduce_scatter(wire))
 
     def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
-        """Start summing ``wire`` over the ranks; the result, of its shape, may be ``wire`` itself."""
-        self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8), times=2)
-        return self._begun(REDUCTION, about, wire, self._transport(wire.device, fp8).all_reduce(wire))
+        """Start summing ``wire`` over the ranks; the result, of its shape, may be ``wire`` itself.
+
+        One of fewer rows than ranks is summed as if it were one of ``size`` shorter rows.
+        """
+        whole = in_rows(wire, self.size)
+        self._note_sent("reduce", _row_bytes(whole.shape[1], wire.dtype, fp8), times=2)
+        pending = self._begun(REDUCTION, about, wire, self._transport(wire.device, fp8).all_reduce(whole))
+        if len(wire) == self.size:
+            return pending
+        return then(pending, lambda total: total.view(-1)[: wire.numel()].view(wire.shape))
 
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
@@ -203,11 +210,16 @@ class ShardGroup:
         """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
 
         ``rows`` are on one device and of one dtype, and aligned in the wire where it takes one to carry them. All of
-        ``own`` may be their very rows; else they are free again when this returns.
+        ``own`` may be their very rows; else they are free again when this returns. Where later ranks' rows hold
+        nothing but padding, ``rows`` may be the first ones alone; they travel by an all-reduce, or what is worth one.
         """
-        layout = laid_out([each.shape[1] for each in rows], alignment)
+        few = len(rows[0]) < self.size
+        layout = laid_out([each.shape[1] for each in rows], END_TO_END if few else alignment)
         columns = layout.columns + (layout.tail if len(rows) > 1 else 0)
-        self._note_sent("gather", _row_bytes(columns, rows[0].dtype, fp8))
+        if few:
+            self._note_sent("gather", -(-len(rows[0]) * columns * rows[0].dtype.itemsize // self.size), times=2)
+        else:
+            self._note_sent("gather", _row_bytes(columns, rows[0].dtype, fp8))
         return self._begun(GATHER, about, rows[0], self._transport(rows[0].device, fp8).gather(own, rows, layout))
 
     def all_to_all(

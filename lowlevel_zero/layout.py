@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .bookkeeping.bucket_plan import Bucket, BucketPlan
+from .bookkeeping.wire import travels_as
 from .layout_picture import Block, Lane, draw
 from .options import ZeroOptions
 from .partition import EvenSplit
@@ -52,7 +53,7 @@ class RankBytes(NamedTuple):
 
     Attributes:
         p: the whole parameter, padded.
-        g: the gradient, once it is reduced: the slice in stage 2, all of it in stage 1.
+        g: the gradient, once it is reduced: the slice in stage 2, all that travels of it in stage 1.
         p32: the master slice; 0: it is a row of ``p``.
         state: the optimizer's state of the slice; 0 before the first step.
     """
@@ -123,7 +124,8 @@ class BucketLayout:
         body: columns of one rank's row that the slices take, with the fillers between them.
         flags: columns behind them that say who had a gradient.
         row: all columns, those that only fill it included.
-        wire_bytes: of the wire: the rows of all ranks.
+        rows: of the wire: one a rank, or fewer, where the other ranks' would hold nothing but padding.
+        wire_bytes: of all of them.
         in_place: its one gradient is reduced where it is.
     """
 
@@ -134,6 +136,7 @@ class BucketLayout:
     body: int
     flags: int
     row: int
+    rows: int
     wire_bytes: int
     in_place: bool
 
@@ -237,7 +240,7 @@ class Layout:
         members = [by_name[name] for name in bucket.members]
         blocks = [Block(p.name, p.offset or 0, p.split, p.group) for p in members]
         title = f"bucket {bucket.number}, {bucket.dtype}\n{counted(bucket.row, 'column')}"
-        return Lane(title, len(bucket.process_group), bucket.row, bucket.body, bucket.flags, blocks)
+        return Lane(title, bucket.rows, bucket.row, bucket.body, bucket.flags, blocks)
 
 
 def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None = None) -> Layout:
@@ -246,7 +249,8 @@ def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None =
     buckets: list[BucketLayout] = []
     for family in shared:
         parameters += _parameters(family, len(buckets), options.keeps_row_only)
-        buckets += [_bucket(bucket, family, len(buckets)) for bucket in family.plan.buckets]
+        first = len(buckets)
+        buckets += [_bucket(bucket, family, first, options.keeps_row_only) for bucket in family.plan.buckets]
     return Layout(rank, 2 if options.partition_grad else 1, tuple(parameters), tuple(buckets))
 
 
@@ -256,7 +260,8 @@ def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[P
         offsets.update(zip(bucket.members, bucket.layout.starts, strict=True))
     for index, owned in enumerate(family.owned):
         split, bucket_at = owned.split, family.plan.bucket_of[index]
-        reduced = split.slice_size if row_only else split.padded_numel
+        compact = family.plan.buckets[bucket_at].compact
+        reduced = split.slice_size * (1 if row_only else compact or split.world_size)
         sizes = (split.padded_numel * owned.dtype.itemsize, reduced * owned.wire_dtype.itemsize)
         yield ParameterLayout(
             name=owned.name,
@@ -273,8 +278,10 @@ def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[P
         )
 
 
-def _bucket(bucket: Bucket, family: Shared, first: int) -> BucketLayout:
+def _bucket(bucket: Bucket, family: Shared, first: int, row_only: bool) -> BucketLayout:
     dtype = family.owned[bucket.members[0]].wire_dtype if bucket.members else torch.float32
+    dtype = travels_as(dtype, bool(bucket.compact), row_only)
+    rows = bucket.compact or len(family.ranks)
     return BucketLayout(
         number=first + bucket.position,
         process_group=family.ranks,
@@ -283,7 +290,8 @@ def _bucket(bucket: Bucket, family: Shared, first: int) -> BucketLayout:
         body=bucket.body,
         flags=len(bucket.flags) + bucket.last,
         row=bucket.row,
-        wire_bytes=len(family.ranks) * bucket.row * dtype.itemsize,
+        rows=rows,
+        wire_bytes=rows * bucket.row * dtype.itemsize,
         in_place=bucket.in_place,
     )
 

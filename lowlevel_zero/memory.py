@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .arena import rounded
 from .bookkeeping.gather_store import IN_FLIGHT
+from .bookkeeping.wire import travels_as
 from .options import ZeroOptions, check_floating
 from .rank_share import Kind, Load, Setup, load_of_number, load_of_parameters
 from .shared_memory import KEPT, SharedMemory
@@ -269,7 +270,7 @@ class _Bytes:
             return 0
         dtype = self._sum_of(kind)
         columns = kind.row if dtype == kind.wire and not self._setup.plain else kind.body
-        return (1 if keeps_row else self._ranks) * columns * dtype.itemsize
+        return (1 if keeps_row else kind.rows) * columns * dtype.itemsize
 
     def _masters(self, kind: Kind) -> int:
         master = self._setup.master_of(kind.dtype)
@@ -281,7 +282,7 @@ class _Bytes:
         """The last bucket is packed: its gradients as backward left them, and its wire beside others under way."""
         raw = 0
         if not self._setup.plain:
-            raw = max((self._ranks * kind.widest * kind.dtype.itemsize for kind in self._kinds), default=0)
+            raw = max((kind.rows * kind.widest * kind.dtype.itemsize for kind in self._kinds), default=0)
         return replace(after, gradients=after.gradients + raw, wires=sum(map(self._reducing, self._kinds)))
 
     def _in_step(self, after: Held) -> Held:
@@ -298,7 +299,7 @@ class _Bytes:
         row_only = self._options.keeps_row_only
         if self._ranks == 1 or not (row_only or self._setup.shared_memory):
             return 0
-        wire = self._ranks * kind.widest * kind.wire.itemsize
+        wire = kind.rows * kind.widest * travels_as(kind.wire, kind.rows < self._ranks, row_only).itemsize
         if not self._setup.shared_memory:
             return min(Transport.in_flight + 1, kind.buckets) * wire
         of_a_step = kind.buckets * self._setup.micro_batches
@@ -311,7 +312,7 @@ class _Bytes:
         part, parts = _part(kind), -(-kind.body // _part(kind))
         if self._setup.shared_memory:
             return min(_slots(IN_FLIGHT), parts) * rounded(part * kind.dtype.itemsize)
-        return self._ranks * min((IN_FLIGHT + 1) * part, kind.body) * kind.dtype.itemsize
+        return kind.rows * min((IN_FLIGHT + 1) * part, kind.body) * kind.dtype.itemsize
 
 
 def _slots(in_flight: int) -> int:

@@ -50,6 +50,7 @@ class Kind(NamedTuple):
 
     Attributes:
         dtype, wire: of the parameters, and of what travels.
+        rows: of the wires.
         slices: of this rank's slices.
         body: of them with the fillers between them.
         row: of this rank's rows of the wires, flags included.
@@ -59,6 +60,7 @@ class Kind(NamedTuple):
 
     dtype: torch.dtype
     wire: torch.dtype
+    rows: int
     slices: int = 0
     body: int = 0
     row: int = 0
@@ -86,7 +88,7 @@ def load_of_number(numel: int, optimizer: OptimizerLike, setup: Setup) -> Load:
     dtype = setup.options.forced_dtype or torch.float32
     body = -(-numel // setup.ranks)
     widest = -(-min(numel, setup.options.bucket_size) // setup.ranks)
-    kind = Kind(dtype, setup.wire_of(dtype), body, body, body, widest, -(-body // widest))
+    kind = Kind(dtype, setup.wire_of(dtype), setup.ranks, body, body, body, widest, -(-body // widest))
     state = state_sizes(_inner(optimizer), setup.master_of(dtype))[0]
     return Load([kind], body * state.per_element, 0)
 
@@ -131,11 +133,11 @@ def _kinds(parameters: Sequence[_Parameter], setup: Setup) -> list[Kind]:
         for p, wire in zip(parameters, wires, strict=True)
     ]
     plan = make_plan(items, range(len(items))[::-1], setup.options.bucket_size)
-    kinds: dict[tuple[torch.dtype, torch.dtype], Kind] = {}
+    kinds: dict[tuple[torch.dtype, torch.dtype, int], Kind] = {}
     for bucket in plan.buckets:
         if bucket.members:
             first = bucket.members[0]
-            key = (parameters[first].dtype, wires[first])
+            key = (parameters[first].dtype, wires[first], bucket.compact or setup.ranks)
             kind = kinds.get(key, Kind(*key))
             kinds[key] = kind._replace(
                 slices=kind.slices + sum(bucket.sizes),

@@ -231,9 +231,7 @@ class Reducer:
         if task != self._graph_task:
             self._graph_task = task
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
-        may_start = self._buckets.arrive(record)
-        overlap = self._options.overlap_communication and not self._waits_its_turn
-        if may_start and overlap and self._chosen(wait=False):
+        if self._buckets.arrive(record) and self._overlaps and self._chosen(wait=False):
             self._buckets.start_ready()
             self._take_some()
 
@@ -252,6 +250,10 @@ class Reducer:
             self._nested_seen = True
         elif self._driver not in self._driving and not self._waits_its_turn:
             self._close()
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._options.overlap_communication and not self._waits_its_turn
 
     @property
     def _waits_its_turn(self) -> bool:
@@ -324,9 +326,9 @@ class Reducer:
         self._take(self._buckets.finish(wait=False))
 
     def _take(self, reduced: list[Reduced]) -> None:
-        for bucket, total in reduced:
+        for each in reduced:
             with self._streams.home(join=False):
-                self._gradients.add(bucket, total)
+                self._gradients.add(*each)
 
     # ---- the end of a step's rounds ----
 

@@ -197,11 +197,13 @@ class SharedMemory(Exchange):
         """Each rank copies what it lacks out of the others' slots, straight to where it belongs."""
         packed = self._packed(layout.columns, rows[0].dtype)
         lay_out(packed.wire, own, layout)
-        keep_own(own, rows, self.rank)  # from own, not the slot: an fp32 master is its row already
+        giving = len(rows[0])  # ranks that have more than padding
+        if self.rank < giving:
+            keep_own(own, rows, self.rank)  # from own, not the slot: an fp32 master is its row already
 
         def finish(theirs: list[Header]) -> None:
             views = self._views(theirs, layout.columns, rows[0].dtype)
-            for (_, of), view in zip(self.peers, views, strict=True):
+            for of, view in ((of, view) for (_, of), view in zip(self.peers, views, strict=True) if of < giving):
                 homes = layout.spread([each[of] for each in rows], view.new_empty)
                 torch.split_with_sizes_copy(view, layout.pieces, out=homes)
 

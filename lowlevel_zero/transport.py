@@ -8,6 +8,7 @@ from typing import Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .alignment import RowLayout
@@ -115,8 +116,11 @@ class Transport(ABC):
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
         """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``.
 
-        Where there are several they travel as ``layout`` says; one alone needs no wire.
+        Where there are several they travel as ``layout`` says; one alone needs no wire. ``rows`` may be the first ones
+        alone, where later ranks have nothing.
         """
+        if len(rows[0]) < self.size:
+            return self._gather_few(own, rows, layout)
         if len(own) == 1:
             keep_own(own, rows, self.rank)
             return then(self.all_gather(rows[0]), lambda wire: None)
@@ -125,6 +129,18 @@ class Transport(ABC):
         if layout.tail:
             wire[self.rank, layout.columns :].zero_()  # fp8 looks at whole blocks
         return then(self.all_gather(wire), lambda wire: unpack(wire, rows, layout))
+
+    def _gather_few(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
+        """Rows of which each is all zeros but on one rank are summed, as bytes: what comes of that is exact."""
+        few = rows[0].new_zeros(len(rows[0]), layout.columns)
+        if self.rank < len(few):
+            lay_out(few[self.rank], own, layout)
+        summed = self.all_reduce(in_rows(_bytes(few), self.size))
+
+        def finish(total: Tensor) -> None:
+            unpack(total.view(-1)[: few.nbytes].view(few.dtype).view(few.shape), rows, layout)
+
+        return then(summed, finish)
 
     def held(self) -> list[Tensor]:
         """Memory that is kept from wire to wire."""
@@ -249,6 +265,12 @@ def unpack(wire: Tensor, rows: Sequence[Tensor], layout: RowLayout) -> None:
     if layout.tail:
         pieces, homes = [*pieces, layout.tail], [*homes, nowhere(layout.tail)]
     torch.split_with_sizes_copy(wire, pieces, dim=1, out=homes)
+
+
+def in_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The elements as ``[rows, -1]``, with zeros behind them; the tensor's own memory where it needs none."""
+    short = -tensor.numel() % rows
+    return (F.pad(tensor.flatten(), (0, short)) if short else tensor).view(rows, -1)
 
 
 def lay_out(row: Tensor, slices: Sequence[Tensor], layout: RowLayout) -> None:

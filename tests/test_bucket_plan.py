@@ -206,3 +206,34 @@ def test_a_narrowed_plan_has_what_is_used_in_the_same_order_and_company(seed: in
 )
 def test_an_order_is_completed_where_backward_would_have_come_by(came: list[int], expected: list[int]) -> None:
     assert completed(came, 5) == expected
+
+
+# Tiny parameters
+
+
+def test_tiny_parameters_cost_what_travels_at_any_world_size() -> None:
+    """2,000 of 8 elements at 4,096 ranks: one wire of 8 rows, and their flags, once."""
+    for world_size in (16, 512, 4096):
+        plan = make_plan([item(8, world_size)] * 2000, range(2000), 2**20)
+        assert [(len(bucket.members), bucket.compact) for bucket in plan.buckets] == [(2000, 8), (0, 1)]
+        assert [bucket.row for bucket in plan.buckets] == [2000, 2001]
+    assert [bucket.compact for bucket in make_plan([item(8, 8)] * 2000, range(2000), 2**20).buckets] == [0, 1]
+
+
+def test_a_wire_s_tiny_parameters_have_as_many_rows() -> None:
+    items = [item(numel, 4096) for numel in (8, 7, 1, 5000, 5, 9, 1)]
+    plan = make_plan(items, range(7), 2**20)
+    rows = {bucket.members: bucket.compact for bucket in plan.buckets}
+    assert rows == {(3,): 0, (0, 1, 4): 8, (5,): 16, (2, 6): 1, (): 1}
+    narrow = narrowed(plan, (0, 1, 1, 1, 0, 1, 0))
+    assert {bucket.members: bucket.compact for bucket in narrow.buckets} == {(3,): 0, (1,): 8, (5,): 16, (2,): 1, (): 1}
+
+
+def test_what_travels_counts_when_a_bucket_of_tiny_parameters_fills() -> None:
+    plan = make_plan([item(8, 4096)] * 5, range(5), 16)
+    assert [bucket.members for bucket in plan.buckets] == [(0, 1), (2, 3), (4,), ()]
+
+
+def test_what_travels_in_fp8_has_all_rows() -> None:
+    (bucket, _) = make_plan([item(2, 8)._replace(fp8=True)], [0], 100).buckets
+    assert (bucket.compact, bucket.fp8) == (0, True)

@@ -195,9 +195,10 @@ def test_slices_are_those_of_the_form() -> None:
         assert sent["keywords"] == sent["pair"] == {
             "reduce": wire * 5 // 6, "gather": 480 * 5 // 6, "reduce_outer": wire // 6, "gather_outer": 480 // 6
         }  # fmt: skip
-        row = 160 + 4 * 2
+        share = 4  # two flags, once, all-reduced as one number of each rank
         assert sent["hybrid"] == {
-            "reduce": 2 * row + row, "gather": 2 * 160, "reduce_outer": row, "gather_outer": 0
+            "reduce": 2 * 160 + 2 * 2 * share + 160 + share, "gather": 2 * 160,
+            "reduce_outer": 160 + share, "gather_outer": 0,
         }  # fmt: skip
     assert [each["hybrid"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
     assert [each["pair"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]

@@ -13,6 +13,11 @@ no room (or travels in fp8, or is no wire, because its one parameter is reduced 
 one, and the plan ends with a small wire for those that found none. One more flag in the last wire of a round,
 "late", says that a gradient came after its bucket had left.
 
+A parameter that most ranks own nothing of, but padding, would fill its wire with that: at 4,096 ranks 8 elements would
+travel as 4,096. Such parameters have *compact* buckets, whose wires have the first rows alone, as many as a member has
+elements, rounded up to a power of 2. What has fewer rows than there are ranks is all-reduced; so are flags alone, since
+every row of theirs would say the same.
+
 Slices start at round addresses (see ``alignment``): the short ones of a bucket lie behind the others, and a row is
 padded at its end, where flags find room that costs nothing.
 """
@@ -39,6 +44,16 @@ class Item(NamedTuple):
     fp8: bool = False  # it travels in fp8, which its kind tells too
     alignment: Alignment = END_TO_END  # one for each kind
 
+    @property
+    def compact(self) -> int:
+        """Rows that travel of a tiny parameter; 0: all."""
+        return 0 if self.fp8 else self.split.compact
+
+    @property
+    def travelling(self) -> int:
+        """Elements that travel, with their padding."""
+        return self.split.slice_size * self.compact or self.split.padded_numel
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -53,6 +68,7 @@ class Bucket:
         last: carries the round's "late" flag behind the others, and starts when backward has ended.
         fp8: the wire travels in fp8, so that it can carry no flags.
         alignment: what slices and the row are aligned to.
+        compact: rows of the wire, the first ones; 0: one for each rank.
     """
 
     position: int
@@ -63,6 +79,7 @@ class Bucket:
     last: bool = False
     fp8: bool = False
     alignment: Alignment = END_TO_END
+    compact: int = 0
 
     @cached_property
     def layout(self) -> RowLayout:
@@ -151,14 +168,15 @@ def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list
     open_of: dict[Hashable, list[int]] = {}
     room: dict[Hashable, int] = {}
     for index in order:
-        split, kind = items[index][:2]
-        if split.numel == 0:
+        item = items[index]
+        if item.split.numel == 0:
             continue
-        if kind in open_of and split.padded_numel > room[kind]:
+        kind, travelling = (item.kind, item.compact), item.travelling
+        if kind in open_of and travelling > room[kind]:
             closed.append(open_of.pop(kind))
         if kind not in open_of:
             room[kind] = bucket_size
-        room[kind] -= split.padded_numel
+        room[kind] -= travelling
         # Taken out and put back, so that the dict's order is that of the last members.
         open_of[kind] = [*open_of.pop(kind, []), index]
     return closed + list(open_of.values())
@@ -172,7 +190,7 @@ def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size:
     sizes = tuple(items[index].split.slice_size for index in members)
     alone = len(group) == 1 and first.split.numel >= bucket_size
     fits = first.whole and first.split.padding == 0 and alignment.padded(sizes[0]) == sizes[0]
-    return Bucket(position, members, sizes, in_place=alone and fits, fp8=first.fp8, alignment=alignment)
+    return Bucket(position, members, sizes, (), alone and fits, False, first.fp8, alignment, first.compact)
 
 
 def _add_flags(buckets: list[Bucket]) -> list[Bucket]:
@@ -189,5 +207,5 @@ def _add_flags(buckets: list[Bucket]) -> list[Bucket]:
     if flagged and not waiting and flagged[-1].lengthened(1) <= flagged[-1].alignment.slices:
         flagged[-1] = replace(flagged[-1], last=True)
     else:
-        flagged.append(Bucket(len(flagged), (), (), waiting, last=True))
+        flagged.append(Bucket(len(flagged), (), (), waiting, last=True, compact=1))
     return flagged

@@ -16,7 +16,7 @@ from ..streams import Streams
 from ..transport import Pending
 from .bucket_plan import Bucket, BucketPlan, narrowed
 from .parameter_store import ShardedParameter
-from .wire import pack
+from .wire import pack, travels_as
 
 # Narrowed plans that are kept: few sets of parameters come again and again, or ever new ones.
 _PLANS_KEPT = 64
@@ -37,10 +37,16 @@ class Measured(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """A bucket whose reduction is done: ``total`` is the wire, or this rank's row of it as ``[1, row]``."""
+    """A bucket whose reduction is done.
+
+    Attributes:
+        row: this rank's row of the wire, or, where all are kept, the first, ``[row]``; flags are the same in every one.
+        whole: all that travelled, where they are kept, ``[rows, row]``.
+    """
 
     bucket: Bucket
-    total: Tensor
+    row: Tensor
+    whole: Tensor | None
 
 
 class BucketStore:
@@ -152,20 +158,15 @@ class BucketStore:
             if not self._expected[index]:
                 self.unexpected.append(index)
             elif self._round is not None and not record.repeats:
-                return self._complete(self._round.bucket_of[index], index)
+                position = self._round.bucket_of[index]
+                if position >= self._next:
+                    self._missing[position] -= 1
+                    return self._missing[position] == 0
         if self._round is None:
             return True
         if self._round.bucket_of[index] < self._next:
             self.late.append(index)
         return False
-
-    def _complete(self, position: int, index: int) -> bool:
-        """One gradient less to wait for; whether the bucket at ``position``, -1 if it is left out, has all."""
-        if position < self._next:
-            self.late.append(index)
-            return False
-        self._missing[position] -= 1
-        return self._missing[position] == 0
 
     def start_ready(self) -> None:
         """Start what is complete, as far as the plan's order goes; the last bucket waits for the round's end."""
@@ -189,8 +190,22 @@ class BucketStore:
             bucket, pending = self._in_flight.popleft()
             with self._streams.home(join=False):
                 total = pending.wait()
-            done.append(Reduced(bucket, total.view(-1, bucket.row)))
+                done.append(self._reduced(bucket, total))
         return done
+
+    def _reduced(self, bucket: Bucket, total: Tensor) -> Reduced:
+        """Of what a reduction left, the wire or this rank's row of it, what is to be kept."""
+        if total.dim() == 1:
+            return Reduced(bucket, total, None)
+        if not self._keeps_row_only and self._group.size > 1:
+            return Reduced(bucket, total[0], total)
+        has_row = self._group.rank < len(total)
+        row = total[self._group.rank if has_row else 0]
+        if bucket.compact and bucket.members:
+            row = row.to(self._records[bucket.members[0]].wire_dtype, copy=True)
+            if not has_row:
+                row[: bucket.body] = 0
+        return Reduced(bucket, row, None)
 
     def under_way(self) -> list[Pending[Tensor]]:
         """The reductions in flight."""
@@ -220,7 +235,8 @@ class BucketStore:
         if self.measured is not None and bucket.members:
             largest = torch.linalg.vector_norm(wire, math.inf, dtype=torch.promote_types(wire.dtype, torch.float32))
             self.measured.append(Measured(bucket.members, largest))
-        reduce = self._group.reduce_scatter if self._keeps_row_only else self._group.all_reduce
+        scatters = self._keeps_row_only and not bucket.compact
+        reduce = self._group.reduce_scatter if scatters else self._group.all_reduce
         about = About(self._records, bucket.members, bucket.position)
         self._in_flight.append(Reduction(bucket, reduce(wire, bucket.fp8, about)))
 
@@ -240,13 +256,17 @@ class BucketStore:
         """A fresh wire with the gradients, zeros for those that aren't there and between, and the flags of the wire."""
         lead = self._records[(bucket.members or bucket.flags or (0,))[0]]
         dtype = lead.wire_dtype if bucket.members else torch.float32
-        wire = self._group.new_wire(bucket.row, dtype, lead.padded.device, bucket.fp8)
+        if bucket.compact:
+            dtype = travels_as(dtype, True, self._keeps_row_only)
+            wire = torch.empty(bucket.compact, bucket.row, dtype=dtype, device=lead.padded.device)
+        else:
+            wire = self._group.new_wire(bucket.row, dtype, lead.padded.device, bucket.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=wire.device)
         flats = [
             gradient if gradient is not None else zero.expand(self._records[index].split.numel)
             for index, gradient in zip(bucket.members, gradients, strict=True)
         ]
-        size, flags = self._group.size, len(bucket.flags) + bucket.last
+        size, flags = len(wire), len(bucket.flags) + bucket.last
         # Not expanded from one number: packing takes half the time if everything is contiguous.
         blank = zero.new_zeros(size * max((bucket.tail, *bucket.layout.fillers)))
         flats = bucket.layout.spread(flats, lambda free: blank[: size * free])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..alignment import RowLayout
@@ -54,20 +55,19 @@ class GradientStore:
 
     # ---- what reductions leave ----
 
-    def add(self, bucket: Bucket, total: Tensor) -> None:
-        """Take a reduced bucket, ``[world_size, row]`` or this rank's ``[1, row]``, as one more micro-batch."""
-        own = self._rank if total.shape[0] > 1 else 0
+    def add(self, bucket: Bucket, row: Tensor, whole: Tensor | None) -> None:
+        """Take a reduced bucket as one more micro-batch: its ``row``, and ``whole`` if all rows are kept."""
         if bucket.members:
-            body = total if bucket.row == bucket.body else total[:, : bucket.body]
             for each in self._sums_of(bucket.members):
                 self._fetch(each)
-            self._accumulate(bucket, body[own], body if len(total) > 1 else None)
+            rows = None if whole is None else whole[:, : bucket.body]
+            self._accumulate(bucket, row[: bucket.body] if rows is None else self._own_of(rows), rows)
             for each in self._sums_of(bucket.members):
                 self._bring_down(each)
         if bucket.flags:
-            self._flags.append((bucket.flags, total[own, bucket.body : bucket.late]))
+            self._flags.append((bucket.flags, row[bucket.body : bucket.late]))
         if bucket.last:
-            self._late = total[own, bucket.late]
+            self._late = row[bucket.late]
 
     def _accumulate(self, bucket: Bucket, row: Tensor, whole: Tensor | None) -> None:
         before = {record.sum: None for index in bucket.members if (record := self._records[index]).sum is not None}
@@ -93,7 +93,7 @@ class GradientStore:
         """Have the row on the device."""
         if self._offload is not None and total.landing is not None:
             whole = total.whole
-            total.hold(self._offload.fetch(total.landing) if whole is None else whole[self._rank], whole)
+            total.hold(self._offload.fetch(total.landing) if whole is None else self._own_of(whole), whole)
 
     def _bring_down(self, total: GradientSum) -> None:
         """Let the row go down to the host, having measured it."""
@@ -139,7 +139,11 @@ class GradientStore:
         if total.whole is None:
             total.hold(wide)
         else:
-            total.hold(wide[self._rank], wide)
+            total.hold(self._own_of(wide), wide)
+
+    def _own_of(self, whole: Tensor) -> Tensor:
+        """This rank's row; of a compact bucket later ranks' hold nothing but padding."""
+        return whole[self._rank] if self._rank < len(whole) else whole.new_zeros(whole.shape[1])
 
     # ---- what the step takes ----
 
@@ -320,7 +324,8 @@ class GradientStore:
         rows = None if record.sum is None else record.sum.rows_of(record.index)
         if rows is None or record.sum is None:
             return None
-        return _at_least_fp32(rows) * self._unit(record.sum)
+        rows = _at_least_fp32(rows) * self._unit(record.sum)
+        return F.pad(rows, (0, 0, 0, record.split.world_size - len(rows)))
 
     def _unit(self, total: GradientSum) -> float | Tensor:
         return self.raw_unit() if total.unit is None else total.unit
@@ -336,7 +341,8 @@ class GradientStore:
         self._fewest.clear()
         self._late = None
         for record in self._records:
-            record.drop_gradient()
+            record.sum = None
+            record.worked = False
 
     def zero(self) -> None:
         """Make all gradients zeros; a parameter that has one goes on having one."""

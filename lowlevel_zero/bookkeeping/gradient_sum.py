@@ -34,7 +34,8 @@ class GradientSum:
         members: indices of the parameters, in the row's order; one that no rank used has zeros there.
         layout: where the members' slices lie in the row; between them are zeros.
         row: this rank's row, ``[columns]``: the wire's dtype after one micro-batch, fp32 at least after more.
-        whole: the rows of all ranks, ``[world_size, columns]``, of which ``row`` is one; None in stage 2.
+        whole: the rows of all ranks, ``[world_size, columns]``, of which ``row`` is one, or, of a compact bucket, the
+            first of them; None in stage 2.
         unit: what ``row`` is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
         landing: where ``row`` is on its way to the host, or has arrived; None: it is on the device.
         norm: of a ``row`` on the host its L2 norm, 0-d, on the device.
@@ -88,7 +89,7 @@ class GradientSum:
         return self._parts[index]
 
     def rows_of(self, index: int) -> Tensor | None:
-        """One member's rows of all ranks, ``[world_size, s]``, where they are kept; a view."""
+        """One member's rows in ``whole``, ``[rows, s]``; a view; None: they aren't kept."""
         if self._whole is None:
             return None
         at = self.members.index(index)
