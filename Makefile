@@ -12,7 +12,7 @@ PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test peers bench lint clean
+.PHONY: help demo booster test soak peers bench lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ booster: $(COLOSSALAI_INSTALLED)  ## train a small Llama through ColossalAI's Bo
 
 test: $(COLOSSALAI_INSTALLED)  ## run the tests (options: make test ARGS="-k floors")
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(COLOSSALAI_INSTALLED)  ## run the long tests, for a night (options: make soak ARGS="-k long_run")
+	@$(BIN)/python -m pytest -m soak $(ARGS)
 
 peers: $(PEERS_INSTALLED)  ## install what the benchmarks compare with
 

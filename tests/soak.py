@@ -1,0 +1,208 @@
+"""A long training run as one rank of several, and what it leaves: memory, handles, threads and the oracle's numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import random
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from oracle import Odd
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import save_checkpoint
+
+LAYERS = 6
+MICRO_BATCHES = 2
+MAX_NORM = 0.5
+PATTERNS = 10
+
+
+@dataclass(frozen=True)
+class Soak:
+    """A run of so many steps; it saves and evaluates every so many."""
+
+    world_size: int = 2
+    steps: int = 2000
+    save_every: int = 100
+    evaluate_every: int = 50
+    shared_memory: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Odd(layers=LAYERS).double()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    """Half of the layers are dropped, by each rank others; patterns recur, since plans are kept for those seen."""
+    generator = torch.Generator().manual_seed(rank + 10 * (micro + 10 * step))
+    x = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    pattern = random.Random(rank + 10 * (micro + 10 * (step % PATTERNS)))
+    out: Tensor = model(x, {layer for layer in range(LAYERS + 1) if pattern.random() < 0.5})
+    return (out - x[:, :3].sin()).square().mean() / MICRO_BATCHES
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module, step: int) -> float:
+    model.eval()
+    loss = loss_of(model, -step, 0, 0).item()
+    model.train()
+    return loss
+
+
+# ---- the oracle ----
+
+
+class Outcome(NamedTuple):
+    parameters: dict[str, Tensor]
+    evaluations: list[float]
+
+
+def train_alone(soak: Soak) -> Outcome:
+    model = model_of(0)
+    optimizer = optimizer_of(model)
+    evaluations = []
+    for step in range(1, soak.steps + 1):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(soak.world_size):
+                (loss_of(model, step, micro, rank) / soak.world_size).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % soak.evaluate_every == 0:
+            evaluations.append(evaluated(model, step))
+    return Outcome(values(model), evaluations)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# ---- what a process holds ----
+
+
+class Held(NamedTuple):
+    """What of the system's a process has open: files by what they are, threads, and mapped anonymous files."""
+
+    files: list[str]
+    threads: int
+    python_threads: list[str]
+    mapped: list[str]
+
+    @classmethod
+    def now(cls) -> Held:
+        gc.collect()
+        return cls(
+            sorted(_files()),
+            len(list(Path("/proc/self/task").iterdir())),
+            sorted(thread.name for thread in threading.enumerate()),
+            re.findall(r"/memfd:\S*", Path("/proc/self/maps").read_text()),
+        )
+
+
+def _files() -> Iterator[str]:
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            yield re.sub(r"\[\d+\]", "", os.readlink(entry))  # sockets and pipes without their numbers
+        except FileNotFoundError:  # the one that listed them
+            continue
+
+
+class Memory(NamedTuple):
+    """Bytes that are resident, what the allocator has but doesn't use given back; and Python's objects."""
+
+    resident: int
+    objects: int
+
+    @classmethod
+    def now(cls) -> Memory:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects()))
+
+
+# ---- a rank ----
+
+
+class Report(NamedTuple):
+    """What a rank has to tell.
+
+    Attributes:
+        memory: at every evaluation.
+        before, during, after: what was held before it joined a process group, after the last step, and when group and
+            optimizer had gone.
+    """
+
+    outcome: Outcome
+    memory: list[Memory]
+    before: Held
+    during: Held
+    after: Held
+
+    def growth(self, what: str) -> float:
+        """Of one of memory's attributes: from the second quarter's median to the last one's, in parts of it."""
+        quarter = len(self.memory) // 4
+        sizes = [getattr(each, what) for each in self.memory]
+        early, late = median(sizes[quarter : 2 * quarter]), median(sizes[-quarter:])
+        return float(late / early - 1)
+
+    def __str__(self) -> str:
+        last = self.memory[-1]
+        resident = f"{last.resident / 2**20:.0f} MiB resident ({self.growth('resident'):+.2%})"
+        objects = f"{last.objects:,} objects ({self.growth('objects'):+.2%})"
+        return f"{resident}, {objects}; {len(self.after.files)} files and {self.after.threads} threads, as before"
+
+
+def train_rank(rank: int, world_size: int, soak: Soak, folder: str) -> Report:
+    """Joins a process group of its own, trains, and leaves."""
+    if not soak.shared_memory:
+        os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = "0"
+    logging.disable()  # pytest keeps every record, and torch's checkpoints make many
+    _once(rank, world_size, soak, f"{folder}/once")  # what torch keeps for good, it has now
+    before = Held.now()
+    outcome, memory, during = _once(rank, world_size, soak, f"{folder}/soak", soak.steps)
+    return Report(outcome, memory, before, during, Held.now())
+
+
+def _once(rank: int, world_size: int, soak: Soak, folder: str, steps: int = 2) -> tuple[Outcome, list[Memory], Held]:
+    dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=rank, world_size=world_size)
+    try:
+        return _train(rank, soak, folder, steps)
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(rank: int, soak: Soak, folder: str, steps: int) -> tuple[Outcome, list[Memory], Held]:
+    model = model_of(rank)
+    optimizer = LowLevelZeroOptimizer(optimizer_of(model), model=model, clip_grad_norm=MAX_NORM, **soak.options)
+    memory: list[Memory] = []
+    evaluations = []
+    for step in range(1, steps + 1):
+        for micro in range(MICRO_BATCHES):
+            optimizer.backward(loss_of(model, step, micro, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % soak.evaluate_every == 0:
+            evaluations.append(evaluated(model, step))
+            memory.append(Memory.now())
+        if step % soak.save_every == 0 or step == steps:
+            save_checkpoint(f"{folder}/step-{step}", model, optimizer, extra={"step": step}, keep=2)
+    return Outcome(values(model), evaluations), memory, Held.now()
