@@ -72,8 +72,6 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool) ->
 
 def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object) -> None:
     """Raise unless ``hybrid_shard`` is a choice that there is."""
-    if not isinstance(hybrid_shard, bool):
-        raise TypeError(f"hybrid_shard: expected True or False, got {hybrid_shard!r}")
     if hybrid_shard and extra is None and not isinstance(group, (tuple, list)):
         raise ValueError(
             "hybrid_shard=True: expected two levels of ranks, got one: pass extra_dp_group, on whose ranks slices have "

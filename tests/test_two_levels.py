@@ -527,7 +527,7 @@ BAD = [
     (crossed, "outer groups that each have the ranks of one place"),
     (hybrid_of_one_level, "hybrid_shard=True: expected two levels of ranks, got one"),
     (hybrid_on_one_rank, "expected the same model, optimizer and options on every rank"),
-    (hybrid_by_a_word, "hybrid_shard: expected True or False, got 'both'"),
+    (hybrid_by_a_word, "hybrid_shard: expected True or False, got str 'both'"),
 ]
 
 
