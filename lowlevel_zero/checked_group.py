@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .alignment import END_TO_END, Alignment
 from .collectives import ShardGroup
+from .lost_ranks import Lookout, farewell
 from .options import ZeroOptions
 from .process_group import prefixed
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, listed
@@ -60,6 +61,7 @@ class Meetings:
 
     def __init__(self, group: dist.ProcessGroup, patience: float) -> None:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)
         self._patience = patience
         _numbers[group] = number = _numbers.get(group, -1) + 1
         self._store = prefixed(f"lowlevel_zero/debug/{number}", group)
@@ -84,9 +86,12 @@ class Meetings:
 
     def compare(self, meeting: Meeting, meanwhile: Callable[[], None]) -> list[Any]:
         """What all ranks have said, in rank order, once they have come with one signature; raises otherwise."""
-        deadline, pause = time.monotonic() + self._patience, _FIRST_LOOK
+        deadline, pause, lookout = time.monotonic() + self._patience, _FIRST_LOOK, Lookout(self._ranks)
         while not self.all_here(meeting):
             self._raise_if_failed()
+            gone = lookout.lost()
+            if gone:
+                self._fail(str(farewell(gone, meeting.signature)))
             if time.monotonic() > deadline:
                 self._fail(self._who_is_missing(meeting))
             meanwhile()

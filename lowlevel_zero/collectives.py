@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -25,8 +25,9 @@ from .alignment import END_TO_END, Alignment, laid_out
 from .arena import Arena
 from .compression import Fp8, encoded_size
 from .exchange import Exchange
+from .lost_ranks import LostRank, enter, naming_lost
 from .process_group import timeout_of
-from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
+from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Place, Progress
 from .shared_memory import SharedMemory
 from .staging import Staged
 from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, in_rows, then
@@ -82,6 +83,9 @@ class ShardGroup:
         self.number = -1
         self.progress = Progress()
         self._watch: Watch | None = None
+        self._lost: LostRank | None = None
+        if self.ranks > 1:
+            enter()
 
     def watch(self, timeout: float) -> None:
         """From now on report what takes longer than so many seconds, or a share of the group's timeout; 0: nothing."""
@@ -180,7 +184,7 @@ class ShardGroup:
         ``wire`` (``[size, row]``, contiguous) must stay as it is until the result is there, and may be gone then.
         """
         self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8))
-        return self._begun(REDUCTION, about, wire, self._transport(wire.device, fp8).reduce_scatter(wire))
+        return self._begun(REDUCTION, about, wire, lambda: self._transport(wire.device, fp8).reduce_scatter(wire))
 
     def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result, of its shape, may be ``wire`` itself.
@@ -189,7 +193,8 @@ class ShardGroup:
         """
         whole = in_rows(wire, self.size)
         self._note_sent("reduce", _row_bytes(whole.shape[1], wire.dtype, fp8), times=2)
-        pending = self._begun(REDUCTION, about, wire, self._transport(wire.device, fp8).all_reduce(whole))
+        transport = self._transport(wire.device, fp8)
+        pending = self._begun(REDUCTION, about, wire, lambda: transport.all_reduce(whole))
         if len(wire) == self.size:
             return pending
         return then(pending, lambda total: total.view(-1)[: wire.numel()].view(wire.shape))
@@ -197,7 +202,7 @@ class ShardGroup:
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
         self._note_sent("gather", wire[0].nbytes)
-        return self._begun(GATHER, None, wire, self._transport(wire.device).all_gather(wire))
+        return self._begun(GATHER, None, wire, lambda: self._transport(wire.device).all_gather(wire))
 
     def gather(
         self,
@@ -220,7 +225,8 @@ class ShardGroup:
             self._note_sent("gather", -(-len(rows[0]) * columns * rows[0].dtype.itemsize // self.size), times=2)
         else:
             self._note_sent("gather", _row_bytes(columns, rows[0].dtype, fp8))
-        return self._begun(GATHER, about, rows[0], self._transport(rows[0].device, fp8).gather(own, rows, layout))
+        transport = self._transport(rows[0].device, fp8)
+        return self._begun(GATHER, about, rows[0], lambda: transport.gather(own, rows, layout))
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
@@ -232,7 +238,8 @@ class ShardGroup:
         """
         others = wire.numel() - sizes[self.rank]
         self._sent["step"] = self._sent.get("step", 0) + others * wire.element_size()
-        return self._begun(EXCHANGE, None, wire, self._transport(wire.device).all_to_all(wire, sizes, into, sizes_into))
+        transport = self._transport(wire.device)
+        return self._begun(EXCHANGE, None, wire, lambda: transport.all_to_all(wire, sizes, into, sizes_into))
 
     def traffic(self) -> dict[str, int]:
         """Bytes of wires that this rank has handed to others so far, by purpose: "reduce", "gather", and Muon's "step".
@@ -255,13 +262,16 @@ class ShardGroup:
         On CUDA (NCCL) without a host synchronisation.
         """
         if not self._on_gloo(value.device):
-            return self._begun(NORM, None, value, self._native.all_reduce(value))
+            return self._begun(NORM, None, value, lambda: self._native.all_reduce(value))
         summed = value if not _is_staged(value.device) else value.cpu()
-        work = dist.all_reduce(summed, group=self._wires.group, async_op=True)
-        pending = Pending(
-            (cast(dist.Work, work),), (summed,), lambda: summed if summed is value else value.copy_(summed)
-        )
-        return self._begun(NORM, None, summed, pending)
+
+        def start() -> Pending[Tensor]:
+            work = dist.all_reduce(summed, group=self._wires.group, async_op=True)
+            return Pending(
+                (cast(dist.Work, work),), (summed,), lambda: summed if summed is value else value.copy_(summed)
+            )
+
+        return self._begun(NORM, None, summed, start)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""
@@ -292,10 +302,14 @@ class ShardGroup:
         """
         if self.ranks == 1:
             return Pending((), (values,), lambda: values)
-        work = cast(dist.Work, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages, async_op=True))
-        pending = Pending((work,), (values,), lambda: values)
-        _keep([pending])
-        return self._begun(MESSAGE, None, values, pending)
+
+        def start() -> Pending[Tensor]:
+            work = cast(dist.Work, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages, async_op=True))
+            pending = Pending((work,), (values,), lambda: values)
+            _keep([pending])
+            return pending
+
+        return self._begun(MESSAGE, None, values, start)
 
     def alike(self, values: Sequence[int]) -> bool:
         """Whether every rank has the same ``values``."""
@@ -318,15 +332,33 @@ class ShardGroup:
 
     # ---- how ----
 
-    def _begun(self, kind: str, about: About | None, tensor: Tensor, pending: Pending[T]) -> Pending[T]:
-        """``pending``, which carries tensors of ``tensor``'s device, such that one sees who waits for it."""
+    def _begun(self, kind: str, about: About | None, tensor: Tensor, start: Callable[[], Pending[T]]) -> Pending[T]:
+        """Start what carries tensors of ``tensor``'s device, such that one sees who waits for it, and who is lost."""
         place = self.progress.begin(kind, about)
         on_host = self._watch is None or tensor.device.type == "cpu" or self._on_gloo(tensor.device)
-        return pending.within(partial(self.progress.wait, place, device=None if on_host else tensor.device))
+        device = None if on_host else tensor.device
+        with self._all_needed(place):
+            return start().within(partial(self._wait_for, place, device))
 
     def _wait(self, kind: str, act: Callable[[], object]) -> None:
         """Do what returns when all ranks have come to it."""
-        self.progress.wait(self.progress.begin(kind), act)
+        self._wait_for(self.progress.begin(kind), None, act)
+
+    def _wait_for(self, place: Place, device: torch.device | None, act: Callable[[], T]) -> T:
+        with self._all_needed(place):
+            return self.progress.wait(place, act, device)
+
+    @contextmanager
+    def _all_needed(self, place: Place) -> Iterator[None]:
+        """A part of a collective. Once a rank is lost there is none any more: others may wait for this one's end."""
+        if self._lost is not None:
+            raise LostRank(str(self._lost))
+        try:
+            with naming_lost(self.group, place):
+                yield
+        except LostRank as lost:
+            self._lost = lost
+            raise
 
     def _transport(self, device: torch.device, fp8: bool = False) -> Transport:
         direct = self._wires.transport if self._on_gloo(device) else self._native

@@ -10,10 +10,12 @@ are. An attempt that is off stays off: who comes later finds it so, and starts t
 from __future__ import annotations
 
 import time
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .lost_ranks import Lookout, enter, farewell, lost, naming_lost
 from .process_group import store_of
 
 _GO, _OFF = "go", "off"
@@ -65,29 +67,44 @@ def call_roll(
         TimeoutError: somebody didn't come. Raised by all that did, once the first of them has waited for
             ``timeout`` seconds; the message names them. A later call finds everything as if nothing had been.
         RuntimeError: the alarm's word.
+        LostRank: a rank's process has ended.
     """
     size = dist.get_world_size(group)
     if size == 1 or dist.get_backend(group) == "fake":
         return [word] * size
-    attempt = _enter(group, room)
-    if attempt.arrive(word) == size:
+    enter()
+    with naming_lost(group, doing or room):
+        attempt = _enter(group, room)
+        outcome = _outcome(attempt, word, timeout, alarm)
+        _over[group][room] += 1
+        if outcome == _OFF:
+            _raise_why(attempt, doing or room, timeout, alarm)
+        attempt.forget_earlier()
+        return attempt.words()
+
+
+def _outcome(attempt: _Attempt, word: str, timeout: float, alarm: Alarm | None) -> str:
+    """Wait until it is settled, or settle it: all have come, or it is in vain."""
+    if attempt.arrive(word) == attempt.size:
         attempt.decide(_GO)
-    deadline = time.monotonic() + timeout
-    pause = _FIRST_LOOK
+    deadline, pause, lookout = time.monotonic() + timeout, _FIRST_LOOK, Lookout(attempt.ranks)
     while (outcome := attempt.outcome()) is None:
-        if time.monotonic() > deadline or (alarm is not None and alarm.heard() is not None):
-            outcome = attempt.decide(_OFF)
-            break
+        alarmed = alarm is not None and alarm.heard() is not None
+        if time.monotonic() > deadline or alarmed or lookout.lost():
+            return attempt.decide(_OFF)
         time.sleep(pause)
         pause = min(2 * pause, _SLOWEST_LOOK)
-    _over[group][room] += 1
-    if outcome == _OFF:
-        reason = None if alarm is None else alarm.heard()
-        if reason is not None:
-            raise RuntimeError(reason)
-        raise TimeoutError(_who_came(attempt, doing or room, size, timeout))
-    attempt.forget_earlier()
-    return attempt.words()
+    return outcome
+
+
+def _raise_why(attempt: _Attempt, doing: str, timeout: float, alarm: Alarm | None) -> NoReturn:
+    reason = None if alarm is None else alarm.heard()
+    if reason is not None:
+        raise RuntimeError(reason)
+    gone = lost(attempt.ranks)
+    if gone:
+        raise farewell(gone, doing)
+    raise TimeoutError(_who_came(attempt, doing, timeout))
 
 
 class _Attempt:
@@ -96,7 +113,8 @@ class _Attempt:
     def __init__(self, group: dist.ProcessGroup, room: str, number: int) -> None:
         self._store = store_of(group)
         self._rank = dist.get_rank(group)
-        self._size = dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.size = len(self.ranks)
         self._room = room
         self._number = number
 
@@ -116,17 +134,17 @@ class _Attempt:
 
     def came(self) -> list[int]:
         """The ranks that have arrived."""
-        return [rank for rank in range(self._size) if self._store.check([self._key(f"rank {rank}")])]
+        return [rank for rank in range(self.size) if self._store.check([self._key(f"rank {rank}")])]
 
     def words(self) -> list[str]:
         """What all that have arrived have said."""
-        return [str(self._store.get(self._key(f"rank {rank}")), "utf-8") for rank in range(self._size)]
+        return [str(self._store.get(self._key(f"rank {rank}")), "utf-8") for rank in range(self.size)]
 
     def forget_earlier(self) -> None:
         """Remove the attempt before this one, which nobody will look at any more: all have come to this one."""
         if self._rank == 0 and self._number > 0:
             before = self._key("", self._number - 1)
-            for name in ("count", "outcome", *(f"rank {rank}" for rank in range(self._size))):
+            for name in ("count", "outcome", *(f"rank {rank}" for rank in range(self.size))):
                 self._store.delete_key(before + name)
 
     def _key(self, name: str, number: int | None = None) -> str:
@@ -144,11 +162,11 @@ def _enter(group: dist.ProcessGroup, room: str) -> _Attempt:
         rooms[room] += 1
 
 
-def _who_came(attempt: _Attempt, doing: str, size: int, timeout: float) -> str:
+def _who_came(attempt: _Attempt, doing: str, timeout: float) -> str:
     came = attempt.came()
-    missing = sorted(set(range(size)) - set(came))
+    missing = sorted(set(range(attempt.size)) - set(came))
     return (
-        f"{doing}: expected all {size} ranks, got {_listed(came)} and, within {timeout:g} seconds, not "
+        f"{doing}: expected all {attempt.size} ranks, got {_listed(came)} and, within {timeout:g} seconds, not "
         f"{_listed(missing)}: call it on every rank"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -149,11 +150,12 @@ class TwoLevels(ShardGroup):
     def sum_scalar(self, value: Tensor) -> Pending[Tensor]:
         """Over the slices, each once: over a row where rows are replicas, else over all ranks."""
         if self._replicated:
-            return self._begun(NORM, None, value, self._inner.sum_scalar(value))
+            return self._begun(NORM, None, value, lambda: self._inner.sum_scalar(value))
         if self._on_gloo(value.device):
             return super().sum_scalar(value)
-        pending = self._sequel(value.device).after(self._inner.sum_scalar(value), self._outer.sum_scalar)
-        return self._begun(NORM, None, value, pending)
+        sequel = self._sequel(value.device)
+        start = partial(sequel.after, self._inner.sum_scalar(value), self._outer.sum_scalar)
+        return self._begun(NORM, None, value, start)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """From the first row to the others, then within rows."""

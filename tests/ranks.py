@@ -58,6 +58,7 @@ class _Job(NamedTuple):
     args: tuple[Any, ...]
     timeout: float
     backend: str | None  # None: no process group
+    stays: bool = True  # a rank that is done waits until all are
 
 
 class _Rank(NamedTuple):
@@ -117,6 +118,24 @@ def run_ranks_expecting(
         raise AssertionError("".join(lines) + _show(stacks, "did not raise, but was still running, at"))
     _raise_if_hung(stacks, timeout)
     return [raised[rank] for rank in range(world_size)]
+
+
+def run_ranks_losing(
+    fn: Callable[..., Any], world_size: int, lost: int, *args: Any, timeout: float = 60.0
+) -> dict[int, Raised]:
+    """As ``run_ranks``, for an ``fn`` that kills rank ``lost``: return what each other rank raised.
+
+    A rank's process ends as soon as it has raised, since that is what others may be waiting for.
+
+    Raises:
+        AssertionError: a rank returned, or hadn't raised ten seconds after another one had ended.
+    """
+    outcomes, stacks = _run(_Job(fn, world_size, args, timeout, "gloo", stays=False), EXPECTING_GRACE)
+    assert not stacks, _show(stacks, "was still running, at")
+    raised = {rank: outcome.raised for rank, outcome in outcomes.items() if outcome.raised}
+    assert len(raised) == world_size, f"ranks that raised: {sorted(raised)}"
+    assert raised.pop(lost).message == "SIGKILL"
+    return raised
 
 
 # The parent's side.
@@ -243,6 +262,8 @@ def _live(rank: int, job: _Job, pipe: Connection, folder: Path) -> None:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         Path(file.name).rename(folder / f"stacks-{rank}")
         pipe.send_bytes(_work(rank, job, folder / "rendezvous"))
+        if not job.stays:
+            return
         pipe.recv_bytes()
         if dist.is_initialized():
             dist.destroy_process_group()

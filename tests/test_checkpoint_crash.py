@@ -155,7 +155,7 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(
         save_checkpoint(path, pair.model, pair.optimizer, extra="former")
         message = ""
         began = time.monotonic()
-        with full_disk(3000 if rank == unlucky else 2**30):
+        with full_disk(30000 if rank == unlucky else 2**30):
             try:
                 save_checkpoint(path, pair.model, pair.optimizer, extra="new", async_save=asynchronous).wait()
             except RuntimeError as error:

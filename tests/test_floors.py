@@ -37,6 +37,7 @@ HOUSE = (
         ),
     ),
     ("floor 0, for those who watch", ("progress", "process_group", "later_read")),
+    ("floor 0, for those who are left", ("lost_ranks",)),
     ("floor 1, without a group", ("mail",)),
     ("floor 1, under the others", ("transport", "arena")),
     ("floor 1, without the backend's collectives", ("exchange", "staging", "levels", "compression")),

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from .. import flat_shards
 from ..collectives import ShardGroup
 from ..construction import together
+from ..lost_ranks import explained
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions
 from ..roll_call import call_roll
@@ -126,11 +127,13 @@ class Saving:
         self._written = written
         self._future: Future[Any] = Future()
         self._hint = ""
+        self._group: dist.ProcessGroup | None = None
 
     def start(
         self, tensors: dict[str, Tensor], writer: CommittingWriter, group: dist.ProcessGroup, in_background: bool
     ) -> None:
         """Have the tensors written, by a thread or before returning."""
+        self._group = group
         if in_background:
             started = async_dcp_save(tensors, storage_writer=writer, process_group=group)
             cast("Future[Any]", started).add_done_callback(self._tell)
@@ -173,13 +176,18 @@ class Saving:
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
 
+    def _lost(self, error: BaseException) -> RuntimeError | None:
+        """What says whose end was the error, if one's was."""
+        alive = self._group is not None and dist.is_initialized()
+        return explained(error, self._group, "writing") if alive and self._group is not None else None
+
     def _reason(self, error: BaseException) -> str:
         failures = getattr(error, "failures", None)
         if failures:
             rank, (cause, _) = min(failures.items())
             told = f"rank {rank}: {type(cause).__name__}: {cause}"
         else:
-            told = f"{type(error).__name__}: {error}"
+            told = str(self._lost(error) or f"{type(error).__name__}: {error}")
         return f"{self.path}: the checkpoint could not be written, a former one is as it was. {told}{self._hint}"
 
 

@@ -1,0 +1,178 @@
+"""A rank dies: the others end soon, by an error that names it, wherever they and it were."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from mortal import BACKWARD, FORWARD, GATHER, PLACES, SAVE, STEP, build, die_at, loss_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from lowlevel_zero import lost_ranks
+from lowlevel_zero.checkpoint import latest, save_checkpoint
+from lowlevel_zero.lost_ranks import LostRank, explained, lost
+from ranks import Raised, run_ranks, run_ranks_losing
+
+STEPS = 3
+DEAD = "lost rank {}, whose process has ended. What it has printed, or the kernel's log, may say why. Start all ranks"
+
+
+@pytest.fixture(params=["shared memory", "messages"])
+def _wires(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(request.param == "shared memory")))
+
+
+def mortal(lost: int, place: str, options: Callable[[], dict[str, Any]] = dict) -> Callable[[int, int], None]:
+    """What each rank does: three steps and a save, in the last of which one rank comes to ``place`` and dies."""
+
+    def run(rank: int, world_size: int, folder: Path) -> None:
+        model, inner, optimizer = build(**options())
+        for step in range(1, STEPS + 1):
+            if step == STEPS and rank == lost:
+                die_at(place, 1, model, inner)
+            optimizer.backward(loss_of(model, step, rank, world_size))
+            optimizer.step()
+            optimizer.zero_grad()
+        save_checkpoint(folder / f"step-{step}", model, optimizer)
+
+    return run
+
+
+def check(raised: dict[int, Raised], lost: int, type: str = "LostRank") -> None:
+    for rank, error in raised.items():
+        assert error.type == type, (rank, error)
+        assert DEAD.format(lost) in error.message, (rank, error)
+
+
+@pytest.mark.usefixtures("_wires")
+@pytest.mark.parametrize("place", PLACES)
+def test_two_ranks(place: str, tmp_path: Path) -> None:
+    raised = run_ranks_losing(mortal(1, place), 2, 1, tmp_path)
+    check(raised, 1, "RuntimeError" if place == SAVE else "LostRank")
+    assert latest(tmp_path) is None
+
+
+@pytest.mark.usefixtures("_wires")
+@pytest.mark.parametrize(("place", "lost"), [(BACKWARD, 2), (STEP, 0), (GATHER, 1)])
+def test_of_four_ranks_those_too_that_had_nothing_to_do_with_it(place: str, lost: int, tmp_path: Path) -> None:
+    check(run_ranks_losing(mortal(lost, place), 4, lost, tmp_path), lost)
+
+
+@pytest.mark.usefixtures("_wires")
+@pytest.mark.parametrize("place", [FORWARD, GATHER])
+def test_gathers_that_nobody_waits_for_any_more_let_a_rank_go(place: str, tmp_path: Path) -> None:
+    check(run_ranks_losing(mortal(1, place, lambda: {"overlap_allgather": True}), 3, 1, tmp_path), 1)
+
+
+@pytest.mark.usefixtures("_wires")
+@pytest.mark.parametrize("place", [BACKWARD, STEP])
+def test_two_levels(place: str, tmp_path: Path) -> None:
+    """Some wait for a thread that waits for another level."""
+
+    def options() -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        both = mesh.get_group("outer"), mesh.get_group("inner")
+        return {"dp_process_group": both, "overlap_allgather": True}
+
+    check(run_ranks_losing(mortal(2, place, options), 4, 2, tmp_path), 2)
+
+
+def test_debugging_ranks_notice_too(tmp_path: Path) -> None:
+    raised = run_ranks_losing(mortal(1, STEP, lambda: {"debug": True}), 2, 1, tmp_path)
+    check(raised, 1, "RuntimeError")
+
+
+def kill_before(act: Callable[[Any, Path], object]) -> Callable[[int, int, Path], None]:
+    def run(rank: int, world_size: int, folder: Path) -> None:
+        optimizer = build()[2]
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        act(optimizer, folder)
+
+    return run
+
+
+def test_an_agreement(tmp_path: Path) -> None:
+    raised = run_ranks_losing(kill_before(lambda optimizer, _: optimizer._group.alike([1])), 3, 1, tmp_path)
+    check(raised, 1)
+    assert all(error.message.startswith("agreement ") for error in raised.values())
+
+
+def test_a_roll_call_is_broken_off_before_its_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    save = kill_before(lambda optimizer, folder: save_checkpoint(folder / "a", optimizer._model, optimizer, timeout=50))
+    raised = run_ranks_losing(save, 3, 1, tmp_path)
+    check(raised, 1)
+    assert all(error.message.startswith("save_checkpoint: ") for error in raised.values())
+    assert time.monotonic() - began < 45
+
+
+def test_once_a_rank_is_lost_nothing_is_waited_for(tmp_path: Path) -> None:
+    def again(optimizer: Any, _: Path) -> None:
+        with pytest.raises(LostRank) as first:
+            optimizer._group.alike([1])
+        with pytest.raises(LostRank, match="agreement") as second:
+            optimizer._group.from_rank_zero([1])
+        assert str(first.value) == str(second.value)
+        raise first.value
+
+    check(run_ranks_losing(kill_before(again), 2, 1, tmp_path), 1)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    def look(rank: int, world_size: int) -> list[Any]:
+        lost_ranks.enter()
+        mine = RuntimeError("expected something else")
+        lost_already = LostRank("Connection closed by peer")
+        return [explained(error, dist.group.WORLD, "it") for error in (mine, lost_already, ValueError("it"))]
+
+    assert run_ranks(look, 2) == [[None] * 3] * 2
+
+
+def test_a_broken_connection_to_a_rank_that_nobody_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_ranks, "_PATIENCE", 0.05)
+
+    def look(rank: int, world_size: int) -> str:
+        lost_ranks.enter()
+        dist.barrier()
+        told = explained(RuntimeError("Connection closed by peer [10.0.0.1]:1"), dist.group.WORLD, "gather 3")
+        assert isinstance(told, LostRank)
+        return str(told)
+
+    for message in run_ranks(look, 2):
+        assert message.startswith("gather 3: expected all ranks, lost the connection to one of them")
+
+
+def test_who_ended_since_another_did_is_not_blamed() -> None:
+    """Ranks 1 and 2 have ended, and rank 1 has left a note that it has lost rank 2."""
+
+    def look(rank: int, world_size: int) -> list[int]:
+        lost_ranks.enter()
+        dist.barrier()
+        if rank == 1:
+            (store,) = lost_ranks._entered.values()
+            store.set("note of 1", "[2]")
+            store.set("process 1", '["", 0, ""]')
+        dist.barrier()
+        return lost(range(3))
+
+    assert run_ranks(look, 3) == [[2]] * 3
+
+
+def test_a_number_that_another_process_has_now_is_no_sign_of_life() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    own = lost_ranks._Process(lost_ranks._space(), os.getpid(), lost_ranks._state(os.getpid())[1])
+    theirs = own._replace(number=ended.pid)
+    ended.wait()
+    assert theirs.has_ended()
+    assert own._replace(began="1").has_ended()
+    assert not own.has_ended()
+    assert not theirs._replace(space="another host").has_ended()
