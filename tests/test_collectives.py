@@ -54,7 +54,10 @@ def test_all_reduce_leaves_the_sum_in_the_wire(world_size: int, dtype: torch.dty
         group = ShardGroup()
         wires = [wire_of(rank, world_size, row, dtype) for row in ROWS]
         pending = [group.all_reduce(wire) for wire in wires]
-        return [(each.wait(), each.tensors[0] is wire) for each, wire in zip(pending, wires, strict=True)]
+        return [
+            (each.wait(), each.tensors[0].data_ptr() == wire.data_ptr())
+            for each, wire in zip(pending, wires, strict=True)
+        ]
 
     for totals in run_ranks(reduce, world_size):
         for row, (total, in_place) in zip(ROWS, totals, strict=True):
