@@ -87,8 +87,9 @@ def watched(*functions: Callable[..., Any]) -> Iterator[Calls]:
 def _silent(function: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
     def nothing(*args: Any, async_op: bool = False, **kwargs: Any) -> _Done | None:
         calls.count += 1
-        if function.__name__.startswith("reduce_scatter") and isinstance(args[0], torch.Tensor):
-            args[0].zero_()
+        output = args[0] if args else kwargs.get("output")
+        if function.__name__.startswith("reduce_scatter") and isinstance(output, torch.Tensor):
+            output.zero_()
         return _Done() if async_op else None
 
     return nothing
