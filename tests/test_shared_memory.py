@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer, collectives, shared_memory
 from lowlevel_zero.arena import Arena, OthersArena
 from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.lost_ranks import LostRank
 from lowlevel_zero.shared_memory import SharedMemory
 from ranks import run_ranks, run_ranks_expecting
 
@@ -251,7 +252,8 @@ def test_a_killed_rank_is_an_error_to_the_others() -> None:
 
     *others, killed = run_ranks_expecting(run, 3, timeout=30)
     assert killed.message == "SIGKILL"
-    assert [error.type for error in others] == ["RuntimeError"] * 2
+    assert [error.type for error in others] == ["LostRank"] * 2
+    assert issubclass(LostRank, RuntimeError)
 
 
 # When it can't be had
