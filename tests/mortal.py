@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from time import sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, s
 
 WIDTH, SHARES = 16, 4
 FORWARD, BACKWARD, STEP, GATHER, SAVE = PLACES = ("forward", "backward", "step", "gather", "save")
+LATEST = 0.8  # seconds until a rank is killed
 AGENT_DIES = "AGENT_DIES"  # in the environment of a torchrun that ends with its ranks
 
 
@@ -76,9 +78,9 @@ def die(agent: bool = False) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_at(place: str, time: int, model: nn.Sequential, inner: torch.optim.Optimizer, agent: bool = False) -> None:
+def die_at(place: str, times: int, model: nn.Sequential, inner: torch.optim.Optimizer, agent: bool = False) -> None:
     """Have this process end when it comes to a place for the how-manieth time; "backward" is between two buckets."""
-    left = time
+    left = times
 
     def come(*_: object) -> None:
         nonlocal left
@@ -104,7 +106,7 @@ def _await_death(task: Task, start: int, model: nn.Sequential, inner: torch.opti
     if start < len(task.deaths) and task.deaths[start][0] == rank:
         die_at(*task.deaths[start][1:], model, inner)
     if start < task.killed and moment.randrange(dist.get_world_size()) == rank:
-        subprocess.Popen(["sh", "-c", f"sleep {moment.uniform(0.0, 1.0)}; kill -9 {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep {moment.uniform(0.0, LATEST)}; kill -9 {os.getpid()}"])
     if AGENT_DIES in os.environ:
         die_at(FORWARD, task.agent_dies, model, inner, agent=True)
 
@@ -129,6 +131,8 @@ def train(task: Task, start: int) -> None:
                 file.write(json.dumps(told) + "\n")
         if step % task.every == 0:
             save_checkpoint(task.checkpoints / f"step-{step}", model, optimizer, extra=step, keep=2)
+    if start < task.killed:
+        sleep(60 * LATEST)  # until the killer comes, which a fast machine has left behind
 
 
 if __name__ == "__main__":

@@ -176,18 +176,14 @@ class Saving:
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
 
-    def _lost(self, error: BaseException) -> RuntimeError | None:
-        """What says whose end was the error, if one's was."""
-        alive = self._group is not None and dist.is_initialized()
-        return explained(error, self._group, "writing") if alive and self._group is not None else None
-
     def _reason(self, error: BaseException) -> str:
         failures = getattr(error, "failures", None)
         if failures:
             rank, (cause, _) = min(failures.items())
             told = f"rank {rank}: {type(cause).__name__}: {cause}"
         else:
-            told = str(self._lost(error) or f"{type(error).__name__}: {error}")
+            lost = None if self._group is None else explained(error, self._group, "writing")
+            told = str(lost or f"{type(error).__name__}: {error}")
         return f"{self.path}: the checkpoint could not be written, a former one is as it was. {told}{self._hint}"
 
 
