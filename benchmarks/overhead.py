@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lowlevel_zero import LowLevelZeroOptimizer, transport
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import wire
+from lowlevel_zero.communication import transport
 from ranks import run_ranks
 
 from .fake import Calls, fake_world, watched

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 from .construction import agree
 from .options import ZeroOptions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 
 # By name, what brings a rank to agree on rounds; the place is what travels.
 _NAMES = (

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .bookkeeping.parameter_store import overlapping
-from .collectives import ShardGroup
-from .compression import check_fp8
+from .communication.collectives import ShardGroup
+from .communication.compression import check_fp8
 from .elementwise import MUON, full_name
 from .wrapping import WrappingOptimizer, alive
 

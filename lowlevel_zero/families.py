@@ -20,7 +20,7 @@ from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 from .options import ZeroOptions
 from .reducer import PlanState, Reducer
 from .streams import Streams

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 from .partition import EvenSplit
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from torch.autograd.graph import Node
 
 from .bookkeeping.parameter_store import ParameterStore
 from .calls import SILENT, WORDS
+from .communication.transport import Pending
 from .later_read import LaterRead
-from .transport import Pending
 
 # A step in which a rank lacked a gradient earns one, to at most so many; another costs one, and a failed forecast more.
 CREDIT = 32

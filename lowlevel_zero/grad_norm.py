@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .collectives import ShardGroup
-from .transport import Pending
+from .communication.collectives import ShardGroup
+from .communication.transport import Pending
 
 
 class GlobalNorm:

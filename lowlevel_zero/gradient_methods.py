@@ -11,7 +11,7 @@ from torch import Tensor
 from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.parameter_store import ParameterStore
 from .calls import Call
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 from .construction import Alike, agree
 from .families import Families
 from .grad_norm import GlobalNorm, clip_factor

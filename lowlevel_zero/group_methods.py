@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .assignment import agree_apart
 from .bookkeeping.parameter_store import ParameterStore
 from .calls import Call
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 from .construction import (
     agree,
     check_matrices,

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arena import rounded
 from .bookkeeping.gather_store import IN_FLIGHT
 from .bookkeeping.wire import travels_as
+from .communication.arena import rounded
+from .communication.shared_memory import KEPT, SharedMemory
+from .communication.transport import Transport
 from .options import ZeroOptions, check_floating
 from .rank_share import Kind, Load, Setup, load_of_number, load_of_parameters
-from .shared_memory import KEPT, SharedMemory
 from .state_sizes import OptimizerLike
 from .stepping import PART
-from .transport import Transport
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

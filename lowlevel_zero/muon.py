@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
+from .communication.transport import Pending
 from .orthogonal import DTYPE, adjusted_rate, flops, orthogonalise
-from .transport import Pending
 from .work_shares import Piece, share_out
 
 # Elements of a batch for each rank; three batches are held at a time.

@@ -18,7 +18,8 @@ from .bookkeeping.gradient_sum import Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .caller_names import CallerNames
-from .checked_group import checked
+from .communication.checked_group import checked
+from .communication.two_levels import Ranks, check_hybrid, shard_group
 from .construction import (
     agree,
     check_dense_gradients,
@@ -40,7 +41,6 @@ from .sharding import broadcast_rest, convert, shard_groups
 from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
 from .streams import streams_of
-from .two_levels import Ranks, check_hybrid, shard_group
 from .verification import VerifyMethods
 from .wrapping import WrappingOptimizer
 

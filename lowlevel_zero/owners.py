@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .bookkeeping.parameter_store import ShardedParameter
+from .communication.roll_call import call_roll
 from .construction import Alike, together
 from .optimizer import LowLevelZeroOptimizer
-from .roll_call import call_roll
 from .wrapping import alive
 
 Records: TypeAlias = Sequence[ShardedParameter]

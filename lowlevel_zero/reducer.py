@@ -35,10 +35,10 @@ from .bookkeeping.bucket_store import BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
+from .communication.transport import Pending
 from .forecast import Forecast, Message
 from .options import ZeroOptions
 from .streams import Streams, at_home
-from .transport import Pending
 
 DOUBLE_REDUCTION = (
     "expected step or zero_grad after synchronize(), got the gradient of one more backward, which would be reduced "

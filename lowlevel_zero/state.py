@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 
 # One number a parameter, whatever the parameter's shape: never cut.
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore
 from .calls import Call
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 from .construction import Alike, together
 from .families import Families
 from .flat_shards import FlatShards

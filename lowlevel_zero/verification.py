@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .bookkeeping.parameter_store import ParameterStore
-from .collectives import ShardGroup
+from .communication.collectives import ShardGroup
 from .families import Families
 
 # Elements that are multiplied at a time; the products take 8 bytes each.

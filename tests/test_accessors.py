@@ -33,7 +33,7 @@ from lowlevel_zero.accessors import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
 from ranks import run_ranks
 
 STAGES = [False, True]

@@ -16,7 +16,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.alignment import SLICE_BYTES, WIDE_ROW, Alignment, RowLayout, alignment_of, laid_out
 from lowlevel_zero.bookkeeping.bucket_plan import FLAG_SHARE, Bucket, Item, make_plan, narrowed
 from lowlevel_zero.bookkeeping.bucket_store import BucketStore
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.partition import EvenSplit
 from ranks import run_ranks
 

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
 from ranks import run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}

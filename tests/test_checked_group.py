@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checked_group import CheckedGroup, CheckedLevels
+from lowlevel_zero.communication.checked_group import CheckedGroup, CheckedLevels
 from ranks import Raised, run_ranks, run_ranks_expecting
 
 PATIENCE = 1.0

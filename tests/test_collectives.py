@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero import collectives
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication import collectives
+from lowlevel_zero.communication.collectives import ShardGroup
 from ranks import run_ranks, run_ranks_expecting
 
 WORLD_SIZES = [1, 2, 3, 4]

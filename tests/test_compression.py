@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lowlevel_zero import LowLevelZeroOptimizer, collectives, compression
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_fp32_params
-from lowlevel_zero.collectives import ShardGroup
-from lowlevel_zero.compression import BLOCK, decode, encode, encoded_size
-from lowlevel_zero.exchange import Exchange
-from lowlevel_zero.shared_memory import SharedMemory
-from lowlevel_zero.transport import Direct
+from lowlevel_zero.communication import collectives, compression
+from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.compression import BLOCK, decode, encode, encoded_size
+from lowlevel_zero.communication.exchange import Exchange
+from lowlevel_zero.communication.shared_memory import SharedMemory
+from lowlevel_zero.communication.transport import Direct
 from ranks import run_ranks, run_ranks_expecting
 
 CPU = torch.device("cpu")

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from lowlevel_zero import LowLevelZeroOptimizer, collectives
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.offload import Offload
-from lowlevel_zero.transport import Native
+from lowlevel_zero.communication import collectives
+from lowlevel_zero.communication.transport import Native
 from ranks import run_ranks
 
 DEVICE = "cuda"

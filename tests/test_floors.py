@@ -1,4 +1,4 @@
-"""The house: imports only fall, one file talks to the other ranks, one package knows ColossalAI."""
+"""The house: imports only fall, one folder talks to the other ranks, one package knows ColossalAI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = "lowlevel_zero"
 # From the ground up: a file imports files of rows above its own in this table, never one of its own row (but
 # the files of a package listed as "name.*" share one place, and import each other as they like).
 HOUSE = (
-    ("floor 0, under the others", ("trial",)),
+    ("floor 0, under the others", ("trial", "communication.__init__")),
     (
         "floor 0",
         (
@@ -36,16 +36,24 @@ HOUSE = (
             "work_shares",
         ),
     ),
-    ("floor 0, for those who watch", ("progress", "process_group", "later_read")),
-    ("floor 0, for those who are left", ("lost_ranks",)),
-    ("floor 1, without a group", ("mail",)),
-    ("floor 1, under the others", ("transport", "arena")),
-    ("floor 1, without the backend's collectives", ("exchange", "staging", "levels", "compression")),
-    ("floor 1, without messages", ("shared_memory",)),
-    ("floor 1, beside the collectives", ("watchdog", "roll_call")),
-    ("floor 1", ("collectives",)),
-    ("floor 1, over the collectives", ("flat_shards", "two_levels")),
-    ("floor 1, distrustful", ("checked_group",)),
+    ("floor 0, for those who watch", ("communication.progress", "communication.process_group", "later_read")),
+    ("floor 0, for those who are left", ("communication.lost_ranks",)),
+    ("floor 1, without wires", ("communication.mail", "communication.groups")),
+    ("floor 1, under the others", ("communication.transport", "communication.arena")),
+    (
+        "floor 1, without the backend's collectives",
+        (
+            "communication.exchange",
+            "communication.staging",
+            "communication.levels",
+            "communication.compression",
+        ),
+    ),
+    ("floor 1, without messages", ("communication.shared_memory",)),
+    ("floor 1, beside the collectives", ("communication.watchdog", "communication.roll_call", "communication.wires")),
+    ("floor 1", ("communication.collectives",)),
+    ("floor 1, over the collectives", ("flat_shards", "communication.two_levels")),
+    ("floor 1, distrustful", ("communication.checked_group",)),
     ("floor 2, at the bottom", ("bookkeeping.offload",)),
     ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),
     (
@@ -76,9 +84,12 @@ ROWS = {file: row for row, (_, files) in enumerate(HOUSE) for file in files}
 
 # Who may use which of torch.distributed's functions that talk to other ranks or make groups; None: all.
 TALKERS: dict[str, frozenset[str] | None] = {
-    "collectives": None,
-    "transport": frozenset({"all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single"}),
-    "exchange": frozenset({"isend", "irecv"}),
+    "communication.collectives": None,
+    "communication.transport": frozenset(
+        {"all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single"}
+    ),
+    "communication.groups": frozenset({"new_group"}),
+    "communication.exchange": frozenset({"isend", "irecv"}),
     "plugin.*": frozenset({"destroy_process_group"}),  # its demo's end
     "demo.*": frozenset({"init_process_group", "destroy_process_group", "all_reduce"}),
 }
@@ -149,7 +160,7 @@ def _talks(source: Source) -> Iterator[str]:
         if not used.startswith("torch.distributed.") or used.startswith(CHECKPOINT_IO):
             continue
         if TALK.fullmatch(function) and allowed is not None and function not in allowed:
-            yield f"{source.name}:{line}: {used} belongs into collectives.py"
+            yield f"{source.name}:{line}: {used} belongs into communication/"
 
 
 def _colossalai(source: Source) -> Iterator[str]:
@@ -254,8 +265,8 @@ def _house(folder: Path, files: dict[str, str]) -> Path:
 DIST = "import torch.distributed as dist\n"
 LEGAL = {
     "partition": "import math",
-    "collectives": DIST + "from .partition import EvenSplit\ndist.all_reduce(None)",
-    "bookkeeping/wire": "from ..collectives import ShardGroup",
+    "communication/collectives": DIST + "from ..partition import EvenSplit\ndist.all_reduce(None)",
+    "bookkeeping/wire": "from ..communication.collectives import ShardGroup",
     "bookkeeping/gather_store": "from .wire import pack\nfrom . import wire",
     "optimizer": DIST + "from .bookkeeping import gather_store\ndist.get_rank()",
     "checkpoint": "import torch.distributed.checkpoint as dcp\ndcp.utils._broadcast_plan()",
@@ -280,7 +291,7 @@ CLIMBS = [
     ("optimizer", "from .demo.model import GPT", "optimizer:1: imports up: demo.model"),
 ]
 TALKS = [
-    ("state", DIST + "dist.all_reduce(x)", "state:2: torch.distributed.all_reduce belongs into collectives"),
+    ("state", DIST + "dist.all_reduce(x)", "state:2: torch.distributed.all_reduce belongs into communication"),
     ("state", DIST + "f = dist.all_gather_object", "state:2: torch.distributed.all_gather_object"),
     ("state", "import torch\ntorch.distributed.barrier()", "state:2: torch.distributed.barrier"),
     ("state", "from torch import distributed as d\nd.new_group()", "state:2: torch.distributed.new_group"),

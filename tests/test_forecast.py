@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero import forecast as forecasts
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.forecast import CREDIT, PRICE_OF_A_MISS, Forecast
 from ranks import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.grad_norm import GlobalNorm, clip_factor
 from ranks import run_ranks
 

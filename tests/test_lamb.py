@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.elementwise import TOGETHER
 from lowlevel_zero.optim import Lamb
 from lowlevel_zero.whole_steps import _STEPS

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from mortal import BACKWARD, FORWARD, GATHER, PLACES, SAVE, STEP, build, die_at, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 
-from lowlevel_zero import lost_ranks
 from lowlevel_zero.checkpoint import latest, save_checkpoint
-from lowlevel_zero.lost_ranks import LostRank, explained, lost
+from lowlevel_zero.communication import lost_ranks
+from lowlevel_zero.communication.lost_ranks import LostRank, explained, lost
 from ranks import Raised, run_ranks, run_ranks_losing
 
 STEPS = 3

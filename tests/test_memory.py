@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.fake import _Done, fake_world
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.transport import Native
 from lowlevel_zero.memory import Estimate, Held, estimate, held_bytes
 from lowlevel_zero.state_sizes import NAMES, state_sizes
-from lowlevel_zero.transport import Native
 from ranks import run_ranks
 
 OWNERS = ("parameters", "gradients", "masters", "states")

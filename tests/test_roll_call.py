@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lowlevel_zero import roll_call
-from lowlevel_zero.roll_call import call_roll
+from lowlevel_zero.communication import roll_call
+from lowlevel_zero.communication.roll_call import call_roll
 from ranks import run_ranks
 
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, collectives, shared_memory
-from lowlevel_zero.arena import Arena, OthersArena
-from lowlevel_zero.collectives import ShardGroup
-from lowlevel_zero.lost_ranks import LostRank
-from lowlevel_zero.shared_memory import SharedMemory
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.communication import shared_memory, wires
+from lowlevel_zero.communication.arena import Arena, OthersArena
+from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.lost_ranks import LostRank
+from lowlevel_zero.communication.shared_memory import SharedMemory
 from ranks import run_ranks, run_ranks_expecting
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -366,10 +367,10 @@ def test_two_hundred_steps_take_no_more_than_twenty() -> None:
             seen.append((descriptors(), mappings()))
         return seen[0], seen[1], optimizer.memory_held()["wires"]
 
-    for early, late, wires in run_ranks(run, 3):
+    for early, late, held in run_ranks(run, 3):
         assert early == late
         assert late[1] == 3
-        assert 0 < wires < 2**20
+        assert 0 < held < 2**20
 
 
 def test_fifty_optimizers_one_after_another_take_no_more_than_one() -> None:
@@ -412,7 +413,7 @@ def test_the_transport_is_not_set_up_where_it_is_of_no_use(monkeypatch: pytest.M
     def never(*_: object) -> Any:
         raise AssertionError("set up")
 
-    monkeypatch.setattr(collectives, "Arena", never)
+    monkeypatch.setattr(wires, "Arena", never)
 
     def alone(rank: int, world_size: int) -> list[Tensor]:
         return train(rank, world_size, True, torch.float32)[0]

@@ -9,9 +9,9 @@ from test_collectives import sum_of_wires, wire_of
 from test_optimizer_numbers import DROPS, STAGES
 from torch import Tensor
 
-from lowlevel_zero import collectives
-from lowlevel_zero.collectives import ShardGroup
-from lowlevel_zero.staging import Staged
+from lowlevel_zero.communication import collectives
+from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.staging import Staged
 from ranks import run_ranks
 
 ROWS = (1, 7, 1001)

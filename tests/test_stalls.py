@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.collectives import ShardGroup
-from lowlevel_zero.progress import NORM, REDUCTION
+from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.progress import NORM, REDUCTION
 from ranks import run_ranks
 
 TIMEOUT = 0.4
@@ -232,7 +232,7 @@ def test_a_forked_process_has_a_watchdog_of_its_own() -> None:
         optimizer = wrap(net())
         child = os.fork()
         if child == 0:
-            from lowlevel_zero import watchdog
+            from lowlevel_zero.communication import watchdog
 
             os._exit(10 * len(watchdogs()) + len(watchdog._watchdog._watches))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

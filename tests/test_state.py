@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.parameter_store import Place, ShardedParameter
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.state import SCALARS, gather_slice, slice_state, whole_of_rows
 from ranks import run_ranks, run_ranks_expecting

@@ -16,9 +16,9 @@ from lowlevel_zero.bookkeeping.bucket_store import BucketStore
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
 from lowlevel_zero.bookkeeping.offload import Offload
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.transport import Pending
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
-from lowlevel_zero.transport import Pending
 from ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import safe_get_full_grad
-from lowlevel_zero.collectives import ShardGroup
+from lowlevel_zero.communication.collectives import ShardGroup
 from ranks import run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -24,13 +24,14 @@ from checkpoints import AFTER, BEFORE, Pair, Training, differences
 from oracle import Run, check_close, train_alone, train_rank, worst
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, accessors, levels
+from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from lowlevel_zero.levels import OnStream, OnThread
-from lowlevel_zero.shared_memory import SharedMemory
+from lowlevel_zero.communication import levels
+from lowlevel_zero.communication.levels import OnStream, OnThread
+from lowlevel_zero.communication.shared_memory import SharedMemory
+from lowlevel_zero.communication.transport import Pending
+from lowlevel_zero.communication.two_levels import TwoLevels, shard_group
 from lowlevel_zero.streams import Streams
-from lowlevel_zero.transport import Pending
-from lowlevel_zero.two_levels import TwoLevels, shard_group
 from ranks import run_ranks, run_ranks_expecting
 
 
@@ -361,8 +362,8 @@ def test_the_thread_ends_with_its_owner() -> None:
 def test_the_thread_finishes_before_the_interpreter_goes() -> None:
     script = (
         "import time\n"
-        "from lowlevel_zero.levels import OnThread\n"
-        "from lowlevel_zero.transport import Pending\n"
+        "from lowlevel_zero.communication.levels import OnThread\n"
+        "from lowlevel_zero.communication.transport import Pending\n"
         "sequel = OnThread()\n"
         "slow = Pending((), (), lambda: time.sleep(0.3))\n"
         "sequel.after(slow, lambda _: Pending((), (), print('started')))"

@@ -9,7 +9,7 @@ from torch import Tensor
 from lowlevel_zero.alignment import RowLayout
 from lowlevel_zero.bookkeeping import wire as wire_module
 from lowlevel_zero.bookkeeping.wire import pack, pack_plainly
-from lowlevel_zero.transport import unpack
+from lowlevel_zero.communication.transport import unpack
 
 NUMELS = {
     "one": [1],

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives import ShardGroup
-from ..progress import About
+from ..communication.collectives import ShardGroup
+from ..communication.progress import About
+from ..communication.transport import Pending
 from ..streams import Streams
-from ..transport import Pending
 from .bucket_plan import Bucket, BucketPlan, narrowed
 from .parameter_store import ShardedParameter
 from .wire import pack, travels_as

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..alignment import alignment_of
-from ..collectives import ShardGroup
-from ..progress import About
+from ..communication.collectives import ShardGroup
+from ..communication.progress import About
+from ..communication.transport import Pending
 from ..streams import Mark, Streams
-from ..transport import Pending
 from .awaited import arrived, can_be_awaited, let_await
 from .offload import Offload
 from .parameter_store import ShardedParameter, note_versions

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..communication.transport import lay_end_to_end
 from ..streams import Mark, Streams
-from ..transport import lay_end_to_end
 
 HOST = torch.device("cpu")
 

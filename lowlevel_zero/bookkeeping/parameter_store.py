@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..collectives import ShardGroup
-from ..compression import is_rounded
+from ..communication.collectives import ShardGroup
+from ..communication.compression import is_rounded
 from ..partition import EvenSplit
 from .awaited import wait_for
 from .gradient_sum import GradientSum

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..bookkeeping.parameter_store import ShardedParameter, flat_in_memory_order
-from ..collectives import ShardGroup
+from ..communication.collectives import ShardGroup
 from ..flat_shards import FlatShards, local_part
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit

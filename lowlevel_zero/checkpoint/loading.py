@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from ..collectives import ShardGroup
+from ..communication.collectives import ShardGroup
+from ..communication.roll_call import call_roll
 from ..construction import together
 from ..optimizer import LowLevelZeroOptimizer
-from ..roll_call import call_roll
 from ..sharded_state import unpacked
 from .contents import Contents, check_pair
 from .folders import locate

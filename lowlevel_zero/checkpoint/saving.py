@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as async_dc
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .. import flat_shards
-from ..collectives import ShardGroup
+from ..communication.collectives import ShardGroup
+from ..communication.lost_ranks import explained
+from ..communication.roll_call import call_roll
 from ..construction import together
-from ..lost_ranks import explained
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions
-from ..roll_call import call_roll
 from ..sharded_state import packed
 from ..version import __version__
 from .contents import Contents, check_pair

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..collectives import ShardGroup
+from ..communication.collectives import ShardGroup
 from ..construction import together
 
 

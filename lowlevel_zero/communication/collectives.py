@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar, cast
@@ -21,20 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .alignment import END_TO_END, Alignment, laid_out
-from .arena import Arena
+from ..alignment import END_TO_END, Alignment, laid_out
 from .compression import Fp8, encoded_size
 from .exchange import Exchange
+from .groups import backends_by_device, control_group, group_apart, is_fake, message_group
 from .lost_ranks import LostRank, enter, naming_lost
 from .process_group import timeout_of
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Place, Progress
-from .shared_memory import SharedMemory
 from .staging import Staged
 from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, in_rows, then
 from .watchdog import SHARE_OF_TIMEOUT, Watch, watch
+from .wires import Wires, borrow, keep
 
 _BROADCAST_BYTES = 64 * 2**20
 _SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
+
+# How many optimizers have taken wires of each group.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
 
 T = TypeVar("T")
 
@@ -73,11 +75,11 @@ class ShardGroup:
             )
         self.size = self.ranks = dist.get_world_size(self.group)
         self._global_ranks = dist.get_process_group_ranks(self.group)
-        self._backends = _backends_by_device(self.group)
-        self._control = _control_group(self.group)
+        self._backends = backends_by_device(self.group)
+        self._control = control_group(self.group)
         self._native: Direct = Alone(self.rank, 1) if self.size == 1 else Native(self.group)
         on_gloo = self._on_gloo(torch.device("cpu"))
-        self._wires = _Wires(self.group, Exchange(self.group) if on_gloo else self._native)
+        self._wires = Wires(self.group, Exchange(self.group) if on_gloo else self._native)
         self._sent = {"reduce": 0, "gather": 0}
         self._messages = self.group
         self.number = -1
@@ -89,7 +91,7 @@ class ShardGroup:
 
     def watch(self, timeout: float) -> None:
         """From now on report what takes longer than so many seconds, or a share of the group's timeout; 0: nothing."""
-        if self._watch is None and timeout > 0 and self.ranks > 1 and "fake" not in self._backends.values():
+        if self._watch is None and timeout > 0 and self.ranks > 1 and not is_fake(self.group):
             share = SHARE_OF_TIMEOUT * min(timeout_of(self.group, device_type) for device_type in self._backends)
             self._watch = watch(self.group, self.progress, min(timeout, share))
 
@@ -107,23 +109,14 @@ class ShardGroup:
             self._native = SumsInFp32(self.group)
         if not self._on_gloo(torch.device("cpu")):
             return
-        lent = _lent.setdefault(self.group, [])
-        plain, *taken = self.largest([os.environ.get(_SWITCH) == "0", *(wires.busy for wires in lent)])
-        free = [wires for wires, busy in zip(lent, taken, strict=True) if not busy]
-        if not free:
-            group = _gloo_like(self.group)
-            free = [_Wires(group, Exchange(group))]
-            lent += free
-        self._wires = free[0]
-        self._wires.busy = True
-        self._wires.share(self, shared and not plain)
+        self._wires = borrow(self, self.group, shared and os.environ.get(_SWITCH) != "0")
 
     def own_messages(self) -> None:
         """Before the first ``maximum``, give what the hosts tell each other of rounds an order of its own."""
         if self._backends.get("cpu") == "gloo":
             self._messages = self._wires.group
         elif self.ranks > 1:
-            self._messages = _message_group(self.group)
+            self._messages = message_group(self.group)
 
     def release(self) -> None:
         """Let another instance have this one's wires, all of which have been waited for."""
@@ -132,18 +125,11 @@ class ShardGroup:
 
     def abandon(self, under_way: Sequence[Pending[Tensor]]) -> None:
         """The instance dies with wires that nobody has waited for, so it keeps its order of wires; let them travel."""
-        _keep([pending.unclaimed() for pending in under_way])
+        keep([pending.unclaimed() for pending in under_way])
 
     def apart(self) -> dist.ProcessGroup:
-        """A gloo group over the same ranks, for what a thread beside training tells; made once, by all of them.
-
-        Two threads can't share a group: its collectives must come in the same order on every rank.
-        """
-        if "fake" in self._backends.values():
-            return self.group
-        if self.group not in _apart:
-            _apart[self.group] = _gloo_like(self.group)
-        return _apart[self.group]
+        """A gloo group over the same ranks, for what a thread beside training tells; made once, by all of them."""
+        return group_apart(self.group)
 
     # ---- what the group is, and can do ----
 
@@ -306,7 +292,7 @@ class ShardGroup:
         def start() -> Pending[Tensor]:
             work = cast(dist.Work, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages, async_op=True))
             pending = Pending((work,), (values,), lambda: values)
-            _keep([pending])
+            keep([pending])
             return pending
 
         return self._begun(MESSAGE, None, values, start)
@@ -411,97 +397,3 @@ def _take_batch(pieces: deque[Tensor]) -> list[Tensor]:
             break
         batch.append(pieces.popleft())
     return batch
-
-
-def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backend by device type, as in ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    config = dist.get_backend_config(group)
-    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
-
-
-_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
-
-# What nobody may ever wait for, kept until it is done. gloo stops reading from a peer when it has no tensor any more
-# for what comes, and whoever destroys the process group then waits forever for what was to be read after it.
-_kept: list[Pending[Any]] = []
-_apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-@dataclass
-class _Wires:
-    """A gloo group for wires, and how they travel in it.
-
-    Attributes:
-        transport: in use.
-        shared: the one through shared memory; None: not tried yet; False: the ranks don't see each other's.
-        busy: an instance of this rank has it.
-    """
-
-    group: dist.ProcessGroup
-    transport: Direct
-    shared: SharedMemory | bool | None = None
-    busy: bool = False
-
-    def share(self, ranks: ShardGroup, wanted: bool) -> None:
-        """Use shared memory or not, alike on all ranks."""
-        if wanted and self.shared is None:
-            self.shared = _shared_memory(ranks, self.group) or False
-        if wanted and isinstance(self.shared, SharedMemory):
-            self.transport = self.shared
-        elif isinstance(self.transport, SharedMemory):
-            self.transport = Exchange(self.group)
-
-
-def _shared_memory(ranks: ShardGroup, group: dist.ProcessGroup) -> SharedMemory | None:
-    """Wires in shared memory if every rank can see every other's, else None on all."""
-    own, transport = None, None
-    with suppress(OSError, AttributeError):  # no memfd: not Linux, or an old one
-        own = Arena()
-    addresses = ranks.exchange(own and own.address)
-    if own is not None and all(addresses):
-        with suppress(OSError, ValueError, AttributeError):  # other hosts, containers or users; an old system
-            transport = SharedMemory(group, own, addresses)
-    (failed,) = ranks.largest([transport is None])
-    return None if failed else transport
-
-
-# By group: the groups made for wires, in the order of making, which is the same on all ranks.
-_lent: WeakKeyDictionary[dist.ProcessGroup, list[_Wires]] = WeakKeyDictionary()
-
-
-def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group over the same ranks, for what the hosts tell each other; made once per group.
-
-    Ranks that disagree on how many wires there are can still agree on it here, since neither waits for the
-    other's wires. It is gloo wherever the data travels, so that it never synchronises a device.
-    """
-    if dist.get_world_size(group) == 1 or "fake" in _backends_by_device(group).values():
-        return group
-    if group not in _control_groups:
-        _control_groups[group] = _gloo_like(group)
-    return _control_groups[group]
-
-
-def _message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A third one, where wires don't travel over gloo: for what tells of rounds; made once per group."""
-    if "fake" in _backends_by_device(group).values():
-        return group
-    if group not in _message_groups:
-        _message_groups[group] = _gloo_like(group)
-    return _message_groups[group]
-
-
-def _keep(under_way: Sequence[Pending[Any]]) -> None:
-    _kept[:] = [*(pending for pending in _kept if not pending.done()), *under_way]
-
-
-def _gloo_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new gloo group of the same ranks; made by all of them, and by nobody else."""
-    return gloo_group(dist.get_process_group_ranks(group))
-
-
-def gloo_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A new gloo group of these global ranks; made by all of them, and by nobody else."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))

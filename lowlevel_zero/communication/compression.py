@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .alignment import RowLayout
+from ..alignment import RowLayout
 from .transport import Direct, Pending, Transport, sum_rows_in_fp32, then
 
 BLOCK = 256

@@ -32,8 +32,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from .alignment import RowLayout
-from .streams import Streams
+from ..alignment import RowLayout
+from ..streams import Streams
 from .transport import Pending, Transport, then
 
 # How long a thread may take to finish what peers may never do their part of.

@@ -27,10 +27,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from .alignment import END_TO_END, Alignment
+from ..alignment import END_TO_END, Alignment
+from ..options import ZeroOptions
 from .collectives import ShardGroup
 from .lost_ranks import Lookout, farewell
-from .options import ZeroOptions
 from .process_group import prefixed
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, listed
 from .transport import Pending
@@ -295,7 +295,7 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 def _called() -> str:
     """The name of the method that the caller's code has called: the outermost one of this package."""
     name, frame = "", sys._getframe()
-    package = __name__.rpartition(".")[0] + "."
+    package = __name__.partition(".")[0] + "."
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(package):
             name = frame.f_code.co_name

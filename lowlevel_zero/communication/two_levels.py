@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import ShardGroup, gloo_group
+from ..streams import streams_of
+from .collectives import ShardGroup
+from .groups import gloo_group
 from .levels import Levels, Nested, OnStream, OnThread, Replicated, Sequel
 from .progress import NORM
 from .roll_call import Alarm, call_roll
 from .staging import Staged
-from .streams import streams_of
 from .transport import Pending, Transport
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"

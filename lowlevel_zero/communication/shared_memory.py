@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .alignment import RowLayout
+from ..alignment import RowLayout
 from .arena import Address, Arena, OthersArena, Slot
 from .exchange import GATHER, REDUCE, SUMMED, Exchange, sum_rows
 from .mail import Header, Subject
