@@ -163,7 +163,7 @@ class BadNumbers:
         return _Suspect(place, record.name, plan.bucket_of[record.index])
 
     def _sent(self) -> set[int]:
-        bad = {family.number: family.reducer.bad_wires() for family in self._families}
+        bad = {family.number: family.reducer.rounds.bad_wires() for family in self._families}
         return {place for place, record in enumerate(self._parameters) if record.index in bad[record.family]}
 
     def _tell(self, text: str) -> None:

@@ -14,6 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from .arrival_order import PlanState
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum
@@ -22,7 +23,7 @@ from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
 from .communication.collectives import ShardGroup
 from .options import ZeroOptions
-from .reducer import PlanState, Reducer
+from .reducer import Reducer
 from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")
@@ -165,7 +166,7 @@ class Families:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight or about to be."""
-        return all(family.reducer.idle for family in self)
+        return all(family.reducer.rounds.idle for family in self)
 
     def plan_states(self) -> list[PlanState | None]:
         """What the plans follow from."""
@@ -223,7 +224,7 @@ class Families:
 
     def gradients_held(self) -> list[Tensor]:
         """Tensors of gradients, in flight and reduced."""
-        return [held for family in self for held in (*family.gradients.held(), *family.reducer.held())]
+        return [held for family in self for held in (*family.gradients.held(), *family.reducer.rounds.held())]
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before."""
@@ -235,10 +236,10 @@ class Families:
         reducers = {family.number: family.reducer for family in self}
         for number, ranks in enumerate(self.parameters.shard_groups):
             reducer = reducers.get(number)
-            if reducer is None or reducer.idle:
+            if reducer is None or reducer.rounds.idle:
                 ranks.release()
             else:
-                ranks.abandon(reducer.under_way())
+                ranks.abandon(reducer.rounds.under_way())
 
 
 def log_start(families: Families, group: ShardGroup) -> None:

@@ -1,6 +1,4 @@
-"""The reducer: when a round of reductions opens and closes, and what the ranks agree on about rounds.
-
-A *round* is one backward's reductions, bucket by bucket in the plan's order; every rank runs the same rounds.
+"""The reducer: when rounds of reductions open and close, and what the ranks agree on so that all run the same.
 
 - ``optimizer.backward`` is one round on every rank, whatever its loss touched there.
 - A bare ``loss.backward()`` opens a round with its first gradient. A rank whose loss touched nothing opens
@@ -17,11 +15,10 @@ A *round* is one backward's reductions, bucket by bucket in the plan's order; ev
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -29,23 +26,19 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from .alignment import alignment_of
-from .bookkeeping.bucket_plan import BucketPlan, Item, completed, make_plan
-from .bookkeeping.bucket_store import BucketStore, Reduced
+from .arrival_order import PlanState
+from .bookkeeping.bucket_plan import BucketPlan
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
-from .communication.transport import Pending
-from .forecast import Forecast, Message
 from .options import ZeroOptions
+from .rounds import Rounds
 from .streams import Streams, at_home
 
 DOUBLE_REDUCTION = (
     "expected step or zero_grad after synchronize(), got the gradient of one more backward, which would be reduced "
     "beside those that are the caller's to edit: call synchronize() after the last backward of a step"
 )
-
-_log = logging.getLogger("lowlevel_zero")
 
 _current_graph_task = torch._C._current_graph_task_id  # looked up once: it is asked for every gradient
 
@@ -54,24 +47,6 @@ class _BackwardCount(threading.local):
     """How many ``optimizer.backward`` calls this thread has seen, of whichever optimizer."""
 
     value = 0
-
-
-class PlanState(NamedTuple):
-    """What the first steps have taught about the order of gradients, by parameter index.
-
-    Attributes:
-        order: as rank 0's first backward had it: what came, then what didn't.
-        came: how many came.
-        reentrant: gradients may come again after their bucket has left.
-        repeats: parameters whose gradient came more than once in one backward.
-        forecast: the forecast's state; None: as at first.
-    """
-
-    order: list[int]
-    came: int
-    reentrant: bool
-    repeats: list[int]
-    forecast: list[int] | None
 
 
 class Reducer:
@@ -86,7 +61,7 @@ class Reducer:
         driver: stands for the optimizer whose backward drives this reducer, and those of its other families.
 
     Attributes:
-        plan: the buckets, from the next round on.
+        rounds: those of this rank.
         sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
     """
 
@@ -106,30 +81,22 @@ class Reducer:
         self._driver = driver or object()
         self._family = family
         self._records = parameters.families[family]
-        self._group = group = parameters.shard_groups[family]
+        self._group = parameters.shard_groups[family]
         self._options = options
         self._gradients = gradients
-        divisor = options.gradient_predivide_factor
-        self._buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor)
-        # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early. Nor
-        # must a rank wait in one family for a peer that may be waiting for it in another.
-        device = self._records[0].padded.device
-        alone = len(parameters.families) == 1
-        self._in_flight = group.in_flight(device) if options.keeps_row_only and alone else None
+        self.rounds = Rounds(parameters, options, gradients, streams, family)
+        self._buckets = self.rounds.buckets
+        self._forecast = self.rounds.forecast
         self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
-        self._forecast = Forecast(parameters, family)
-        self._message: Message | None = None
+        self._buckets.measured = [] if self._half or options.error_if_nonfinite else None
         gradients.counts = not self._on_host
         self._hooks: list[RemovableHandle] = []
         self._graph_task = -1
         self._nested_seen = False
         self._watch_late = True
         self._bare = True
-        self._stepped = False
-        self._told = family > 0 or group.place > 0
         self.sync = True
-        self._buckets.measured = [] if self._half or options.error_if_nonfinite else None
         self._forget_rounds()
         self.extend()
 
@@ -138,7 +105,7 @@ class Reducer:
     @property
     def plan(self) -> BucketPlan:
         """The buckets that reductions and gathers follow."""
-        return self._buckets.plan
+        return self.rounds.plan
 
     def extend(self) -> None:
         """Take records that have no hook yet into hooks and plan, which starts anew in reverse order."""
@@ -146,26 +113,17 @@ class Reducer:
         for record in self._records[len(self._hooks) :]:
             hook = _hook(me, record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self._replan([record.index for record in reversed(self._records)])
-        self._first_order: list[int] | None = None
-        self._ordered = False
-
-    def _replan(self, order: list[int]) -> None:
-        self._travelling = sum(record.split.numel > 0 for record in self._records)
-        wide = self._options.pad_buckets_for_high_nccl_busbw
-        items = [
-            Item(r.split, r.kind, r.wire_dtype == r.p.dtype, r.fp8, alignment_of(r.wire_dtype, wide))
-            for r in self._records
-        ]
-        self._buckets.follow(make_plan(items, order, self._options.bucket_size))
+        self.rounds.order.forget()
+        self.rounds.replan()
 
     def plan_state(self) -> PlanState | None:
         """What the plan follows from; None: no step has been taken yet."""
-        if not self._ordered:
+        order = self.rounds.order
+        if not order.known:
             return None
         return PlanState(
-            [*self._came, *self._lacked_first],
-            len(self._came),
+            [*order.came, *order.lacked],
+            len(order.came),
             self._watch_late,
             [record.index for record in self._records if record.repeats],
             self._forecast.state(),
@@ -176,17 +134,15 @@ class Reducer:
 
         All ranks call it alike; with a forecast in the state it communicates.
         """
-        self._first_order = None
-        self._ordered = state is not None
         self._watch_late = state is None or self._on_host or state.reentrant
         for record in self._records:
             record.repeats = state is not None and record.index in state.repeats
         self._forecast.restore(None if state is None else state.forecast)
         if state is None:
-            self._replan([record.index for record in reversed(self._records)])
+            self.rounds.order.forget()
         else:
-            self._came, self._lacked_first = state.order[: state.came], state.order[state.came :]
-            self._follow_order()
+            self.rounds.order.restore(state)
+        self.rounds.replan()
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before."""
@@ -199,18 +155,20 @@ class Reducer:
         """``optimizer.backward`` starts: a round of its own, after one that an error may have left open."""
         reached = self._forecast.reached(loss, inputs) if self.sync and self._forecast.on else None
         self._driving.append(self._driver)
+        self.rounds.paced = not self._uneven
         self._backwards.value += 1
         if self.sync:
-            self._close()
+            self.rounds.close()
             self._driven = True
             self._open(reached)
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the round stays open, for ``zero_grad`` to discard."""
         self._driving.remove(self._driver)
+        self.rounds.paced = self._driver in self._driving and not self._uneven
         if self.sync and not failed:
-            self._close()
-            self._forecast.lacked |= self._buckets.contributed < self._travelling
+            self.rounds.close()
+            self._forecast.lacked |= self.rounds.lacking
             self._last_backward = self._backwards.value
 
     def arrive(self, record: ShardedParameter) -> None:
@@ -225,15 +183,15 @@ class Reducer:
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
         if not self._buckets.open:
             self._uneven = True
+            self.rounds.paced = False
             self._refuse_unscaled(record)
             self._open()
         task = _current_graph_task()
         if task != self._graph_task:
             self._graph_task = task
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
-        if self._buckets.arrive(record) and self._overlaps and self._chosen(wait=False):
-            self._buckets.start_ready()
-            self._take_some()
+        if self._buckets.arrive(record) and self._overlaps:
+            self.rounds.start_ready()
 
     def _refuse_unscaled(self, record: ShardedParameter) -> None:
         """A bare backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
@@ -249,7 +207,7 @@ class Reducer:
         if torch._C._current_autograd_node() is not None:
             self._nested_seen = True
         elif self._driver not in self._driving and not self._waits_its_turn:
-            self._close()
+            self.rounds.close()
 
     @property
     def _overlaps(self) -> bool:
@@ -261,74 +219,8 @@ class Reducer:
         return self._family > 0 and not self._on_host
 
     def _open(self, reached: set[int] | None = None) -> None:
-        """Open a round in whose backward these gradients are foreseen; None: any may come."""
-        self._take_some(leave=0)
-        self._tell_of_old_gradients()
         self._graph_task = -1
-        self._buckets.open_round(reached)
-        message = None
-        if self._forecast.on:
-            message = self._forecast.open_round(None if reached is None else reached.union(self._leftovers()))
-        if reached is None:
-            self._buckets.choose()
-        else:
-            self._message = message
-
-    def _tell_of_old_gradients(self) -> None:
-        """Warn once that a backward adds to what has been stepped already: most often that isn't meant."""
-        if self._stepped and not self._told:
-            self._told = True
-            _log.warning(
-                "backward: adds to gradients that the last step has used, since optimizer.zero_grad() wasn't called; "
-                "model.zero_grad() doesn't reach them: they aren't in p.grad"
-            )
-
-    def _leftovers(self) -> list[int]:
-        """What can travel of that which ``p.grad`` holds."""
-        bucket_of = self.plan.bucket_of
-        return [record.index for record in self._records if bucket_of[record.index] >= 0 and record.p.grad is not None]
-
-    def _chosen(self, wait: bool) -> bool:
-        """Whether the ranks' choice of what travels in the open round is known."""
-        if self._message is not None and (wait or self._message.done()):
-            self._buckets.choose(self._message.wait().used)
-            self._message = None
-        return self._message is None
-
-    def _close(self) -> None:
-        """Start what is left of an open round."""
-        if not self._buckets.open:
-            return
-        self._chosen(wait=True)
-        self._buckets.close_round()
-        self._rounds += 1
-        self._group.progress.micro_batch = self._rounds
-        if self._first_order is None:
-            self._first_order = self._buckets.arrivals
-        self._forecast.learn(self._buckets.unexpected)
-        self._take_some()
-
-    def _further_round(self) -> None:
-        """A round outside any backward, of what ``p.grad`` still holds, be it nothing."""
-        self._open()
-        self._close()
-
-    def _take_some(self, leave: int | None = None) -> None:
-        """Finish reductions, in the midst of a step, so that few wires are held.
-
-        After a bare backward only those that are done: others may not have begun, and not begin until the ranks
-        agree on it.
-        """
-        if self._driver in self._driving and not self._uneven:
-            leave = self._in_flight if leave is None else leave
-            if leave is not None:
-                self._take(self._buckets.finish(leave))
-        self._take(self._buckets.finish(wait=False))
-
-    def _take(self, reduced: list[Reduced]) -> None:
-        for each in reduced:
-            with self._streams.home(join=False):
-                self._gradients.add(*each)
+        self.rounds.open(reached)
 
     # ---- the end of a step's rounds ----
 
@@ -338,8 +230,7 @@ class Reducer:
         if self._gradients.exposed:
             self._gradients.absorb()
             return
-        self._close()
-        self._take(self._buckets.finish())
+        self.rounds.drain()
 
     @at_home
     def finish(self, call: Call) -> None:
@@ -364,37 +255,35 @@ class Reducer:
         self.drain()
         self._refuse_unforeseen()
         while self._watch_late and not self._forecast.on and self._gradients.late():
-            self._further_round()
+            self.rounds.further()
             self.drain()
         self._gradients.resolve()
 
     def _complete_rounds(self, call: Call, with_leftovers: bool) -> None:
         """Close the open round, and see to it that all ranks have run as many as the one that ran most."""
-        self._close()
+        self.rounds.close()
         if self._forecast.on:
             self._join_rounds(call, with_leftovers)
             return
         leftovers = with_leftovers and any(record.p.grad is not None for record in self._records)
-        said = [self._rounds + leftovers, self._forecast.lacked, *call.words(self._group)]
+        said = [self.rounds.closed + leftovers, self._forecast.lacked, *call.words(self._group)]
         most, lacked, *called = self._group.largest(said)
         call.settle(called, self._group)
         self._forecast.saw(lacked=bool(lacked))
-        while self._rounds < most:
-            self._further_round()
+        while self.rounds.closed < most:
+            self.rounds.further()
 
     def _join_rounds(self, call: Call, with_leftovers: bool) -> None:
         """Run the rounds that others have opened, and those of leftovers, until no rank opens another."""
         while True:
-            leftovers = self._leftovers() if with_leftovers else []
+            leftovers = self.rounds.leftovers() if with_leftovers else []
             forecast, words = self._forecast, call.words(self._group)
             said = (forecast.open_round(leftovers, words) if leftovers else forecast.no_round(words)).wait()
             if not said.opens:
                 call.settle(said.call, self._group)
                 forecast.saw(said.lacked, said.missed)
                 return
-            self._buckets.open_round(())
-            self._buckets.choose(said.used)
-            self._close()
+            self.rounds.join(said.used)
 
     def _refuse_unforeseen(self) -> None:
         """Where the "late" flag isn't read (on a device, it would have to be waited for), don't lose a gradient."""
@@ -412,7 +301,7 @@ class Reducer:
         Communicates as ``finish`` does: on the host always, on a device where backwards have been bare.
         """
         self._gradients.conceal()
-        self._stepped = False
+        self.rounds.stepped = False
         if self._on_host or (self._bare and not self._driven):
             self.even_out(Call("zero_grad"))
         self.drain()
@@ -428,59 +317,26 @@ class Reducer:
         self._forecast.look(self._gradients.take_fewest(), self._driven)
         was_on = self._forecast.on
         self._forecast.end_step()
-        if self._rounds and not self._ordered:
-            self._adopt_order()
-        elif self._ordered and self._forecast.on and not was_on:
-            self._follow_order()
+        if self.rounds.closed and not self.rounds.order.known:
+            self._learn_order()
+        elif self.rounds.order.known and self._forecast.on and not was_on:
+            self.rounds.replan()
         self._bare = not self._driven
-        self._stepped = any(record.worked for record in self._records)
+        self.rounds.stepped = any(record.worked for record in self._records)
         self._forget_rounds()
         self._gradients.conceal()
         self._group.progress.step += 1
 
     def _forget_rounds(self) -> None:
-        self._rounds = 0
-        self._group.progress.micro_batch = 0
-        if self._buckets.measured is not None:
-            self._buckets.measured.clear()
+        self.rounds.forget()
         self._driven = False
         self._uneven = False
         self._last_backward = -1
 
-    def _adopt_order(self) -> None:
-        """Order buckets as rank 0's first backward did."""
-        came = dict.fromkeys(self._first_order or [record.index for record in reversed(self._records)])
-        lacked = [record.index for record in self._records if record.index not in came]
-        count, *order = self._group.from_rank_zero([len(came), *came, *lacked])
-        self._came, self._lacked_first = order[:count], order[count:]
-        self._follow_order()
-        self._ordered = True
+    def _learn_order(self) -> None:
+        self.rounds.order.learn(len(self._records))
+        self.rounds.replan()
         self._watch_late = self._on_host or bool(self._group.largest([self._nested_seen])[0])
-
-    def _follow_order(self) -> None:
-        """What didn't come takes its place among the others if forecasts tell when it will; else it is last."""
-        if self._forecast.on:
-            self._replan(completed(self._came, len(self._records)))
-        else:
-            self._replan(self._came + self._lacked_first)
-
-    def bad_wires(self) -> set[int]:
-        """The parameters of this step's wires into which this rank has put an inf or NaN; waits for the device."""
-        wires = self._buckets.measured or []
-        return {index for wire in wires if not wire.largest.isfinite() for index in wire.members}
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is in flight or about to be."""
-        return not (self._buckets.open or self._buckets.held())
-
-    def under_way(self) -> list[Pending[Tensor]]:
-        """Reductions in flight."""
-        return self._buckets.under_way()
-
-    def held(self) -> list[Tensor]:
-        """Tensors of reductions in flight."""
-        return self._buckets.held()
 
 
 def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable[[Tensor], None]:

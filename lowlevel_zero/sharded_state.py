@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .arrival_order import PlanState
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .flat_shards import FlatShards, local_part
 from .loss_scaler import LossScaler
-from .reducer import PlanState, Reducer
+from .reducer import Reducer
 from .state import MASTER, SCALARS, State, in_group_order, is_slice, load_slices, own_state
 from .trial import NoTrial, first_states
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .arrival_order import PlanState
 from .bookkeeping.parameter_store import ParameterStore
 from .calls import Call
 from .communication.collectives import ShardGroup
@@ -17,7 +18,6 @@ from .families import Families
 from .flat_shards import FlatShards
 from .guards import Guard
 from .loss_scaler import LossScaler
-from .reducer import PlanState
 from .sharded_state import ShardedState, packed, scale_as_numbers, unpacked
 from .state import Pinned, State, described, load_whole_state_dict, whole_state_dict
 

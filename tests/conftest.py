@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowlevel_zero import reducer
+from lowlevel_zero import rounds
 from lowlevel_zero.alignment import Alignment
 from lowlevel_zero.bookkeeping import gather_store
 from lowlevel_zero.forecast import Forecast
@@ -38,7 +38,7 @@ def _seeds() -> None:
 @pytest.fixture
 def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices lie end to end in wires, whose rows end with the last."""
-    for module in (reducer, gather_store):
+    for module in (rounds, gather_store):
         monkeypatch.setattr(module, "alignment_of", lambda *_: Alignment())
 
 

@@ -66,7 +66,11 @@ HOUSE = (
     ),
     ("floor 2, its public names", ("bookkeeping.__init__",)),
     ("floor 3, at the bottom", ("muon", "calls", "guards")),
-    ("floor 3, under the others", ("forecast", "grad_norm", "rank_share", "layout_picture", "whole_steps")),
+    (
+        "floor 3, under the others",
+        ("forecast", "arrival_order", "grad_norm", "rank_share", "layout_picture", "whole_steps"),
+    ),
+    ("floor 3, under the reducer", ("rounds",)),
     ("floor 3", ("state", "reducer", "construction", "layout")),
     ("floor 3, over the reducer", ("families", "assignment")),
     ("floor 3, thin over the others", ("sharding", "stepping", "sharded_state", "bad_numbers", "verification")),
