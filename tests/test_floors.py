@@ -50,7 +50,15 @@ HOUSE = (
         ),
     ),
     ("floor 1, without messages", ("communication.shared_memory",)),
-    ("floor 1, beside the collectives", ("communication.watchdog", "communication.roll_call", "communication.wires")),
+    (
+        "floor 1, beside the collectives",
+        (
+            "communication.watchdog",
+            "communication.roll_call",
+            "communication.wires",
+            "communication.few_numbers",
+        ),
+    ),
     ("floor 1", ("communication.collectives",)),
     ("floor 1, over the collectives", ("flat_shards", "communication.two_levels")),
     ("floor 1, distrustful", ("communication.checked_group",)),
@@ -93,6 +101,7 @@ TALKERS: dict[str, frozenset[str] | None] = {
         {"all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single"}
     ),
     "communication.groups": frozenset({"new_group"}),
+    "communication.few_numbers": frozenset({"all_reduce"}),
     "communication.exchange": frozenset({"isend", "irecv"}),
     "plugin.*": frozenset({"destroy_process_group"}),  # its demo's end
     "demo.*": frozenset({"init_process_group", "destroy_process_group", "all_reduce"}),

@@ -37,6 +37,10 @@ over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
 over_stages = pytest.mark.parametrize("stage", STAGES)
 
 
+# Bytes of slots with a few numbers that peers may not have read yet.
+FEW = 2**15
+
+
 def is_shared(group: ShardGroup) -> bool:
     return isinstance(group._wires.transport, SharedMemory)
 
@@ -159,6 +163,50 @@ def train(rank: int, world_size: int, shared: bool, dtype: torch.dtype, **option
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()], optimizer.traffic()
+
+
+@over_world_sizes
+def test_numbers_of_the_hosts_are_those_of_messages(world_size: int) -> None:
+    def tell(rank: int, world_size: int) -> list[Any]:
+        results: list[Any] = []
+        for shared in (True, False):
+            group = group_with_wires(shared)
+            group.own_messages()
+            most = torch.tensor([rank, world_size - rank, 7], dtype=torch.uint8)
+            later = group.maximum(most)
+            norm = group.sum_scalar(torch.tensor(0.1 * (rank + 1)))
+            agreed = [group.largest([rank, -rank]), group.alike([3]), group.alike([rank])]
+            results.append([agreed, norm.wait().item(), later.wait().tolist(), most.tolist()])
+        return results
+
+    for by_mail, by_gloo in run_ranks(tell, world_size):
+        assert by_mail[1] == pytest.approx(by_gloo[1])
+        assert by_mail[1] == pytest.approx(0.05 * world_size * (world_size + 1))
+        assert [by_mail[0], *by_mail[2:]] == [by_gloo[0], *by_gloo[2:]]
+        assert by_mail[0] == [[world_size - 1, 0], True, False]
+        assert by_mail[2] == by_mail[3] == [world_size - 1, world_size, 7]
+
+
+def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads have to be woken on every rank, and there are fewer cores than threads."""
+
+    def refused(*_: object, **__: object) -> Any:
+        raise AssertionError("a collective of gloo's")
+
+    def run(rank: int, world_size: int) -> int:
+        os.environ[SWITCH] = "1"
+        model = nn.Linear(3, 2)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, clip_grad_norm=1.0)
+        for step in range(4):
+            if step == 1:  # the first step has told of the order of gradients
+                for name in ("all_reduce", "broadcast", "isend", "irecv", "all_gather_object"):
+                    monkeypatch.setattr(torch.distributed, name, refused)
+            optimizer.backward(model(torch.ones(3)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer._group.progress.step
+
+    assert run_ranks(run, 2) == [4, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -389,8 +437,9 @@ def test_fifty_optimizers_one_after_another_take_no_more_than_one() -> None:
         return seen
 
     for seen in run_ranks(run, 2):
-        assert seen[0] == seen[-1]
-        assert seen[0][1:] == (2, 0)
+        assert seen[0][:2] == seen[-1][:2]
+        assert seen[0][1] == 2
+        assert max(held for *_, held in seen) <= FEW
 
 
 def test_between_steps_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +455,9 @@ def test_between_steps_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         group.rest()
         return before, sum(each.nbytes for each in group.held())
 
-    assert run_ranks(run, 2) == [(8 * 2**20, 2 * 2**20)] * 2
+    for before, after in run_ranks(run, 2):
+        assert before == 8 * 2**20
+        assert 2 * 2**20 <= after <= 2 * 2**20 + FEW
 
 
 def test_the_transport_is_not_set_up_where_it_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:

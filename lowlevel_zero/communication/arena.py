@@ -93,7 +93,8 @@ class Arena:
 
     def _take(self, nbytes: int, readers: int) -> Slot:
         self._collect()
-        free = [slot for slot in self._slots if slot.unread == 0 and slot.nbytes >= nbytes]
+        most = _PAGE if nbytes <= _PAGE else self.address.size  # a few numbers shall not keep a large one
+        free = [slot for slot in self._slots if slot.unread == 0 and nbytes <= slot.nbytes <= most]
         slot = min(free, key=lambda slot: (not slot.resident, slot.nbytes)) if free else self._new(nbytes)
         if not slot.resident:
             self._populate(slot)

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..alignment import END_TO_END, Alignment, laid_out
 from .compression import Fp8, encoded_size
-from .exchange import Exchange
+from .exchange import ADDED, AGREED, FORETOLD, Exchange
+from .few_numbers import reduce_few
 from .groups import backends_by_device, control_group, group_apart, is_fake, message_group
 from .lost_ranks import LostRank, enter, naming_lost
 from .process_group import timeout_of
@@ -30,7 +31,7 @@ from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, RED
 from .staging import Staged
 from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, in_rows, then
 from .watchdog import SHARE_OF_TIMEOUT, Watch, watch
-from .wires import Wires, borrow, keep
+from .wires import Wires, board, borrow, keep
 
 _BROADCAST_BYTES = 64 * 2**20
 _SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -252,10 +253,8 @@ class ShardGroup:
         summed = value if not _is_staged(value.device) else value.cpu()
 
         def start() -> Pending[Tensor]:
-            work = dist.all_reduce(summed, group=self._wires.group, async_op=True)
-            return Pending(
-                (cast(dist.Work, work),), (summed,), lambda: summed if summed is value else value.copy_(summed)
-            )
+            pending = reduce_few(summed.view(-1), dist.ReduceOp.SUM, self._wires.group, self._wires.fast, ADDED)
+            return then(pending, lambda _: summed if summed is value else value.copy_(summed))
 
         return self._begun(NORM, None, summed, start)
 
@@ -277,7 +276,9 @@ class ShardGroup:
         if self.ranks == 1:
             return list(values)
         agreed = torch.tensor(values, dtype=torch.int64)
-        self._wait(AGREEMENT, lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._control))
+        fast = board(self.group)
+        start = partial(reduce_few, agreed, dist.ReduceOp.MAX, self._control, fast, AGREED)
+        self._wait(AGREEMENT, lambda: start().wait())
         return cast("list[int]", agreed.tolist())
 
     def maximum(self, values: Tensor) -> Pending[Tensor]:
@@ -290,9 +291,9 @@ class ShardGroup:
             return Pending((), (values,), lambda: values)
 
         def start() -> Pending[Tensor]:
-            work = cast(dist.Work, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages, async_op=True))
-            pending = Pending((work,), (values,), lambda: values)
-            keep([pending])
+            fast = self._wires.fast
+            pending = reduce_few(values, dist.ReduceOp.MAX, self._messages, fast, FORETOLD)
+            keep([pending] if fast is None else [])
             return pending
 
         return self._begun(MESSAGE, None, values, start)

@@ -17,8 +17,8 @@ from .transport import Native, Pending
 _BLOCK = 2**16
 
 # Tags of messages between two ranks: reductions, gathers and the rest have an order of their own each. (Of what is
-# said of a reduction's sums, there are no messages.)
-REDUCE, GATHER, SUMMED, HAND_OUT = 7001, 7002, 7003, 7004
+# said of a reduction's sums, and of a few numbers, there are no messages.)
+REDUCE, GATHER, SUMMED, HAND_OUT, AGREED, ADDED, FORETOLD = 7001, 7002, 7003, 7004, 7005, 7006, 7007
 
 
 class Exchange(Native):

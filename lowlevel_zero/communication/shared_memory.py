@@ -8,7 +8,7 @@ get fresh ones, since a rank may be a whole backward ahead of its peers.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
 from typing import NamedTuple, TypeVar
@@ -89,7 +89,7 @@ class SharedMemory(Exchange):
         self._handed_out: list[Packed] = []
         self._unsummed: deque[AllReduction] = deque()
         self._spare_rows = 0
-        self._serials = {REDUCE: 0, GATHER: 0}
+        self._serials: defaultdict[int, int] = defaultdict(int)
         self._timeout = timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -208,6 +208,20 @@ class SharedMemory(Exchange):
                 torch.split_with_sizes_copy(view, layout.pieces, out=homes)
 
         return self._send(packed, GATHER, finish)
+
+    def everybody_s(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
+        """Start telling all ranks a few numbers (1-D), as many on each; the result is everybody's, in rank order.
+
+        Those of one ``kind`` have an order of their own.
+        """
+        packed = self._packed(few.numel(), few.dtype)
+        packed.wire.copy_(few)
+
+        def finish(theirs: list[Header]) -> list[Tensor]:
+            views = self._views(theirs, few.numel(), few.dtype)
+            return self._in_rank_order(few, [view.clone() for view in views])
+
+        return self._send(packed, kind, finish)
 
     def held(self) -> list[Tensor]:
         """Slots, in use or kept."""

@@ -42,6 +42,11 @@ class Wires:
     shared: SharedMemory | bool | None = None
     busy: bool = False
 
+    @property
+    def fast(self) -> SharedMemory | None:
+        """The transport, if it is shared memory."""
+        return self.transport if isinstance(self.transport, SharedMemory) else None
+
     def share(self, ranks: Agreeing, wanted: bool) -> None:
         """Use shared memory or not, alike on all ranks."""
         if wanted and self.shared is None:
@@ -75,6 +80,15 @@ def borrow(ranks: Agreeing, group: dist.ProcessGroup, shared: bool) -> Wires:
     free[0].busy = True
     free[0].share(ranks, not plain)
     return free[0]
+
+
+def board(group: dist.ProcessGroup) -> SharedMemory | None:
+    """Where the hosts of all ranks of ``group`` can tell each other something fast; None: they can't, or not yet.
+
+    It is the same for all optimizers, whose agreements have one order.
+    """
+    lent = _lent.get(group)
+    return lent[0].shared if lent and isinstance(lent[0].shared, SharedMemory) else None
 
 
 def keep(under_way: Sequence[Pending[Any]]) -> None:
