@@ -91,7 +91,7 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
         )
     number: dict[dist.ProcessGroup, int] = {pg: at for at, pg in enumerate([dp.group, *groups])}
     family_of = {p: number[pg] for p, pg in group_of.items()}
-    _add_companions(family_of, model)
+    add_companions(family_of, model)
     return Assignment(groups, {tensor: family for tensor, family in family_of.items() if family})
 
 
@@ -139,8 +139,8 @@ def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
         )
 
 
-def _add_companions(family_of: dict[Tensor, int], model: nn.Module | None) -> None:
-    """Buffers and frozen parameters of a module whose assigned and trained parameters are all of one family."""
+def add_companions(family_of: dict[Tensor, int], model: nn.Module | None) -> None:
+    """Enter buffers and frozen parameters of a module whose assigned and trained parameters are all of one family."""
     for module in model.modules() if model is not None else ():
         parameters = list(module.parameters())
         families = {family_of.get(p, 0) for p in parameters if p.requires_grad or p in family_of}

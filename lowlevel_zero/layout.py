@@ -15,7 +15,7 @@ from .bookkeeping.wire import travels_as
 from .layout_picture import Block, Lane, draw
 from .options import ZeroOptions
 from .partition import EvenSplit
-from .text import aligned, counted, in_bytes, shape_text
+from .text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
 class Owned(NamedTuple):
@@ -164,8 +164,10 @@ class Layout:
 
     @property
     def bytes(self) -> RankBytes:
-        """What a rank holds of all parameters."""
-        return RankBytes(*(sum(sizes) for sizes in zip(*(p.bytes for p in self.parameters), strict=True)))
+        """What a rank holds of all parameters: this one, or the first one."""
+        first = min(rank for p in self.parameters for rank in p.process_group)
+        own = [p.bytes for p in self.parameters if (first if self.rank is None else self.rank) in p.process_group]
+        return RankBytes(*(sum(sizes) for sizes in zip(*own, strict=True)))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: everything, with each parameter's ``spans``."""
@@ -232,7 +234,7 @@ class Layout:
             members = counted(len(bucket.members), "parameter") if bucket.members else "flags alone"
             sizes = (f"{bucket.body:,}", str(bucket.flags), f"{bucket.row:,}", in_bytes(bucket.wire_bytes))
             note = "reduced in place" if bucket.in_place else ""
-            rows.append((str(bucket.number), _ranks_text(bucket.process_group), bucket.dtype, members, *sizes, note))
+            rows.append((str(bucket.number), ranks_text(bucket.process_group), bucket.dtype, members, *sizes, note))
         return aligned(rows, right=(0, 4, 5, 6, 7))
 
     def _lane(self, bucket: BucketLayout) -> Lane:
@@ -294,12 +296,6 @@ def _bucket(bucket: Bucket, family: Shared, first: int, row_only: bool) -> Bucke
         wire_bytes=rows * bucket.row * dtype.itemsize,
         in_place=bucket.in_place,
     )
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """As in ``0-7`` or ``0,4``."""
-    run = range(ranks[0], ranks[-1] + 1)
-    return f"{run[0]}-{run[-1]}" if len(ranks) > 1 and list(ranks) == list(run) else ",".join(map(str, ranks))
 
 
 def _name(dtype: torch.dtype) -> str:

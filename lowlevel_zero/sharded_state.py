@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,30 @@ from torch.optim import Optimizer
 
 from .arrival_order import PlanState
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .families import Families, Family
 from .flat_shards import FlatShards, local_part
 from .loss_scaler import LossScaler
-from .reducer import Reducer
 from .state import MASTER, SCALARS, State, in_group_order, is_slice, load_slices, own_state
 from .trial import NoTrial, first_states
 
 _TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of experts in groups whose first rank it is.
+
+    Attributes:
+        members: of each param group those experts' names, by that of the shared parameter that they come before there;
+            None: they come last.
+        states: states that aren't tensors.
+        plans: the groups' bucket plans.
+        shapes: shape and strides by name.
+    """
+
+    members: list[dict[str | None, list[str]]]
+    states: dict[str, State]
+    plans: list[State | None]
+    shapes: dict[str, list[list[int]]]
 
 
 class ShardedState:
@@ -29,33 +46,53 @@ class ShardedState:
     counter) is the same on every rank, and whole.
 
     Settings are numbers, strings, lists, dicts and small tensors: ``param_groups`` (their ``params`` are names),
-    ``loss_scale``, ``plan`` (the bucket order that the first steps have taught) and ``states`` (those that aren't
-    tensors).
+    ``loss_scale``, ``plan`` (the bucket order that the first steps have taught), ``other_plans`` (those of groups of
+    experts) and ``states`` (those that aren't tensors). They are the same on all ranks, and tell of all ranks' experts;
+    tensors are this rank's alone.
+
+    Communicates when it is made, where there are several families: all ranks make it together.
 
     Args:
         optim: the wrapped optimizer.
-        parameters: its parameters.
-        shards: makes the flat shards.
-        reducer: has the plan.
+        families: its parameters.
         scaler: has the loss scale; None: there is none.
-        names: of all parameters of the groups, frozen ones included.
+        names: global ones, of all parameters of the groups, frozen ones included.
     """
 
     def __init__(
         self,
         optim: Optimizer,
-        parameters: ParameterStore,
-        shards: FlatShards,
-        reducer: Reducer,
+        families: Families,
         scaler: LossScaler | None,
         names: Mapping[Tensor, str],
     ) -> None:
         self._optim = optim
-        self.parameters = parameters
-        self.shards = shards
-        self._reducer = reducer
+        self._families = families
+        self.parameters: ParameterStore = families.parameters
+        self._shards = [FlatShards(ranks) for ranks in self.parameters.shard_groups]
         self._scaler = scaler
         self._names = names
+        self._told: list[Told] = []
+        if families.several:
+            self._told = self.parameters.shard_groups[0].exchange(self._own_told())
+
+    def _own_told(self) -> Told:
+        led = [family for family in self._families if family.number and family.group.place == 0]
+        records = [record for family in led for record in family.records]
+        members = [self._members_led(group) for group in self.parameters.groups]
+        plans = [self._plan_of(family) for family in led]
+        return Told(members, self._other_states(records), plans, self._shapes(records))
+
+    def _members_led(self, group: Sequence[Tensor]) -> dict[str | None, list[str]]:
+        found: dict[str | None, list[str]] = {}
+        before: str | None = None
+        for p in reversed(group):
+            family = self.parameters.family_of(p)
+            if family == 0:
+                before = self._names[p]
+            elif self.parameters.shard_groups[family].place == 0:
+                found.setdefault(before, []).insert(0, self._names[p])
+        return found
 
     # ---- reading ----
 
@@ -73,7 +110,7 @@ class ShardedState:
                 if isinstance(value, Tensor):
                     sliced = is_slice(key, value, record)
                     found[f"{self._name(record)}.{key}"] = (
-                        self.shards.wrap(value, record.split.numel) if sliced else value.detach()
+                        self._shards[record.family].wrap(value, record.split.numel) if sliced else value.detach()
                     )
         return found
 
@@ -100,31 +137,47 @@ class ShardedState:
         if key in SCALARS or like.shape != (_TRIED,):
             return torch.zeros_like(like)
         own = torch.zeros(record.split.slice_size, dtype=like.dtype, device=like.device)
-        return self.shards.wrap(own, record.split.numel)
+        return self._shards[record.family].wrap(own, record.split.numel)
 
     def settings(self) -> State:
         """All that isn't in ``tensors``."""
-        plan = self._reducer.plan_state()
+        states = self._other_states(self.parameters.families[0])
+        for told in self._told:
+            states.update(told.states)
         return {
             "param_groups": [
                 {**_without(group, "params"), "params": names}
-                for group, names in zip(self._optim.param_groups, self._group_names(), strict=True)
+                for group, names in zip(self._optim.param_groups, self.group_names(), strict=True)
             ],
             "loss_scale": scale_as_numbers(self._scaler),
-            "plan": None if plan is None else self._named(plan),
-            "states": self._other_states(),
+            "plan": next((self._plan_of(family) for family in self._families if family.number == 0), None),
+            "other_plans": [plan for told in self._told for plan in told.plans],
+            "states": states,
         }
 
-    def _other_states(self) -> dict[str, State]:
+    def shapes(self) -> dict[str, list[list[int]]]:
+        """Shape and strides of every parameter, by name."""
+        found = self._shapes(self.parameters.families[0])
+        for told in self._told:
+            found.update(told.shapes)
+        return found
+
+    def _shapes(self, records: Iterable[ShardedParameter]) -> dict[str, list[list[int]]]:
+        return {self._name(record): [list(record.p.shape), list(record.p.stride())] for record in records}
+
+    def _other_states(self, records: Iterable[ShardedParameter]) -> dict[str, State]:
         states: dict[str, State] = {}
-        for record in self.parameters:
+        for record in records:
             state = own_state(self._optim, record)
             if state:
                 states[self._name(record)] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
         return states
 
-    def _named(self, plan: PlanState) -> State:
-        names = [self._name(record) for record in self.parameters]
+    def _plan_of(self, family: Family) -> State | None:
+        plan = family.reducer.plan_state()
+        if plan is None:
+            return None
+        names = [self._name(record) for record in family.records]
         return {
             **plan._asdict(),
             "order": [names[index] for index in plan.order],
@@ -148,7 +201,7 @@ class ShardedState:
                 continue
             numel, dtype, device = record.split.numel, entry.properties.dtype, record.p32.device
             if key not in SCALARS and tuple(size) == (numel,):
-                found[full] = self.shards.empty(numel, dtype, device)
+                found[full] = self._shards[record.family].empty(numel, dtype, device)
             else:
                 found[full] = torch.empty(size, dtype=dtype)
         return found
@@ -156,7 +209,7 @@ class ShardedState:
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless ``settings`` are of an optimizer with the same parameters in the same groups."""
         got = [list(group["params"]) for group in settings["param_groups"]]
-        expected = self._group_names()
+        expected = self.group_names()
         if len(got) != len(expected):
             raise ValueError(f"expected {len(expected)} param groups, got {len(got)}: {_REMEDY}")
         for at, (ours, theirs) in enumerate(zip(expected, got, strict=True)):
@@ -182,7 +235,9 @@ class ShardedState:
         load_slices(self._optim, settings["param_groups"], slices)
         if self._scaler is not None and settings["loss_scale"] is not None:
             self._scaler.load_state_dict(settings["loss_scale"])
-        self._reducer.restore_plan(self._plan(settings["plan"]))
+        plans = [settings["plan"], *settings.get("other_plans", ())]
+        for family in self._families:
+            family.reducer.restore_plan(self._plan(family, plans))
 
     def masters(self, tensors: Mapping[str, Tensor]) -> dict[ShardedParameter, Tensor]:
         """Loaded masters by record, without padding."""
@@ -192,21 +247,34 @@ class ShardedState:
             if f"{self._name(record)}.{MASTER}" in tensors
         }
 
-    def _plan(self, saved: Mapping[str, Any] | None) -> PlanState | None:
-        """The saved plan by index; None where it is of other parameters: then it is learnt anew."""
-        indices = {self._name(record): record.index for record in self.parameters}
-        if saved is None or set(saved["order"]) != set(indices):
-            return None
-        order = [indices[name] for name in saved["order"]]
-        return PlanState(**{**saved, "order": order, "repeats": [indices[name] for name in saved["repeats"]]})
+    def _plan(self, family: Family, plans: Iterable[Mapping[str, Any] | None]) -> PlanState | None:
+        """The one of the saved plans that is of these parameters, by index; None: it is to be learnt anew."""
+        indices = {self._name(record): record.index for record in family.records}
+        for saved in plans:
+            if saved is not None and set(saved["order"]) == set(indices):
+                order = [indices[name] for name in saved["order"]]
+                return PlanState(**{**saved, "order": order, "repeats": [indices[name] for name in saved["repeats"]]})
+        return None
 
     # ---- names ----
 
     def _name(self, record: ShardedParameter) -> str:
         return self._names[record.p]
 
-    def _group_names(self) -> list[list[str]]:
-        return [[self._names[p] for p in members] for members in self.parameters.groups]
+    def group_names(self) -> list[list[str]]:
+        """The names in each param group: the shared ones as this rank has them, with all ranks' experts between."""
+        if not self._families.several:
+            return [[self._names[p] for p in members] for members in self.parameters.groups]
+        return [self._with_experts(at, members) for at, members in enumerate(self.parameters.groups)]
+
+    def _with_experts(self, at: int, members: Iterable[Tensor]) -> list[str]:
+        names: list[str] = []
+        for shared in (*(self._names[p] for p in members if self.parameters.family_of(p) == 0), None):
+            for told in self._told:
+                names += told.members[at].get(shared, ())
+            if shared is not None:
+                names.append(shared)
+        return names
 
 
 _REMEDY = "build the optimizer with the groups that it was saved with"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .calls import Call
 from .communication.collectives import ShardGroup
 from .construction import Alike, together
 from .families import Families
-from .flat_shards import FlatShards
+from .global_names import GlobalNames
 from .guards import Guard
 from .loss_scaler import LossScaler
 from .sharded_state import ShardedState, packed, scale_as_numbers, unpacked
@@ -95,8 +95,9 @@ class StateMethods:
         What has one number an element of the parameter is a 1-D ``DTensor`` of ``numel`` elements, sharded
         over the ranks, in memory order and without padding; so it loads at any world size. The rest are plain
         tensors, the same on every rank; one of them, ``settings``, holds as bytes what isn't a tensor: group
-        settings, loss scale and bucket order. Tensors share memory with the optimizer's. No communication, but
-        every rank calls it, with a ``model=`` given at construction (else names are places in the groups).
+        settings, loss scale and bucket order. Tensors share memory with the optimizer's. Every rank calls it, with
+        a ``model=`` given at construction (else names are places in the groups). Communicates only with experts,
+        whose slices are over the ranks of their own group, and whose names are those of ``GlobalNames``.
 
         To load, states that don't exist yet must have a place to be loaded into, which the checkpoint's
         metadata tells of::
@@ -117,9 +118,10 @@ class StateMethods:
         sharded = self.sharded_state()
         if metadata is None:
             room = sharded.room()
-            settings = {**sharded.settings(), "shapes": self._shapes(), "absent": list(room)}
+            absent = self._group.exchange(list(room)) if self._families.several else [list(room)]
+            settings = {**sharded.settings(), "shapes": sharded.shapes(), "absent": sorted(set().union(*absent))}
             data = packed(settings, "the optimizer's settings")
-            return {**sharded.tensors(), **room, SETTINGS: self._framed(data)}
+            return {**sharded.tensors(), **room, SETTINGS: _framed(data, sharded.group_names())}
         saved = {
             name.removeprefix(prefix): entry
             for name, entry in metadata.state_dict_metadata.items()
@@ -142,8 +144,8 @@ class StateMethods:
         if SETTINGS not in state_dict:
             raise ValueError(f"state_dict: expected sharded_state_dict()'s, got one without {SETTINGS!r}")
         settings = _unframed(state_dict[SETTINGS])
-        self._check_shapes(settings["shapes"])
         sharded = self.sharded_state()
+        _check_shapes(sharded.shapes(), settings["shapes"])
         sharded.check(settings)
         self.zero_grad()
         without = {SETTINGS, *settings["absent"]}
@@ -157,29 +159,16 @@ class StateMethods:
                 record.offer_master(whole)
 
     def sharded_state(self, names: Mapping[Tensor, str] | None = None) -> ShardedState:
-        """The optimizer's state by ``names`` of its parameters; None: by those it has for messages.
+        """The optimizer's state by global ``names`` of its parameters; None: by those it has for messages.
 
-        Raises:
-            NotImplementedError: the ranks have different parameters.
+        Communicates where there are several families.
         """
-        self.check_sharded_state()
-        return ShardedState(
-            self.optim,
-            self._parameters,
-            FlatShards(self._group),
-            self._families[0].reducer,
-            self._scaler,
-            self._own_names() if names is None else names,
-        )
-
-    def check_sharded_state(self) -> None:
-        """Raise ``NotImplementedError``, on all ranks, where they may have different parameters of the same names."""
-        if self._families.several:
-            raise NotImplementedError(
-                "expected an optimizer whose parameters are the same on all ranks, got one with pg_to_param_list, "
-                "whose experts have the same names on ranks that have different ones: call optimizer.state_dict() on "
-                "every rank and torch.save it beside model.state_dict(), in a file for each rank with other experts"
-            )
+        if names is None:
+            own = self._own_names()
+            families = {name: self._parameters.family_of(p) for p, name in own.items()}
+            among_all = GlobalNames(self._parameters.shard_groups, families)
+            names = {p: among_all[name] for p, name in own.items()}
+        return ShardedState(self.optim, self._families, self._scaler, names)
 
     def _own_names(self) -> dict[Tensor, str]:
         """The names of the groups' parameters, frozen ones included."""
@@ -191,28 +180,30 @@ class StateMethods:
                 names[p] = of_model.get(p, f"param_groups[{at}]['params'][{place}]") if record is None else record.name
         return names
 
-    def _framed(self, data: bytes) -> Tensor:
-        """``data``, with its length before it, in as many bytes as any settings of these parameters take.
 
-        So that what was saved after many steps has the size of what a fresh optimizer offers to load into.
-        """
-        size = 2**16 + sum(2**9 + 2**4 * len(name) for name in self._own_names().values())
-        size += 2**12 * len(self.optim.param_groups)
-        while size < len(data) + _LENGTH_BYTES:
-            size *= 2
-        framed = (len(data).to_bytes(_LENGTH_BYTES, "little") + data).ljust(size, b"\0")
-        return torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+def _framed(data: bytes, groups: Sequence[Sequence[str]]) -> Tensor:
+    """``data``, with its length before it, in as many bytes as any settings of these parameters take.
 
-    def _shapes(self) -> dict[str, list[list[int]]]:
-        return {record.name: [list(record.p.shape), list(record.p.stride())] for record in self._parameters}
+    So that what was saved after many steps has the size of what a fresh optimizer offers to load into.
 
-    def _check_shapes(self, saved: Mapping[str, list[list[int]]]) -> None:
-        for name, (shape, stride) in self._shapes().items():
-            if name in saved and saved[name] != [shape, stride]:
-                raise ValueError(
-                    f"{name}: expected state of shape {tuple(shape)} and strides {tuple(stride)}, got "
-                    f"{tuple(saved[name][0])} and {tuple(saved[name][1])}: build the model that it was saved of"
-                )
+    Args:
+        groups: the names in each param group.
+    """
+    size = 2**16 + sum(2**9 + 2**4 * len(name) for names in groups for name in names)
+    size += 2**12 * len(groups)
+    while size < len(data) + _LENGTH_BYTES:
+        size *= 2
+    framed = (len(data).to_bytes(_LENGTH_BYTES, "little") + data).ljust(size, b"\0")
+    return torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+
+
+def _check_shapes(ours: Mapping[str, list[list[int]]], saved: Mapping[str, list[list[int]]]) -> None:
+    for name, (shape, stride) in ours.items():
+        if name in saved and saved[name] != [shape, stride]:
+            raise ValueError(
+                f"{name}: expected state of shape {tuple(shape)} and strides {tuple(stride)}, got "
+                f"{tuple(saved[name][0])} and {tuple(saved[name][1])}: build the model that it was saved of"
+            )
 
 
 def _unframed(framed: Tensor) -> Any:

@@ -41,3 +41,9 @@ def counted(count: int, noun: str) -> str:
 def shape_text(shape: Sequence[int]) -> str:
     """As in ``16x8``."""
     return "x".join(map(str, shape)) or "scalar"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """As in ``0-7`` or ``0,4``."""
+    run = range(ranks[0], ranks[-1] + 1)
+    return f"{run[0]}-{run[-1]}" if len(ranks) > 1 and list(ranks) == list(run) else ",".join(map(str, ranks))

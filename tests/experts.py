@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -88,10 +88,20 @@ class Expert(nn.Module):
         return out
 
 
-class Mixture(nn.Module):
-    """Dense layers, which may be dropped, around experts: those of ``layout``, or all; two before and some behind."""
+class Numbered(nn.ModuleDict):
+    """Experts by their numbers in the whole model."""
 
-    def __init__(self, layout: Layout | None = None, behind: int = 0) -> None:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
+
+
+class Mixture(nn.Module):
+    """Dense layers, which may be dropped, around experts: those of ``layout``, or all; two before and some behind.
+
+    Experts have the names of the whole model if they are ``numbered``, else those of places in a list.
+    """
+
+    def __init__(self, layout: Layout | None = None, behind: int = 0, numbered: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inward = nn.Linear(4, WIDTH)
@@ -100,7 +110,9 @@ class Mixture(nn.Module):
         self.behind = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(behind))
         self.outward = nn.Linear(WIDTH, 3)
         self.layout = layout
-        self.experts = nn.ModuleList(Expert(number) for number in (range(EXPERTS) if layout is None else layout.own))
+        own = {number: Expert(number) for number in (range(EXPERTS) if layout is None else layout.own)}
+        by_number = {str(number): expert for number, expert in own.items()}
+        self.experts: Any = Numbered(by_number) if numbered else nn.ModuleList(own.values())
 
     def forward(self, x: Tensor, routes: Sequence[Tensor], rank: int, drop: set[int]) -> Tensor:
         """``routes`` are of all ranks."""
@@ -165,6 +177,7 @@ class Run:
     bare: bool = False
     behind: int = 0
     as_on_device: bool = False
+    numbered: bool = False
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-2)
     clip: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -221,7 +234,7 @@ class Trained(NamedTuple):
 
 def prepare(rank: int, run: Run) -> Trained:
     layout = lay_out(rank, run.world_size, run.size)
-    model = Mixture(layout, run.behind).to(run.dtype)
+    model = Mixture(layout, run.behind, run.numbered).to(run.dtype)
     optimizer = wrap(run, model, layout)
     for family in optimizer._families:
         family.reducer._on_host &= not run.as_on_device

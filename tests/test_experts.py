@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_grads, safe_get_full_grad
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.collectives import ShardGroup
 from ranks import run_ranks, run_ranks_expecting
 
@@ -277,22 +276,6 @@ def _whole_step(trained: Any, run: Run, step: int, rank: int) -> None:
     train_step(trained, run, step, rank)
     trained.optimizer.step()
     trained.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("call", ["sharded_state_dict", "save_checkpoint", "load_checkpoint"])
-def test_what_needs_the_same_parameters_on_all_ranks_is_refused(call: str, tmp_path: Any) -> None:
-    calls: dict[str, Callable[[Any], object]] = {
-        "sharded_state_dict": lambda trained: trained.optimizer.sharded_state_dict(),
-        "save_checkpoint": lambda trained: save_checkpoint(tmp_path / "it", trained.model, trained.optimizer),
-        "load_checkpoint": lambda trained: load_checkpoint(tmp_path / "it", trained.model, trained.optimizer),
-    }
-
-    def rank(rank: int, world_size: int) -> None:
-        calls[call](prepare(rank, Run(2, 2)))
-
-    for raised in run_ranks_expecting(rank, 2, timeout=20):
-        assert raised.type == "NotImplementedError"
-        assert "optimizer.state_dict()" in raised.message
 
 
 # ---- who is started alike ----

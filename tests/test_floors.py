@@ -60,7 +60,7 @@ HOUSE = (
         ),
     ),
     ("floor 1", ("communication.collectives",)),
-    ("floor 1, over the collectives", ("flat_shards", "communication.two_levels")),
+    ("floor 1, over the collectives", ("flat_shards", "global_names", "communication.two_levels")),
     ("floor 1, distrustful", ("communication.checked_group",)),
     ("floor 2, at the bottom", ("bookkeeping.offload",)),
     ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),

@@ -26,16 +26,20 @@ def consolidate(
     plain torch optimizer's state dict of whole tensors, as ``LowLevelZeroOptimizer.state_dict`` gives it. One
     rank's piece of one tensor is in memory at a time, twice, and a whole one whose memory isn't row-major.
 
+    Experts of all ranks are in both files, if they have the names of one model; in the optimizer's groups they come
+    between the shared parameters that they came between, those of the first ranks first.
+
     Args:
         force: replace an earlier ``out``, if it holds nothing but these two files.
         done: called with a number of bytes whenever so many more of ``bytes_to_do`` are done.
 
     Raises:
-        ValueError: the checkpoint is damaged, or has a dtype that the formats don't have.
+        ValueError: the checkpoint is damaged, or has a dtype that the formats don't have, or experts of the same name.
         FileExistsError: ``out`` exists.
         OSError: something can't be read or written. In every case ``out`` is what it was.
     """
     refuse_existing(out, force)
+    checkpoint.check_one_model()
     checkpoint.check_files(done)
     out.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(8)

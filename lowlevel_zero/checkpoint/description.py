@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ..text import aligned, shape_text
-from .manifest import FORMAT
+from ..text import aligned, ranks_text, shape_text
+from .manifest import FORMAT, Manifest
 from .stored import StoredTensor
 from .whole import WholeCheckpoint
 
@@ -31,6 +32,7 @@ class ModelLine:
     Attributes:
         kind: ``"trainable"``, ``"frozen"`` or ``"buffer"``.
         group: index of its param group; None: it is in none.
+        ranks: of those that saved it, who had it; None: all.
     """
 
     name: str
@@ -38,6 +40,7 @@ class ModelLine:
     kind: str
     group: int | None
     state: dict[str, TensorLine]
+    ranks: tuple[int, ...] | None
 
     @property
     def state_bytes(self) -> int:
@@ -98,7 +101,9 @@ def describe(checkpoint: WholeCheckpoint) -> Description:
         stage=manifest.stage,
         steps=_steps(states),
         model=[
-            ModelLine(name, _line(model[name]), entry.kind, entry.group, _state_lines(states[name]))
+            ModelLine(
+                name, _line(model[name]), entry.kind, entry.group, _state_lines(states[name]), _ranks(manifest, name)
+            )
             for name, entry in manifest.tensors.items()
         ],
         tied=dict(manifest.tied),
@@ -113,6 +118,10 @@ def _steps(states: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
     counters = [state["step"] for state in states.values() if "step" in state]
     counts = [int(c.read() if isinstance(c, StoredTensor) else c) for c in counters]
     return (min(counts), max(counts)) if counts else None
+
+
+def _ranks(manifest: Manifest, name: str) -> tuple[int, ...] | None:
+    return manifest.experts[name].ranks if name in manifest.experts else None
 
 
 def _state_lines(state: Mapping[str, Any]) -> dict[str, TensorLine]:
@@ -145,7 +154,13 @@ def _heading(found: Description) -> list[str]:
         f"  by       {ranks}",
         f"  steps    {_step_text(found.steps)}",
         f"  holds    {_amount(found)}",
+        *_expert_lines(found),
     ]
+
+
+def _expert_lines(found: Description) -> list[str]:
+    tensors = Counter(line.ranks for line in found.model if line.ranks is not None)
+    return [f"  experts  {count} tensors of ranks {ranks_text(ranks)}" for ranks, count in sorted(tensors.items())]
 
 
 def _amount(found: Description) -> str:

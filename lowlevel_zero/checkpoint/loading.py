@@ -75,6 +75,8 @@ def load_checkpoint(
         objects = read_objects(saved.folder)
         contents = Contents(model, optimizer)
         metadata = read_metadata(saved.folder)
+    contents.meet(doing)
+    with together(group, doing):
         templates = _matching_templates(saved, objects, metadata, contents, scheduler)
     _read(saved.folder, metadata, templates, group)
     before = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
@@ -136,7 +138,7 @@ def _matching_templates(
     saved: _Saved, objects: Mapping[str, Any], metadata: Metadata, contents: Contents, scheduler: Any
 ) -> dict[str, Tensor]:
     """Tensors to load into, when the checkpoint is the model's; else ``ValueError``."""
-    contents.check_same(saved.manifest.tensors, saved.manifest.tied)
+    contents.check_same(saved.manifest)
     contents.state.check(objects)
     if scheduler is not None and objects["scheduler"] is None:
         raise ValueError(f"scheduler: {saved.folder} was saved without one: leave it out, or save with scheduler=")

@@ -6,11 +6,13 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from ..global_names import Expert
 
 FORMAT = 1
 MANIFEST = "lowlevel_zero.json"
@@ -78,6 +80,7 @@ class Manifest:
         tied: other names of tensors that have several: alias to name.
         states: by parameter the keys of its optimizer state, stored as ``optimizer.<name>.<key>``.
         files: every other file, by name.
+        experts: by name of what not all ranks had, who had it.
     """
 
     version: str
@@ -90,11 +93,13 @@ class Manifest:
     tied: dict[str, str]
     states: dict[str, list[str]]
     files: dict[str, FileSum]
+    experts: dict[str, Expert] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """The manifest as JSON, with a digest of itself."""
         content = {"format": FORMAT, **asdict(self)}
         content["files"] = {name: list(file) for name, file in self.files.items()}
+        content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
         return json.dumps({**content, "digest": _digest(content)})
 
     def first_missing(self, folder: Path) -> str | None:
@@ -168,7 +173,12 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         tied=content["tied"],
         states=content["states"],
         files={name: FileSum(*file) for name, file in content["files"].items()},
+        experts={name: _expert(entry) for name, entry in content.get("experts", {}).items()},
     )
+
+
+def _expert(entry: Mapping[str, Any]) -> Expert:
+    return Expert(entry["name"], tuple(entry["ranks"]))
 
 
 def _saved_tensor(entry: Mapping[str, Any]) -> SavedTensor:

@@ -6,6 +6,7 @@ import torch
 
 from ..alignment import alignment_of
 from ..bookkeeping.bucket_plan import Item, completed, make_plan
+from ..global_names import Ranks
 from ..layout import Layout, Owned, Shared, layout_of
 from ..memory import as_dtype
 from ..options import ZeroOptions
@@ -24,16 +25,29 @@ def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None, bucket
         bucket_size: elements of a bucket; None: the run's, where the checkpoint tells, else the default.
 
     Raises:
-        ValueError: fewer than one rank, or one element.
+        ValueError: fewer than one rank, or one element; another number of ranks for experts.
     """
     saved_by = checkpoint.objects.get("slices", checkpoint.manifest.world_size)
     size = saved_by if world_size is None else world_size
     if size < 1:
         raise ValueError(f"world size: expected at least 1 rank, got {size}")
-    names, options = _trained(checkpoint), _options(checkpoint, bucket_size)
-    owned = [_owned(checkpoint, name, size, options) for name in names]
+    experts = checkpoint.manifest.experts
+    if experts and size != saved_by:
+        raise ValueError(
+            f"world size: expected {saved_by}, which saved it, got {size}: by how many of these each expert would be "
+            "shared isn't known"
+        )
+    options = _options(checkpoint, bucket_size)
+    families: dict[Ranks, list[str]] = {}
+    for name in _trained(checkpoint):
+        families.setdefault(experts[name].ranks if name in experts else tuple(range(size)), []).append(name)
+    return layout_of([_shared(checkpoint, ranks, names, options) for ranks, names in families.items()], options)
+
+
+def _shared(checkpoint: WholeCheckpoint, ranks: Ranks, names: list[str], options: ZeroOptions) -> Shared:
+    owned = [_owned(checkpoint, name, len(ranks), options) for name in names]
     plan = make_plan([_item(each, options) for each in owned], _order(checkpoint, names), options.bucket_size)
-    return layout_of([Shared(tuple(range(size)), owned, plan)], options)
+    return Shared(ranks, owned, plan)
 
 
 def _options(checkpoint: WholeCheckpoint, bucket_size: int | None) -> ZeroOptions:
@@ -54,7 +68,8 @@ def _trained(checkpoint: WholeCheckpoint) -> list[str]:
 
 def _order(checkpoint: WholeCheckpoint, names: list[str]) -> list[int]:
     """In which buckets are filled: as the run had learnt, as far as it had."""
-    plan = checkpoint.objects["plan"]
+    plans = [checkpoint.objects["plan"], *checkpoint.objects.get("other_plans", ())]
+    plan = next((plan for plan in plans if plan is not None and set(plan["order"]) == set(names)), None)
     if plan is None:
         return list(range(len(names)))[::-1]
     index = {name: at for at, name in enumerate(names)}

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save as async_dcp_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from .. import flat_shards
 from ..communication.collectives import ShardGroup
 from ..communication.lost_ranks import explained
 from ..communication.roll_call import call_roll
@@ -89,22 +88,25 @@ def save_checkpoint(
     token = _token(group)
     written = beside(target, token)
     optimizer._force_wait_all_gather()
-    with together(group, f"save a checkpoint to {path}") as lines:
+    doing = f"save a checkpoint to {path}"
+    with together(group, doing) as lines:
         _check_arguments(target, keep)
         for record in optimizer._parameters:
             record.follow_edits()
         contents = Contents(model, optimizer)
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}"]
-        lines += [f"{name} {entry.saved}" for name, entry in contents.entries.items()]
+        lines += contents.lines(0)
+    contents.meet(doing)
+    with together(group, doing) as lines:
         objects = _pack_objects(contents, scheduler, extra, optimizer._options)
         tensors = contents.tensors()
-        lines += tensors
+        lines += [full for full in tensors if contents.family_of(full) == 0]
         if async_save:
-            tensors = _copied(tensors, contents)
+            tensors = contents.copied(tensors)
     with together(group, f"write beside {path}"):
         if group.place == 0:
             written.mkdir(parents=True)
-    commit = _Commit(target, written, token, objects, _describe(contents, optimizer, tensors), keep)
+    commit = _Commit(target, written, token, objects, _describe(contents, optimizer), keep)
     saving = Saving(target, written if group.place == 0 else None)
     writer = CommittingWriter(written, group.place, group.ranks, commit)
     saving.start(tensors, writer, group.apart(), async_save)
@@ -255,13 +257,8 @@ def _told(options: ZeroOptions) -> dict[str, Any]:
     }
 
 
-def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer, tensors: dict[str, Tensor]) -> partial[Manifest]:
+def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer) -> partial[Manifest]:
     """The manifest, but for what is known at the end."""
-    states: dict[str, list[str]] = {}
-    for full in tensors:
-        if full.startswith("optimizer."):
-            name, _, key = full.removeprefix("optimizer.").rpartition(".")
-            states.setdefault(name, []).append(key)
     return partial(
         Manifest,
         version=__version__,
@@ -269,20 +266,11 @@ def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer, tensors: dic
         world_size=contents.group.ranks,
         stage=2 if optimizer._options.partition_grad else 1,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        tensors={name: entry.saved for name, entry in contents.entries.items()},
-        tied=contents.tied,
-        states=states,
+        tensors=contents.saved(),
+        tied=contents.all_tied(),
+        states=contents.states(),
+        experts=contents.experts,
     )
-
-
-def _copied(tensors: dict[str, Tensor], contents: Contents) -> dict[str, Tensor]:
-    """Copies on the host, which training doesn't change."""
-    shards = flat_shards.FlatShards(contents.group)
-    copies = {}
-    for name, tensor in tensors.items():
-        own = flat_shards.local_part(tensor).to("cpu", copy=True)
-        copies[name] = shards.wrap(own, tensor.numel()) if hasattr(tensor, "to_local") else own
-    return copies
 
 
 def _token(group: ShardGroup) -> str:

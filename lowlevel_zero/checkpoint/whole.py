@@ -45,6 +45,16 @@ class WholeCheckpoint:
         if wrong is not None:
             raise ValueError(f"{self.path}: not a whole checkpoint: {wrong}")
 
+    def check_one_model(self) -> None:
+        """Raise ``ValueError`` unless its tensors have the names of one model that has them all."""
+        for name, expert in self.manifest.experts.items():
+            if name != expert.name:
+                raise ValueError(
+                    f"{self.path}: expected experts with the names of a model that has them all, but several groups of "
+                    f"ranks have a {expert.name} of their own: give experts their numbers in the whole model, and save "
+                    "anew"
+                )
+
     def model(self) -> dict[str, StoredTensor]:
         """Parameters and persistent buffers, tied ones under each of their names; tensors among extra states too."""
         named = {name: self._shaped(name, f"model.{name}") for name in self.manifest.tensors}
@@ -70,9 +80,9 @@ class WholeCheckpoint:
         }
 
     def _plan(self, names: list[str]) -> dict[str, Any] | None:
-        """The bucket plan, which counts trainable parameters alone."""
+        """The bucket plan, which counts trainable parameters alone; of experts' groups each has another."""
         plan = self.objects["plan"]
-        if plan is None:
+        if plan is None or self.manifest.experts:
             return None
         trainable = [name for name in names if self.manifest.tensors[name].kind == "trainable"]
         indices = {name: index for index, name in enumerate(trainable)}

@@ -1,0 +1,89 @@
+"""Global names: of every tensor one over all ranks, also where experts of several groups are called the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .communication.collectives import ShardGroup
+
+Ranks = tuple[int, ...]
+
+
+class Expert(NamedTuple):
+    """A tensor that some of the data-parallel ranks have, and others don't.
+
+    Attributes:
+        name: what the model of those who have it calls it.
+        ranks: who they are, counted among the data-parallel ranks, in the order in which they hold its slices.
+    """
+
+    name: str
+    ranks: Ranks
+
+
+class GlobalNames:
+    """The global names of a model's tensors.
+
+    What all ranks share has its own name, and so has an expert whose name is nobody else's, as where each rank's
+    experts have the numbers of the whole model: who loads it finds it at any layout. Of experts that have a name in
+    common the ones in the group of the lowest ranks are ``<name>@0``, the next ones ``<name>@1``, and so on.
+
+    Communicates where there are several families: all ranks make it together.
+
+    Args:
+        groups: the ranks that share each family.
+        family_of: this rank's tensors, and aliases of them, by name.
+
+    Attributes:
+        experts: by global name, those of all ranks.
+    """
+
+    def __init__(self, groups: Sequence[ShardGroup], family_of: Mapping[str, int]) -> None:
+        self.experts: dict[str, Expert] = {}
+        self._own: dict[str, str] = {}
+        if len(groups) == 1:
+            return
+        holders: dict[str, list[tuple[int, Ranks]]] = {}
+        for told in groups[0].exchange(list(_led(groups, family_of))):
+            for family, ranks, names in told:
+                for name in names:
+                    holders.setdefault(name, []).append((family, ranks))
+        own = [_places(group, groups[0]) for group in groups]
+        for name, held in holders.items():
+            for at, (family, ranks) in enumerate(held):
+                tagged = name if len(held) == 1 else f"{name}@{at}"
+                self.experts[tagged] = Expert(name, ranks)
+                if family_of.get(name) == family and ranks == own[family]:
+                    self._own[name] = tagged
+
+    def __getitem__(self, name: str) -> str:
+        """The global name of what this rank calls ``name``."""
+        return self._own.get(name, name)
+
+
+def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) -> None:
+    """Raise ``ValueError`` where groups that call their experts the same are not as many as when they were saved."""
+    here, there = (Counter(expert.name for expert in experts.values()) for experts in (ours, saved))
+    for name in dict.fromkeys((*here, *there)):
+        counts = max(here[name], 1), max(there[name], 1)
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"{name}: expected one of {counts[0]} groups' own, the checkpoint has {counts[1]} groups': experts "
+                "of several groups have this name, so share them out as they were saved, or give them the numbers "
+                "of the whole model before saving, which loads at any layout"
+            )
+
+
+def _led(groups: Sequence[ShardGroup], family_of: Mapping[str, int]) -> Iterator[tuple[int, Ranks, list[str]]]:
+    """What this rank tells the others: the names of experts of groups whose first rank it is."""
+    for family, group in enumerate(groups):
+        if family and group.place == 0:
+            yield family, _places(group, groups[0]), [name for name, of in family_of.items() if of == family]
+
+
+def _places(group: ShardGroup, all_ranks: ShardGroup) -> Ranks:
+    """The members of ``group``, counted as ``all_ranks`` counts them."""
+    place = {rank: at for at, rank in enumerate(all_ranks.slice_ranks)}
+    return tuple(place[rank] for rank in group.slice_ranks)

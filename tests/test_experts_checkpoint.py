@@ -1,0 +1,350 @@
+"""Checkpoints of experts that ranks share out: as if the run had not stopped, at the layouts that names allow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor  # here once, not in every forked rank
+from checkpoints import differences
+from experts import Mixture, Run, Trained, loss_of, prepare, train_step, whole_name
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.__main__ import main
+from lowlevel_zero.checkpoint import latest, load_checkpoint, read_metadata, save_checkpoint
+from lowlevel_zero.checkpoint.manifest import read_manifest
+from ranks import run_ranks, run_ranks_expecting
+
+BEFORE, AFTER = range(2), range(2, 4)
+
+
+def drops(step: int, rank: int) -> set[int]:
+    return {0} if step == 0 else set()
+
+
+def a_run(world_size: int, size: int, **more: Any) -> Run:
+    options = {"partition_grad": True, "reduce_bucket_size": 60}
+    return Run(world_size, size, drop=drops, clip=0.1, options=options, **more)
+
+
+def train(trained: Trained, run: Run, steps: range, rank: int) -> Trained:
+    for step in steps:
+        train_step(trained, run, step, rank)
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+    return trained
+
+
+def emptied(rank: int, run: Run) -> Trained:
+    """A fresh pair, which has nothing of what the saved run started with either."""
+    trained = prepare(rank, run)
+    with torch.no_grad():
+        for tensor in (*trained.model.parameters(), *trained.model.buffers()):
+            tensor.zero_()
+    return trained
+
+
+def whole(trained: Trained, run: Run) -> dict[str, Tensor]:
+    tensors = trained.model.state_dict().items()
+    return {name if run.numbered else whole_name(name, trained.layout): t.clone() for name, t in tensors}
+
+
+def saved(path: Path, run: Run, **options: Any) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        trained = train(prepare(rank, run), run, BEFORE, rank)
+        save_checkpoint(path, trained.model, trained.optimizer, **options).wait()
+
+    run_ranks(rank, run.world_size)
+
+
+def alone(first: Run, then: Run) -> dict[str, Tensor]:
+    """The oracle: one process with all experts, whose batches have the shares of one run and then of the other."""
+    model = Mixture()
+    optimizer = first.optimizer([p for p in model.parameters() if p.requires_grad])
+    for run, steps in ((first, BEFORE), (then, AFTER)):
+        for step in steps:
+            shares = [loss_of(model, run, step, 0, rank) for rank in range(run.world_size)]
+            (torch.stack(shares).sum() / run.world_size).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+def check_close(expected: dict[str, Tensor], ranks: list[dict[str, Tensor]]) -> None:
+    assert {name for tensors in ranks for name in tensors} == expected.keys()
+    for tensors in ranks:
+        for name, tensor in tensors.items():
+            assert (tensor - expected[name]).abs().max() <= 2e-5, name
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["places", "numbers"])
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "async"])
+def test_the_same_layout_goes_on_bit_for_bit(numbered: bool, in_background: bool, tmp_path: Path) -> None:
+    run = a_run(4, 2, numbered=numbered)
+
+    def rank(rank: int, world_size: int) -> list[str]:
+        path = tmp_path / "it"
+        first = train(prepare(rank, run), run, BEFORE, rank)
+        saving = save_checkpoint(path, first.model, first.optimizer, extra={"at": 2}, async_save=in_background)
+        train(first, run, AFTER, rank)
+        assert saving.wait() == path
+        second = emptied(rank, run)
+        assert load_checkpoint(path, second.model, second.optimizer) == {"at": 2}
+        train(second, run, AFTER, rank)
+        plans = [[family.reducer.plan.buckets for family in each.optimizer._families] for each in (first, second)]
+        assert plans[0] == plans[1]
+        states = [each.optimizer.state_dict() for each in (first, second)]
+        return [*differences(*states), *differences(whole(first, run), whole(second, run))]
+
+    assert run_ranks(rank, 4) == [[]] * 4
+
+
+class Move(NamedTuple):
+    """From one layout to another: ranks, and how many of them share the experts out."""
+
+    before: tuple[int, int]
+    after: tuple[int, int]
+    numbered: bool
+
+
+MOVES = [
+    Move((4, 2), (2, 2), False),
+    Move((2, 2), (4, 2), False),
+    Move((4, 2), (2, 2), True),
+    Move((4, 4), (4, 2), True),
+    Move((2, 1), (4, 4), True),
+    Move((4, 2), (1, 1), True),
+]
+
+
+@pytest.mark.parametrize("move", MOVES, ids=str)
+def test_other_layouts_go_on_as_in_one_process(move: Move, tmp_path: Path) -> None:
+    first, then = (a_run(*layout, numbered=move.numbered) for layout in (move.before, move.after))
+    saved(tmp_path / "it", first)
+
+    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
+        trained = emptied(rank, then)
+        load_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
+        return whole(train(trained, then, AFTER, rank), then)
+
+    check_close(alone(first, then), run_ranks(rank, then.world_size))
+
+
+@pytest.mark.parametrize("dense_first", [False, True])
+def test_a_run_without_experts_has_them_all(dense_first: bool, tmp_path: Path) -> None:
+    """What all ranks share in one of the two runs, groups share in the other."""
+    first, then = a_run(2, 2, numbered=True), a_run(4, 2, numbered=True)
+    runs = (first, then)
+    dense = Run(**{**vars(runs[not dense_first]), "size": 1})
+
+    def shared_by_all(rank: int, world_size: int) -> Trained:
+        return emptied(rank, Run(**{**vars(dense), "options": {**dense.options, "pg_to_param_list": None}}))
+
+    def start(rank: int, world_size: int) -> None:
+        trained = shared_by_all(rank, world_size) if dense_first else prepare(rank, first)
+        if dense_first:
+            trained.model.load_state_dict(Mixture(numbered=True).state_dict())
+            trained.optimizer.update_master_params(trained.model)
+        train(trained, first, BEFORE, rank)
+        save_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
+
+    def go_on(rank: int, world_size: int) -> dict[str, Tensor]:
+        trained = emptied(rank, then) if dense_first else shared_by_all(rank, world_size)
+        load_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
+        return whole(train(trained, then, AFTER, rank), then)
+
+    run_ranks(start, first.world_size)
+    check_close(alone(first, then), run_ranks(go_on, then.world_size))
+
+
+@pytest.mark.parametrize("by_metadata", [False, True], ids=["fresh", "by metadata"])
+def test_in_ones_own_checkpoint(by_metadata: bool, tmp_path: Path) -> None:
+    """Slices over each group's own ranks; the model's experts need names of their own there."""
+    first, then = a_run(4, 2, numbered=True), a_run(2, 2, numbered=True)
+    path = tmp_path / "own"
+
+    def start(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+        trained = train(prepare(rank, first), first, BEFORE, rank)
+        own = trained.optimizer.sharded_state_dict()
+        dcp.save({"model": trained.model.state_dict(), "optim": own}, checkpoint_id=path)
+        parts = {name: t for name, t in own.items() if hasattr(t, "to_local")}
+        return {name: (t.numel(), t.to_local().numel()) for name, t in parts.items()}
+
+    def go_on(rank: int, world_size: int) -> dict[str, Tensor]:
+        trained = emptied(rank, then)
+        optimizer = trained.optimizer
+        found = optimizer.sharded_state_dict(read_metadata(path), "optim.") if by_metadata else None
+        state = {"model": trained.model.state_dict(), "optim": found or optimizer.sharded_state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        trained.model.load_state_dict(state["model"])
+        optimizer.load_sharded_state_dict(state["optim"])
+        return whole(train(trained, then, AFTER, rank), then)
+
+    ranks = run_ranks(start, 4)
+    assert [rank.get("experts.0.up.bias.exp_avg") for rank in ranks] == [(7, 4), None, (7, 3), None]
+    assert [rank["inward.bias.exp_avg"] for rank in ranks] == [(5, 2), (5, 2), (5, 1), (5, 0)]
+    check_close(alone(first, then), run_ranks(go_on, 2))
+
+
+# ---- what is written ----
+
+
+def test_each_expert_is_written_once_and_the_manifest_tells_whose_it_is(tmp_path: Path) -> None:
+    saved(tmp_path / "places", a_run(4, 2))
+    saved(tmp_path / "numbers", a_run(4, 2, numbered=True))
+    places, numbers = (read_manifest(tmp_path / name) for name in ("places", "numbers"))
+    assert {name: expert for name, expert in places.experts.items() if expert.name == "experts.0.up.bias"} == {
+        "experts.0.up.bias@0": ("experts.0.up.bias", (0, 2)),
+        "experts.0.up.bias@1": ("experts.0.up.bias", (1, 3)),
+    }
+    assert numbers.experts["experts.3.frozen.weight"] == ("experts.3.frozen.weight", (1, 3))
+    assert numbers.tensors.keys() == Mixture(numbered=True).state_dict().keys()
+    assert set(numbers.states) == {name for name, tensor in numbers.tensors.items() if tensor.kind == "trainable"}
+    elements = sum(tensor.numel() for tensor in Mixture().state_dict().values())
+    for manifest in (places, numbers):
+        assert sum(tensor.numel for tensor in manifest.tensors.values()) == elements
+
+
+def test_consolidated_they_are_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_run(4, 2, numbered=True)
+    saved(tmp_path / "it", run)
+    assert main(["consolidate", str(tmp_path / "it"), str(tmp_path / "out")]) == 0
+    model = Mixture(numbered=True)
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    optimizer = run.optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer.load_state_dict(torch.load(tmp_path / "out" / "optimizer.pt"))
+    for step in AFTER:
+        shares = [loss_of(model, run, step, 0, rank) for rank in range(4)]
+        (torch.stack(shares).sum() / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    check_close(alone(run, run), [model.state_dict()])
+    saved(tmp_path / "places", a_run(4, 2))
+    assert main(["consolidate", str(tmp_path / "places"), str(tmp_path / "other")]) != 0
+    assert "several groups of ranks have a experts.0.up.weight of their own" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["places", "numbers"])
+def test_inspected_they_have_their_ranks(numbered: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "it", a_run(4, 2, numbered=numbered))
+    assert main(["inspect", str(tmp_path / "it")]) == 0
+    text = capsys.readouterr().out
+    assert "experts  12 tensors of ranks 0,2" in text
+    assert "experts  12 tensors of ranks 1,3" in text
+    assert main(["inspect", str(tmp_path / "it"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    shared = {line["name"]: line["process_group"] for line in told["layout"]["parameters"]}
+    assert shared["inward.weight"] == [0, 1, 2, 3]
+    assert shared["experts.2.up.weight" if numbered else "experts.0.up.weight@1"] == [1, 3]
+    assert [line["ranks"] for line in told["model"] if line["name"].endswith("inward.bias")] == [None]
+    held = sum(sum(line["bytes"].values()) for line in told["layout"]["parameters"] if 0 in line["process_group"])
+    assert sum(told["layout"]["bytes"].values()) == held
+    assert main(["inspect", str(tmp_path / "it"), "--world-size", "2"]) != 0
+    assert "world size: expected 4" in capsys.readouterr().err
+
+
+def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        trained = prepare(rank, a_run(2, 2))
+        for step in range(3):
+            save_checkpoint(tmp_path / f"step-{step}", trained.model, trained.optimizer, keep=2)
+
+    run_ranks(rank, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+    assert latest(tmp_path) == tmp_path / "step-2"
+
+
+class Counting(nn.Linear):
+    """A module with a state of its own, and one weight under two names."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(3, 3)
+        self.count = count
+        self.twin = self.weight
+        self.register_buffer("seen", torch.tensor([float(count)] * 3))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def counting(rank: int, count: int, told: bool) -> tuple[nn.ModuleDict, LowLevelZeroOptimizer]:
+    model = nn.ModuleDict({"shared": Counting(count), "expert": Counting(count)})
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, LowLevelZeroOptimizer(sgd, {alone: list(model["expert"].parameters())}, model=model if told else None)
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["without model=", "with model="])
+def test_what_modules_keep_themselves_buffers_and_tied_weights_are_each_ranks_own(told: bool, tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> list[Any]:
+        model, optimizer = counting(rank, 5 + rank, told)
+        save_checkpoint(tmp_path / "it", model, optimizer)
+        again, other = counting(rank, 0, told)
+        load_checkpoint(tmp_path / "it", again, other)
+        assert torch.equal(again["expert"].weight, model["expert"].weight)
+        return [again["shared"].count, again["expert"].count, again["expert"].seen.tolist()]
+
+    assert run_ranks(rank, 2) == [[5, 5, [5.0] * 3], [5, 6, [6.0] * 3]]
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 4), (4, 2)), ((2, 1), (2, 2)), ((2, 2), (2, 1))])
+def test_experts_of_the_same_name_want_as_many_groups(
+    before: tuple[int, int], after: tuple[int, int], tmp_path: Path
+) -> None:
+    saved(tmp_path / "it", a_run(*before))
+
+    def load(rank: int, world_size: int) -> str:
+        trained = prepare(rank, a_run(*after))
+        held = whole(trained, a_run(*after))
+        with pytest.raises(ValueError, match=r"experts\.0\.up\.weight: expected one of") as caught:
+            load_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
+        assert differences(held, whole(trained, a_run(*after))) == []
+        return str(caught.value)
+
+    told = run_ranks(load, after[0])
+    assert set(told) == {told[0]}
+    assert f"{after[1]} groups' own, the checkpoint has {before[1]} groups'" in told[0]
+
+
+def test_a_model_of_other_experts_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    saved(tmp_path / "it", a_run(2, 2))
+
+    def load(rank: int, world_size: int) -> None:
+        trained = prepare(rank, a_run(2, 2))
+        model = trained.model
+        if rank == 1:
+            model.experts[1].more = nn.Linear(2, 2)
+            model.experts[1].more.requires_grad_(False)
+        load_checkpoint(tmp_path / "it", model, trained.optimizer)
+
+    for raised in run_ranks_expecting(load, 2, timeout=20):
+        assert raised.type in ("ValueError", "RuntimeError")
+        assert "experts.1.more.weight" in raised.message
+
+
+def test_twins_that_have_come_to_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    def save(rank: int, world_size: int) -> None:
+        trained = prepare(rank, a_run(4, 2))
+        if rank == 3:
+            trained.model.experts[0].register_buffer("calls", torch.zeros(2))
+        save_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
+
+    raised = run_ranks_expecting(save, 4, timeout=20)
+    assert all("experts.0.calls" in each.message for each in raised)
+    assert not (tmp_path / "it").exists()
