@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .bookkeeping.gather_store import IN_FLIGHT
 from .bookkeeping.wire import travels_as
 from .communication.arena import rounded
+from .communication.compression import encoded_size
 from .communication.shared_memory import KEPT, SharedMemory
 from .communication.transport import Transport
 from .options import ZeroOptions, check_floating
@@ -142,6 +143,8 @@ def estimate(
     reduce_scatter: bool = False,
     micro_batches: int = 1,
     shared_memory: bool = False,
+    fp8_communication: bool = False,
+    fp8_min_numel: int = 2048,
 ) -> Estimate:
     """What each of ``world_size`` ranks will hold, without any of them, and without allocating what it counts.
 
@@ -161,6 +164,7 @@ def estimate(
             ``LowLevelZeroOptimizer``.
         micro_batches: backwards before a step; after the first, reduced gradients are summed in fp32.
         shared_memory: the ranks are processes of one host on gloo, of which each keeps wires between steps.
+        fp8_communication, fp8_min_numel: the options, too; of a number of elements all or nothing travels in fp8.
 
     Raises:
         TypeError, ValueError: what can't be estimated; the message says which argument.
@@ -175,6 +179,8 @@ def estimate(
         forced_dtype=forced,
         cpu_offload=cpu_offload,
         master_weights=master_weights,
+        fp8_communication=fp8_communication,
+        fp8_min_numel=fp8_min_numel,
     )
     for name, number in (("world_size", world_size), ("micro_batches", micro_batches)):
         _check_count(name, number)
@@ -274,16 +280,19 @@ class _Bytes:
 
     def _masters(self, kind: Kind) -> int:
         master = self._setup.master_of(kind.dtype)
-        return kind.slices * master.itemsize if self._options.cpu_offload or master != kind.dtype else 0
+        apart = self._options.cpu_offload or master != kind.dtype or kind.fp8
+        return kind.slices * master.itemsize if apart else 0
 
     # ---- moments within a call ----
 
     def _in_backward(self, after: Held) -> Held:
         """The last bucket is packed: its gradients as backward left them, and its wire beside others under way."""
-        raw = 0
-        if not self._setup.plain:
-            raw = max((kind.rows * kind.widest * kind.dtype.itemsize for kind in self._kinds), default=0)
+        raw = 0 if self._setup.plain else max(map(self._raw, self._kinds), default=0)
         return replace(after, gradients=after.gradients + raw, wires=sum(map(self._reducing, self._kinds)))
+
+    def _raw(self, kind: Kind) -> int:
+        """What a wire is packed of, and with fp8 the wire that is then encoded."""
+        return kind.rows * kind.widest * (kind.dtype.itemsize + (kind.wire.itemsize if kind.fp8 else 0))
 
     def _in_step(self, after: Held) -> Held:
         """A part's gradients in the masters' dtype, which DDP needs of all masters at once, and rows under way."""
@@ -297,13 +306,16 @@ class _Bytes:
     def _reducing(self, kind: Kind) -> int:
         """Wires under way in a backward. (In stage 1 the backend leaves the sum in the wire: it is a gradient.)"""
         row_only = self._options.keeps_row_only
-        if self._ranks == 1 or not (row_only or self._setup.shared_memory):
+        if self._ranks == 1 or not (row_only or self._setup.shared_memory or kind.fp8):
             return 0
-        wire = kind.rows * kind.widest * travels_as(kind.wire, kind.rows < self._ranks, row_only).itemsize
+        sent = travels_as(kind.wire, kind.rows < self._ranks, row_only)
+        row = encoded_size(kind.widest) if kind.fp8 else kind.widest * sent.itemsize
         if not self._setup.shared_memory:
-            return min(Transport.in_flight + 1, kind.buckets) * wire
+            bytes_each = kind.rows * row * (2 if kind.fp8 else 1)  # fp8: the others' are there beside what is sent
+            return (min(Transport.in_flight + 1, kind.buckets) if row_only else kind.buckets) * bytes_each
         of_a_step = kind.buckets * self._setup.micro_batches
-        return min(_slots(SharedMemory.in_flight if row_only else kind.buckets), of_a_step) * rounded(wire)
+        slots = min(_slots(SharedMemory.in_flight if row_only else kind.buckets), of_a_step)
+        return slots * (rounded(kind.rows * row) + (rounded(row) if kind.fp8 and not row_only else 0))  # and its sums
 
     def _gathering(self, kind: Kind) -> int:
         """Wires under way in a step: of all rows, or, where others read it, of this rank's own."""
@@ -311,8 +323,10 @@ class _Bytes:
             return 0
         part, parts = _part(kind), -(-kind.body // _part(kind))
         if self._setup.shared_memory:
-            return min(_slots(IN_FLIGHT), parts) * rounded(part * kind.dtype.itemsize)
-        return kind.rows * min((IN_FLIGHT + 1) * part, kind.body) * kind.dtype.itemsize
+            sent = encoded_size(part) if kind.fp8 else part * kind.dtype.itemsize
+            return min(_slots(IN_FLIGHT), parts) * rounded(sent)
+        under_way = min((IN_FLIGHT + 1) * part, kind.body)
+        return kind.rows * (under_way * kind.dtype.itemsize + (encoded_size(under_way) if kind.fp8 else 0))
 
 
 def _slots(in_flight: int) -> int:

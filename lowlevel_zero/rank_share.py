@@ -51,6 +51,7 @@ class Kind(NamedTuple):
     Attributes:
         dtype, wire: of the parameters, and of what travels.
         rows: of the wires.
+        fp8: they travel as that; ``wire`` is what is packed, and what their sums are kept in.
         slices: of this rank's slices.
         body: of them with the fillers between them.
         row: of this rank's rows of the wires, flags included.
@@ -61,6 +62,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     wire: torch.dtype
     rows: int
+    fp8: bool = False
     slices: int = 0
     body: int = 0
     row: int = 0
@@ -88,7 +90,8 @@ def load_of_number(numel: int, optimizer: OptimizerLike, setup: Setup) -> Load:
     dtype = setup.options.forced_dtype or torch.float32
     body = -(-numel // setup.ranks)
     widest = -(-min(numel, setup.options.bucket_size) // setup.ranks)
-    kind = Kind(dtype, setup.wire_of(dtype), setup.ranks, body, body, body, widest, -(-body // widest))
+    fp8 = setup.options.in_fp8(numel, setup.ranks)
+    kind = Kind(dtype, setup.wire_of(dtype), setup.ranks, fp8, body, body, body, widest, -(-body // widest))
     state = state_sizes(_inner(optimizer), setup.master_of(dtype))[0]
     return Load([kind], body * state.per_element, 0)
 
@@ -127,17 +130,13 @@ def _placed(tensors: Sequence[Tensor], optimizer: OptimizerLike, dtype: torch.dt
 
 def _kinds(parameters: Sequence[_Parameter], setup: Setup) -> list[Kind]:
     wires = [setup.wire_of(p.dtype) for p in parameters]
-    wide = setup.options.pad_buckets_for_high_nccl_busbw
-    items = [
-        Item(EvenSplit(p.numel, setup.ranks), (p.dtype, wire), p.dtype == wire, alignment=alignment_of(wire, wide))
-        for p, wire in zip(parameters, wires, strict=True)
-    ]
+    items = [_item(p, wire, setup) for p, wire in zip(parameters, wires, strict=True)]
     plan = make_plan(items, range(len(items))[::-1], setup.options.bucket_size)
-    kinds: dict[tuple[torch.dtype, torch.dtype, int], Kind] = {}
+    kinds: dict[tuple[torch.dtype, torch.dtype, int, bool], Kind] = {}
     for bucket in plan.buckets:
         if bucket.members:
             first = bucket.members[0]
-            key = (parameters[first].dtype, wires[first], bucket.compact or setup.ranks)
+            key = (parameters[first].dtype, wires[first], bucket.compact or setup.ranks, bucket.fp8)
             kind = kinds.get(key, Kind(*key))
             kinds[key] = kind._replace(
                 slices=kind.slices + sum(bucket.sizes),
@@ -147,3 +146,9 @@ def _kinds(parameters: Sequence[_Parameter], setup: Setup) -> list[Kind]:
                 buckets=kind.buckets + 1,
             )
     return list(kinds.values())
+
+
+def _item(p: _Parameter, wire: torch.dtype, setup: Setup) -> Item:
+    fp8 = setup.options.in_fp8(p.numel, setup.ranks)
+    alignment = alignment_of(wire, setup.options.pad_buckets_for_high_nccl_busbw)
+    return Item(EvenSplit(p.numel, setup.ranks), (p.dtype, wire, fp8), p.dtype == wire, fp8, alignment)

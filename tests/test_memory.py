@@ -20,7 +20,8 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.transport import Native
-from lowlevel_zero.memory import Estimate, Held, estimate, held_bytes
+from lowlevel_zero.memory import Estimate, Held, _Bytes, estimate, held_bytes
+from lowlevel_zero.rank_share import Setup, load_of_parameters
 from lowlevel_zero.state_sizes import NAMES, state_sizes
 from ranks import run_ranks
 
@@ -81,6 +82,9 @@ CASES = (
     Case(BF16, options={"master_weights": False, "cpu_offload": True}),
     Case(BF16, options={"communication_dtype": FP32, **STAGE2}),
     Case(FP32, options={"communication_dtype": BF16}),
+    Case(FP32, options={"fp8_communication": True, "fp8_min_numel": 300}),
+    Case(BF16, momentum, 2, {"fp8_communication": True, "fp8_min_numel": 0, **STAGE2}),
+    Case(FP32, sgd, options={"fp8_communication": True, "communication_dtype": BF16, "cpu_offload": True}),
 )
 
 
@@ -113,7 +117,7 @@ def test_it_is_what_runs_hold(world_size: int) -> None:
             for owner in OWNERS:
                 for moment, held in ((told.after_backward, after_backward), (told.after_step, after_step)):
                     assert getattr(moment, owner) == pytest.approx(held[owner], rel=0.01), (case, owner)
-            assert after_step["wires"] <= told.wires + 2**13, case  # wires of flags alone, two pages
+            assert after_step["wires"] <= told.wires + 2**14, case  # flags alone and a few numbers: four pages
 
 
 def test_stage_0_is_ddp() -> None:
@@ -179,6 +183,37 @@ def test_wires_under_way() -> None:
     assert stage2 == pytest.approx(in_backward, rel=0.05)
     assert in_backward == pytest.approx(4 * 2 * layer * 4, rel=0.05)
     assert stage1 == in_step == layers * layer * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_wires_of_fp8_under_way(stage: int) -> None:
+    """What a rank hands out, and what it is handed; in stage 1 nothing is summed before all of it has left."""
+    layer, layers = 64 * 64, 12
+    options: dict[str, Any] = {"reduce_bucket_size": 2 * layer, "fp8_communication": True}
+
+    def work(rank: int, world_size: int) -> tuple[int, int]:
+        alive = Alive()
+        swap = Native.swap
+
+        def watched(group: Native, wire: Tensor) -> Any:
+            pending = swap(group, wire)
+            for each in pending.tensors:
+                alive.watch(each)
+            return pending
+
+        Native.swap = watched  # type: ignore[method-assign]  # in this forked rank
+        _Done.is_completed = lambda work: False
+        with fake_world(8):
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers)))
+            optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), partition_grad=stage == 2, **options)
+            optimizer.backward(model(torch.ones(1, 64)).sum())
+        setup = Setup(8, optimizer._options, micro_batches=1, plain=False, shared_memory=False)
+        load = load_of_parameters(list(model.parameters()), "sgd", setup)
+        return sum(map(_Bytes(setup, load)._reducing, load.kinds)), alive.most
+
+    ((told, held),) = run_ranks(work, 1, init=False)
+    under_way = 4 if stage == 2 else layers // 2
+    assert told == held == under_way * 2 * 8 * (2 * layer // 8 + 4)
 
 
 # Formulas
@@ -320,6 +355,8 @@ def test_the_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert {len(row) for row in rows if row} == {len(rows[0])}
     assert main(["plan", "--params", "7B", "--world-size", "8", "64"]) == 0
     assert capsys.readouterr().out == told
+    assert main(["plan", "--params", "7B", "--world-size", "8", "--stage", "2", "--dtype", "fp32", "--fp8"]) == 0
+    assert "3.26" in capsys.readouterr().out  # masters, which are no rows of what fp8 rounds
 
 
 def test_the_plan_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     told = "with cpu_offload alone, or without (both)"
     parser.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=told)
     parser.add_argument("--communication-dtype", help="of gradients on the wire (the parameters')")
+    parser.add_argument("--fp8", action="store_true", help="with fp8_communication")
     parser.add_argument("--no-master-weights", action="store_true", help="step 16-bit slices as they are")
     parser.add_argument("--bucket-size", metavar="N", default="1048576", help="elements (%(default)s)")
     parser.add_argument("--micro-batches", metavar="N", default="1", help="backwards before a step (%(default)s)")
@@ -53,6 +54,7 @@ def _plan(options: argparse.Namespace) -> None:
             cpu_offload=offload,
             master_weights=not options.no_master_weights,
             communication_dtype=options.communication_dtype,
+            fp8_communication=options.fp8,
             reduce_bucket_size=whole_number("--bucket-size", options.bucket_size),
             micro_batches=whole_number("--micro-batches", options.micro_batches),
         )
