@@ -98,9 +98,7 @@ class Guard:
                 record.check_gradient(p.grad)
 
     def _regrouped(self) -> None:
-        expected: list[list[Tensor]] = [[] for _ in self._parameters.groups]
-        for record in self._parameters:
-            expected[record.group].append(record.p32)
+        expected = self._parameters.slices
         groups = self._optim.param_groups
         if len(groups) != len(expected):
             raise RuntimeError(

@@ -386,11 +386,12 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             self._families.clear()
         else:
             self._families.zero()
-        for p in (p for members in self._parameters.groups for p in members):
-            if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad.detach_().zero_()
+        for members in self._parameters.groups:
+            for p in members:
+                if set_to_none:
+                    p.grad = None
+                elif p.grad is not None:
+                    p.grad.detach_().zero_()
 
 
 def _raw_unit(unit: float, scaler: LossScaler | None) -> float | Tensor:

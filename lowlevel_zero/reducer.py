@@ -40,7 +40,8 @@ DOUBLE_REDUCTION = (
     "beside those that are the caller's to edit: call synchronize() after the last backward of a step"
 )
 
-_current_graph_task = torch._C._current_graph_task_id  # looked up once: it is asked for every gradient
+# Stand for optimizers whose ``backward`` runs, the innermost last.
+_driving: list[object] = []
 
 
 class _BackwardCount(threading.local):
@@ -65,7 +66,6 @@ class Reducer:
         sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
     """
 
-    _driving: ClassVar[list[object]] = []
     _backwards: ClassVar[_BackwardCount] = _BackwardCount()
 
     def __init__(
@@ -78,6 +78,7 @@ class Reducer:
         driver: object = None,
     ) -> None:
         self._streams = streams
+        self._several_streams = streams.several
         self._driver = driver or object()
         self._family = family
         self._records = parameters.families[family]
@@ -93,6 +94,7 @@ class Reducer:
         gradients.counts = not self._on_host
         self._hooks: list[RemovableHandle] = []
         self._graph_task = -1
+        self._ends_matter = True
         self._nested_seen = False
         self._watch_late = True
         self._bare = True
@@ -154,7 +156,8 @@ class Reducer:
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a round of its own, after one that an error may have left open."""
         reached = self._forecast.reached(loss, inputs) if self.sync and self._forecast.on else None
-        self._driving.append(self._driver)
+        _driving.append(self._driver)
+        self._ends_matter = not self._on_host  # there they tell of nested backwards
         self.rounds.paced = not self._uneven
         self._backwards.value += 1
         if self.sync:
@@ -164,8 +167,9 @@ class Reducer:
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the round stays open, for ``zero_grad`` to discard."""
-        self._driving.remove(self._driver)
-        self.rounds.paced = self._driver in self._driving and not self._uneven
+        _driving.remove(self._driver)
+        self._ends_matter = True
+        self.rounds.paced = self._driver in _driving and not self._uneven
         if self.sync and not failed:
             self.rounds.close()
             self._forecast.lacked |= self.rounds.lacking
@@ -173,29 +177,37 @@ class Reducer:
 
     def arrive(self, record: ShardedParameter) -> None:
         """A gradient has been accumulated into ``p.grad``."""
-        if self._streams.several:
+        if self._several_streams:
             self._streams.produced()
         record.arrived = True
-        if not self.sync or (self._driving and self._driving[-1] is not self._driver):
+        if not self.sync or (_driving and _driving[-1] is not self._driver):
             return
-        if self._gradients.exposed:
-            record.p.grad = None
-            raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
         if not self._buckets.open:
-            self._uneven = True
-            self.rounds.paced = False
-            self._refuse_unscaled(record)
-            self._open()
-        task = _current_graph_task()
-        if task != self._graph_task:
-            self._graph_task = task
-            Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
+            self._open_bare(record)
+        if self._ends_matter:
+            self._watch_graph_task()
         if self._buckets.arrive(record) and self._overlaps:
             self.rounds.start_ready()
 
+    def _open_bare(self, record: ShardedParameter) -> None:
+        """The first gradient of a bare ``loss.backward()`` has come, or of one that nobody expects."""
+        if self._gradients.exposed:
+            record.p.grad = None
+            raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
+        self._uneven = True
+        self.rounds.paced = False
+        self._refuse_unscaled(record)
+        self._open()
+
+    def _watch_graph_task(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
+
     def _refuse_unscaled(self, record: ShardedParameter) -> None:
         """A bare backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
-        if self._half and self._driver not in self._driving:
+        if self._half and self._driver not in _driving:
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
@@ -206,7 +218,7 @@ class Reducer:
         """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the round."""
         if torch._C._current_autograd_node() is not None:
             self._nested_seen = True
-        elif self._driver not in self._driving and not self._waits_its_turn:
+        elif self._driver not in _driving and not self._waits_its_turn:
             self.rounds.close()
 
     @property
@@ -265,7 +277,7 @@ class Reducer:
         if self._forecast.on:
             self._join_rounds(call, with_leftovers)
             return
-        leftovers = with_leftovers and any(record.p.grad is not None for record in self._records)
+        leftovers = with_leftovers and len(self.rounds.leftovers()) > 0
         said = [self.rounds.closed + leftovers, self._forecast.lacked, *call.words(self._group)]
         most, lacked, *called = self._group.largest(said)
         call.settle(called, self._group)

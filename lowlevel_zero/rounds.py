@@ -111,7 +111,7 @@ class Rounds:
     def leftovers(self) -> list[int]:
         """What can travel of that which ``p.grad`` holds."""
         bucket_of = self.plan.bucket_of
-        return [record.index for record in self._records if bucket_of[record.index] >= 0 and record.p.grad is not None]
+        return [record.index for record in self._records if record.p.grad is not None and bucket_of[record.index] >= 0]
 
     def start_ready(self) -> None:
         """Start what is complete, if the ranks' choice of what travels is known."""

@@ -33,16 +33,16 @@ PART = 2**19
 
 
 class Part(NamedTuple):
-    """Buckets of a family that are stepped together, and those of their parameters that worked."""
+    """Buckets of a family that are stepped together, each with what worked of it, and all that worked."""
 
     family: Family
-    sums: list[GradientSum]
+    sums: list[tuple[GradientSum, list[ShardedParameter]]]
     records: list[ShardedParameter]
 
     @property
     def elements(self) -> int:
         """Of this rank's slices."""
-        return sum(total.row.numel() for total in self.sums)
+        return sum(total.row.numel() for total, _ in self.sums)
 
 
 def steps_in_parts(optim: Optimizer) -> bool:
@@ -88,11 +88,10 @@ class Stepper:
         parts = [part for family in self._families for part in self._parts(family)]
         with _fused(self._optim, self._on_host), _scaling(self._optim, scale) as by_optimizer:
             for part in parts:
-                for total in part.sums:
+                for total, working in part.sums:
                     if norm is not None:
                         norm.add(total.measure)
-                    gradients = part.family.gradients
-                    gradients.hand_over(total, gradients.working(total), scale, by_optimizer)
+                    part.family.gradients.hand_over(total, working, scale, by_optimizer)
                 if in_parts:
                     self._step_part(part.records)
                     part.family.gathers.start(part.records)
@@ -118,9 +117,9 @@ class Stepper:
             records = family.gradients.working(total)
             last = parts[-1] if parts else None
             if last is None or last.elements >= PART or last.records[0].kind != records[0].kind:
-                parts.append(Part(family, [total], records))
+                parts.append(Part(family, [(total, records)], list(records)))
             else:
-                last.sums.append(total)
+                last.sums.append((total, records))
                 last.records.extend(records)
         return parts
 

@@ -231,6 +231,26 @@ def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on() 
         assert later[0] == later[1] < first
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+@over_stages
+@pytest.mark.parametrize("bucket_size", [1, 100], ids=["in place", "packed"])
+def test_gradients_that_come_with_a_graph_are_reduced_without_it(bucket_size: int, stage: str) -> None:
+    def train(rank: int, world_size: int) -> tuple[list[bool], list[float]]:
+        bias, weight = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))
+        optimizer = LowLevelZeroOptimizer(
+            torch.optim.SGD([bias, weight], lr=1.0), reduce_bucket_size=bucket_size, **STAGES[stage]
+        )
+        (((bias**3).sum() + (weight**3).sum()) * (rank + 1)).backward(create_graph=True)
+        hangs = [held.requires_grad for held in optimizer._families.gradients_held()]
+        optimizer.step()
+        return hangs, [*bias.tolist(), *weight.flatten().tolist()]
+
+    for hangs, values in run_ranks(train, 2):
+        assert hangs
+        assert not any(hangs)
+        assert values == [1 - 3 * 1.5] * 8
+
+
 # A device's hosts don't wait to agree in every step: there the wires alone tell of a late gradient.
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,9 @@ from .wire import pack, travels_as
 
 # Narrowed plans that are kept: few sets of parameters come again and again, or ever new ones.
 _PLANS_KEPT = 64
+
+# In place of the position of the bucket that waits for a gradient: none does, or not any more.
+_UNAWAITED, _SEEN = -1, -2
 
 
 class Reduction(NamedTuple):
@@ -110,11 +113,9 @@ class BucketStore:
         self.contributed = 0
         self._next = 0
         self._round = None
-        self._has_gradient: list[bool] = [False] * len(self._records)
-        self._seen = [False] * len(self._records)
-        self._expected = [expected is None] * len(self._records)
-        for index in expected or ():
-            self._expected[index] = True
+        self._expected = expected
+        self._awaited = [_UNAWAITED] * len(self._records)
+        self._lacking: set[int] = set()
 
     def choose(self, used: bytes | None = None) -> None:
         """Let those parameters travel in this round whose byte isn't 0.
@@ -124,10 +125,14 @@ class BucketStore:
         if used is None:
             self._round = self.plan
             self._missing = [len(bucket.members) for bucket in self.plan.buckets]
-            return
-        self._round = self._plan_of(used)
-        self._missing = [sum(map(self._is_awaited, bucket.members)) for bucket in self._round.buckets]
-        self.late = [index for index in self.arrivals if self._round.bucket_of[index] < 0]
+            self._awaited = list(self.plan.bucket_of)
+        else:
+            self._round = self._plan_of(used)
+            self._await(self._expected or ())
+            self.late = [index for index in self.arrivals if self._round.bucket_of[index] < 0]
+        for record in self._records:
+            if record.repeats and self._awaited[record.index] >= 0:
+                self._awaited[record.index] = _UNAWAITED
 
     def _plan_of(self, used: bytes) -> BucketPlan:
         if used not in self._narrowed:
@@ -137,9 +142,18 @@ class BucketStore:
             self._narrowed[used] = plan if plan.bucket_of != self.plan.bucket_of else self.plan
         return self._narrowed[used]
 
-    def _is_awaited(self, index: int) -> bool:
-        """Whether its bucket waits for a gradient of this parameter; for all of backward where it may come again."""
-        return self._expected[index] and (self._records[index].repeats or not self._seen[index])
+    def _await(self, indices: Iterable[int]) -> None:
+        """Let buckets wait for these, of which some may have come; for all of backward where they may come again."""
+        assert self._round is not None
+        seen = set(self.arrivals)
+        self._missing = [0] * len(self._round.buckets)
+        for index in indices:
+            position = self._round.bucket_of[index]
+            if position >= 0 and (self._records[index].repeats or index not in seen):
+                self._missing[position] += 1
+                self._awaited[index] = position
+        for index in seen:
+            self._awaited[index] = _SEEN
 
     def arrive(self, record: ShardedParameter) -> bool:
         """Note that backward has a gradient for a parameter; whether that may let a bucket start.
@@ -148,20 +162,25 @@ class BucketStore:
         the first if the bucket hasn't started, else for a further round, which the "late" flag asks for.
         """
         index = record.index
+        position = self._awaited[index]
+        if position < 0:
+            return self._arrive_unawaited(record)
+        self._awaited[index] = _SEEN
+        self.arrivals.append(index)
+        self._missing[position] -= 1
+        return self._missing[position] == 0
+
+    def _arrive_unawaited(self, record: ShardedParameter) -> bool:
+        index = record.index
         if self.plan.bucket_of[index] < 0:
             return False
-        if self._seen[index]:
+        if self._awaited[index] == _SEEN:
             record.repeats = True
         else:
-            self._seen[index] = True
+            self._awaited[index] = _SEEN
             self.arrivals.append(index)
-            if not self._expected[index]:
+            if self._expected is not None and index not in self._expected:
                 self.unexpected.append(index)
-            elif self._round is not None and not record.repeats:
-                position = self._round.bucket_of[index]
-                if position >= self._next:
-                    self._missing[position] -= 1
-                    return self._missing[position] == 0
         if self._round is None:
             return True
         if self._round.bucket_of[index] < self._next:
@@ -217,6 +236,7 @@ class BucketStore:
 
     # ---- starting one bucket ----
 
+    @torch.no_grad()  # gradients may have come with a graph of their own
     def _start(self, bucket: Bucket) -> None:
         with self._streams.home(join=False):
             self._start_at_home(bucket)
@@ -225,10 +245,9 @@ class BucketStore:
         self._next = bucket.position + 1
         gradients = [self._records[index].take_gradient() for index in bucket.members]
         self._streams.borrow(gradients)
-        for index, gradient in zip(bucket.members, gradients, strict=True):
-            if gradient is not None:
-                self._records[index].worked = self._has_gradient[index] = True
-                self.contributed += 1
+        lacking = [index for index, gradient in zip(bucket.members, gradients, strict=True) if gradient is None]
+        self._lacking.update(lacking)
+        self.contributed += len(gradients) - len(lacking)
         wire = self._wire_in_place(bucket, gradients)
         if wire is None:
             wire = self._packed_wire(bucket, gradients)
@@ -250,7 +269,7 @@ class BucketStore:
         gradient = gradients[0] if may else None
         if gradient is None or gradient.dtype != self._records[bucket.members[0]].wire_dtype:
             return None
-        return gradient.view(self._group.size, bucket.row)
+        return gradient.detach().view(self._group.size, bucket.row)
 
     def _packed_wire(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
         """A fresh wire with the gradients, zeros for those that aren't there and between, and the flags of the wire."""
@@ -278,8 +297,9 @@ class BucketStore:
 
     def _lower_flags(self, bucket: Bucket, wire: Tensor) -> None:
         """Flags were packed as ones: zero the columns of what isn't so. Launches nothing when all is there."""
-        for column, index in enumerate(bucket.flags, start=bucket.body):
-            if not self._has_gradient[index]:
-                wire[:, column].zero_()
+        if self._lacking:
+            for column, index in enumerate(bucket.flags, start=bucket.body):
+                if index in self._lacking:
+                    wire[:, column].zero_()
         if bucket.last and not self.late:
             wire[:, bucket.late].zero_()

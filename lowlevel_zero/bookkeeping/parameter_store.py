@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ class ShardedParameter:
         name: as ``model.named_parameters()`` calls it, for messages.
         group: index of its param group.
         family: number of the shard family it belongs to, whose ranks share it.
+        is_flat: ``p`` is 1-D.
         split: how its elements are shared.
         rank: the rank whose row is ours.
         wire_dtype: the dtype in which its gradient travels, or, with ``fp8``, its sum is kept.
@@ -74,6 +75,7 @@ class ShardedParameter:
         "fp8",
         "group",
         "index",
+        "is_flat",
         "name",
         "p",
         "p32",
@@ -103,6 +105,7 @@ class ShardedParameter:
     ) -> None:
         self.index, self.group, self.name, self.family = place
         self.p = p
+        self.is_flat = p.dim() == 1
         self.split = split
         self.rank = rank
         self.wire_dtype = wire_dtype or p.dtype
@@ -242,22 +245,24 @@ class ShardedParameter:
         return own
 
     def take_gradient(self) -> Tensor | None:
-        """Move ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None if there is none."""
+        """Move ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None if there is none.
+
+        One that came with a graph may still hang on it.
+        """
         gradient = self.p.grad
         if gradient is None:
             return None
-        self._check_dense(gradient)
+        if gradient.layout is not torch.strided:
+            self._refuse_sparse(gradient)
         self.p.grad = None
+        self.worked = True
         self.arrived = False
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        if gradient.dim() == 1 and gradient.is_contiguous():
-            return gradient
-        return self.flatten(gradient)
+        return gradient if self.is_flat else self.flatten(gradient)
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise ``RuntimeError`` unless ``p.grad`` can be reduced: dense, and from a backward or instead of one."""
-        self._check_dense(gradient)
+        if gradient.layout is not torch.strided:
+            self._refuse_sparse(gradient)
         if self.worked and not self.arrived:
             raise RuntimeError(
                 f"{self.name}: expected no p.grad after backward, which has taken it to its slices, got one that was "
@@ -265,12 +270,11 @@ class ShardedParameter:
                 "lowlevel_zero.accessors.safe_set_full_grad"
             )
 
-    def _check_dense(self, gradient: Tensor) -> None:
-        if gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
-                "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
-            )
+    def _refuse_sparse(self, gradient: Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
+            "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
+        )
 
     def drop_gradient(self) -> None:
         """Forget ``g``."""
@@ -293,6 +297,7 @@ class ParameterStore:
         records: the trainable parameters, in order of registration; empty ones included.
         families: the same by family; a record's ``index`` is its place there.
         groups: each param group's parameters, frozen ones included: the order a state dict counts in.
+        slices: each param group's master slices.
     """
 
     def __init__(self, shard_groups: Sequence[ShardGroup], family_of: Mapping[Tensor, int] | None = None) -> None:
@@ -301,6 +306,7 @@ class ParameterStore:
         self.records: list[ShardedParameter] = []
         self.families: list[list[ShardedParameter]] = [[] for _ in shard_groups]
         self.groups: list[list[nn.Parameter]] = []
+        self.slices: list[list[Tensor]] = []
         self._frozen: list[nn.Parameter] = []
         self._record_of: dict[Tensor, ShardedParameter] = {}
         self._record_of_slice: dict[Tensor, ShardedParameter] = {}
@@ -321,6 +327,7 @@ class ParameterStore:
         """Enter a record whose ``p32`` has its final form."""
         self.records.append(record)
         self.families[record.family].append(record)
+        self.slices[record.group].append(record.p32)
         self._record_of[record.p] = record
         self._record_of_slice[record.p32] = record
 
@@ -333,6 +340,7 @@ class ParameterStore:
         taken = set(members)
         self.groups = [[p for p in group if p not in taken] for group in self.groups]
         self.groups.append(members)
+        self.slices.append([])
         self._frozen = [p for group in self.groups for p in group if not (p.requires_grad or p in self._record_of)]
 
     def find(self, p: Tensor) -> ShardedParameter | None:

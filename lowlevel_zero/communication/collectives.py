@@ -206,7 +206,7 @@ class ShardGroup:
         nothing but padding, ``rows`` may be the first ones alone; they travel by an all-reduce, or what is worth one.
         """
         few = len(rows[0]) < self.size
-        layout = laid_out([each.shape[1] for each in rows], END_TO_END if few else alignment)
+        layout = laid_out([each.numel() for each in own], END_TO_END if few else alignment)
         columns = layout.columns + (layout.tail if len(rows) > 1 else 0)
         if few:
             self._note_sent("gather", -(-len(rows[0]) * columns * rows[0].dtype.itemsize // self.size), times=2)
