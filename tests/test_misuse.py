@@ -1033,7 +1033,8 @@ TABLE = [*ORDER, *OBJECTS, *RANKS, *MODELS, *EDITS, *COPIES, *PROCESSES]
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("wrong", TABLE, ids=lambda wrong: wrong.what)
-def test_wrong_calls(wrong: Wrong, world_size: int) -> None:
+def test_wrong_calls(wrong: Wrong, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some save
     try_out(wrong, world_size)
 
 
