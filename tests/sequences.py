@@ -59,13 +59,13 @@ class Phase:
 
     Attributes:
         options: those that change no numbers.
-        levels: four ranks are two times two.
+        levels: four ranks are two times two: "both" share each parameter, or with "hybrid" those of the inner one.
     """
 
     calls: tuple[Call, ...]
     world_size: int = 2
     options: dict[str, Any] = field(default_factory=dict)
-    levels: bool = False
+    levels: str = "none"
     shared_memory: bool = True
     by: str = "state_dict"
 
@@ -377,10 +377,11 @@ def play_rank(rank: int, world_size: int, case: Case, at: int, left: Left | None
 
 
 def _levels(phase: Phase) -> dict[str, Any]:
-    if not phase.levels or phase.world_size < 4:
+    if phase.levels == "none" or phase.world_size < 4:
         return {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return {"dp_process_group": (mesh.get_group("outer"), mesh.get_group("inner"))}
+    groups = (mesh.get_group("outer"), mesh.get_group("inner"))
+    return {"dp_process_group": groups, "hybrid_shard": phase.levels == "hybrid"}
 
 
 class Rank:

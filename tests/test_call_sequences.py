@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn, most_calls: int = 14) -> Case:
             (*draw(st.lists(calls, max_size=most_calls)), Call(), Call("step")),
             draw(st.sampled_from([2, 1, 3, 4])),
             draw(options(rounded)),
-            draw(st.booleans()),
+            draw(st.sampled_from(["none", "both", "hybrid"])),
             draw(st.sampled_from([True, False])),
             draw(st.sampled_from(["state_dict", "checkpoint"])),
         )
