@@ -106,6 +106,9 @@ READERS: dict[str, Callable[[nn.Linear], Tensor]] = {
     "a functional call": lambda layer: (
         torch.func.functional_call(layer, dict(layer.named_parameters()), torch.eye(3)).T - layer.bias[:, None]
     ),
+    "another parameter": lambda layer: nn.Parameter(layer.weight),
+    "another class": lambda layer: layer.weight.as_subclass(Tensor),
+    "a fake copy": lambda layer: _faked(layer),
     "an average": lambda layer: torch.optim.swa_utils.AveragedModel(layer).module.weight,
 }
 
@@ -115,6 +118,14 @@ def _saved_and_loaded(layer: nn.Linear) -> Tensor:
     torch.save(layer.state_dict(), file)
     file.seek(0)
     return torch.load(file, weights_only=True)["weight"]
+
+
+def _faked(layer: nn.Linear) -> Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        mode.from_tensor(layer.weight)
+    return layer.weight
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -276,5 +287,32 @@ def test_compiled_code_stays_whole(overlap: bool) -> None:
         assert not counters["graph_break"]
         for p, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, other)
+
+    run_ranks(work, 2)
+
+
+def test_a_model_may_be_compiled_while_its_parameters_are_on_their_way() -> None:
+    def work(_rank: int, _size: int) -> None:
+        from torch._dynamo.utils import counters
+
+        torch.manual_seed(0)
+        model = Odd()
+        plain = copy.deepcopy(model)
+        optimizer, other = sharded(model), sharded(plain, overlap=False)
+        forward: Callable[[Tensor], Tensor] = model
+        for step in range(6):
+            tokens = torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(step))
+            if step == 2:
+                assert type(model.norm.weight) is AwaitedParameter
+                forward = torch.compile(lambda tokens: model(tokens), backend="eager", fullgraph=True)
+            optimizer.backward(forward(tokens))
+            optimizer.step()
+            optimizer.zero_grad()
+            other.backward(plain(tokens))
+            other.step()
+            other.zero_grad()
+        assert counters["stats"]["unique_graphs"] == 1
+        for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, expected)
 
     run_ranks(work, 2)

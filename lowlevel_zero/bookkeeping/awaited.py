@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def _of(name: str) -> Any:
@@ -43,6 +44,8 @@ _HARMLESS = frozenset(
 
 _waits: dict[Tensor, Callable[[], None]] = {}
 
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+
 
 class AwaitedParameter(nn.Parameter):
     """A parameter until its new values are there; then it is an ``nn.Parameter`` again."""
@@ -57,7 +60,14 @@ class AwaitedParameter(nn.Parameter):
             for p in list(_awaited_in([args, kwargs])):
                 wait_for(p)
         with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+                return nn.Parameter(args[0])  # it took us for a class of tensors, whose detach returns their own
             return func(*args, **kwargs)
+
+    def as_subclass(self, cls: type[_Tensor]) -> _Tensor:
+        """Of the new values; torch's own asks no ``__torch_function__``."""
+        wait_for(self)
+        return self.as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the new values."""
@@ -77,6 +87,7 @@ def can_be_awaited(p: Tensor) -> bool:
 
 def let_await(parameters: Iterable[Tensor], wait: Callable[[], None]) -> None:
     """Have ``wait`` called before anybody reads one of ``parameters``; it has to call ``arrived``."""
+    _let_compiler_wait()
     for p in parameters:
         _waits[p] = wait
         p.__class__ = AwaitedParameter
@@ -93,7 +104,9 @@ def wait_for(p: Tensor) -> None:
     """Return when ``p`` may be read."""
     wait = _waits.get(p)
     if wait is not None:
-        wait()
+        # A mode of the reader's (FakeTensorMode, a default device) isn't meant for what we do.
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            wait()
 
 
 def _awaited_in(values: Any) -> Iterator[AwaitedParameter]:
@@ -110,4 +123,25 @@ def _awaited_in(values: Any) -> Iterator[AwaitedParameter]:
 def _compiler_at_work() -> bool:
     """Whether ``torch.compile`` has compiled something: its code would be made anew for a parameter's other class."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and any(dynamo.counters.get(kind) for kind in ("frames", "stats"))
+    return _compiling.seen or (dynamo is not None and any(dynamo.counters.get(kind) for kind in ("frames", "stats")))
+
+
+class _Compiling:
+    """Waits for all parameters before ``torch.compile`` looks at any, and remembers that it has been at work."""
+
+    seen = False
+
+    def __call__(self, *_: Any) -> None:
+        self.seen = True
+        for p in list(_waits):
+            wait_for(p)
+
+
+_compiling = _Compiling()
+
+
+def _let_compiler_wait() -> None:
+    """``torch.optim`` has imported it by now, if anybody does; ``torch._dynamo.reset`` forgets callbacks."""
+    dynamo = sys.modules.get("torch._dynamo.callback")
+    if dynamo is not None and _compiling not in dynamo.callback_handler.start_callbacks:
+        dynamo.callback_handler.register_start_callback(_compiling)
