@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ..assignment import add_companions, agree_apart
-from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter, flat_in_memory_order
+from ..assignment import agree_apart
+from ..bookkeeping.parameter_store import ShardedParameter, flat_in_memory_order
 from ..communication.collectives import ShardGroup
 from ..construction import together
 from ..flat_shards import FlatShards, local_part
@@ -19,30 +19,13 @@ from ..global_names import Expert, GlobalNames, check_same_experts
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
 from ..sharded_state import ShardedState
+from .held import Entry, held_by, without_values
 from .manifest import Manifest, SavedTensor
 
 T = TypeVar("T")
 
 # torch 2.4 takes the first rank of a group for rank 0.
 LED_BY_ANY_RANK = hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank")
-
-_EXTRA = "_extra_state"
-
-
-class Entry(NamedTuple):
-    """A parameter or persistent buffer of the model.
-
-    Attributes:
-        tensor: it.
-        record: the optimizer's, if it is trained by it.
-        saved: how it is described in a manifest.
-        family: of the ranks that share it.
-    """
-
-    tensor: Tensor
-    record: ShardedParameter | None
-    saved: SavedTensor
-    family: int
 
 
 class Told(NamedTuple):
@@ -64,7 +47,7 @@ class Told(NamedTuple):
 class Contents:
     """The tensors of a model by name, and the optimizer's state with the same names.
 
-    To be used when all ranks have met (``meet``). Then names are global ones.
+    Complete when all ranks have met (``meet``). Names are global ones.
 
     Args:
         model: the module; a wrapper (a compiled or boosted one) stands for what it wraps.
@@ -84,34 +67,12 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-        self.model = _unwrapped(model)
         self.group: ShardGroup = optimizer._group
         self.groups: Sequence[ShardGroup] = optimizer._parameters.shard_groups
-        self.entries: dict[str, Entry] = {}
-        self.tied: dict[str, str] = {}
         self.told: list[Told] = []
         self._optimizer = optimizer
-        self._families = _families(self.model, optimizer._parameters)
         self._shards = [FlatShards(group) for group in self.groups]
-        self._names: dict[Tensor, str] = {}
-        group_of: dict[Tensor, int] = {
-            p: at for at, members in enumerate(optimizer._parameters.groups) for p in members
-        }
-        for name, tensor, is_buffer in _tensors(self.model):
-            if tensor in self._names:
-                self.tied[name] = self._names[tensor]
-            else:
-                self._names[tensor] = name
-                record, family = optimizer._parameters.find(tensor), self._families.get(tensor, 0)
-                self.entries[name] = Entry(
-                    tensor, record, _described(name, tensor, record, group_of.get(tensor), is_buffer), family
-                )
-        for p in group_of:
-            if p not in self._names:
-                raise ValueError(
-                    f"model: expected all parameters of the optimizer in it, but a {tuple(p.shape)} one isn't: pass "
-                    "the module that holds them all (an nn.ModuleDict of several)"
-                )
+        self._held = held_by(model, optimizer._parameters)
 
     def meet(self, doing: str) -> None:
         """Learn what other ranks have, where they have different experts. Communicates then: every rank calls it.
@@ -124,18 +85,16 @@ class Contents:
         """
         if len(self.groups) > 1:
             agree_apart(self.groups, [self.lines(family) for family in range(1, len(self.groups))], doing)
-        modules = self._with_extra_state()
-        families = {name: entry.family for name, entry in self.entries.items()}
-        families |= {alias: families[name] for alias, name in self.tied.items()}
-        families |= {name: self._family_of(module) for name, module in modules.items()}
-        names = GlobalNames(self.groups, families)
+        held, names = self._held, GlobalNames(self.groups, self._held.families)
         self.experts: dict[str, Expert] = names.experts
-        self.entries = {names[name]: entry for name, entry in self.entries.items()}
-        self.tied = {names[alias]: names[name] for alias, name in self.tied.items()}
-        self._extra = {names[name]: module for name, module in modules.items()}
-        self.state: ShardedState = self._optimizer.sharded_state({p: names[name] for p, name in self._names.items()})
+        self.entries = {names[name]: entry for name, entry in held.entries.items()}
+        self.tied = {names[alias]: names[name] for alias, name in held.tied.items()}
+        self._stateful = {names[name]: module for name, module in held.stateful.items()}
+        self.state: ShardedState = self._optimizer.sharded_state(
+            {entry.tensor: name for name, entry in self.entries.items()}
+        )
         if len(self.groups) > 1:
-            led = {names[name] for name, family in families.items() if family and self.groups[family].place == 0}
+            led = {names[name] for name, family in held.families.items() if family and self.groups[family].place == 0}
             with together(self.group, doing):
                 own = self._own_told(led)
             self.told = self.group.exchange(own)
@@ -144,19 +103,13 @@ class Contents:
         return Told(
             {name: entry.saved for name, entry in self.entries.items() if name in led},
             {alias: name for alias, name in self.tied.items() if name in led},
-            {name: keys for name, keys in self._own_states().items() if name in led},
-            {name: module.get_extra_state() for name, module in self._extra.items() if name in led},
+            {name: keys for name, keys in _keys(self.state.tensors()).items() if name in led},
+            {name: module.get_extra_state() for name, module in self._stateful.items() if name in led},
         )
 
     def lines(self, family: int) -> list[str]:
         """What has to be alike on all ranks of a family."""
-        return [f"{name} {entry.saved}" for name, entry in self.entries.items() if entry.family == family]
-
-    def _family_of(self, module: nn.Module) -> int:
-        """That of all its tensors."""
-        tensors = (*module.parameters(), *module.buffers())
-        families = {self._families.get(tensor, 0) for tensor in tensors}
-        return families.pop() if len(families) == 1 else 0
+        return [f"{name} {entry.saved}" for name, entry in self._held.entries.items() if entry.family == family]
 
     # ---- what is saved ----
 
@@ -169,16 +122,9 @@ class Contents:
         """Every rank's other names."""
         return _with_others(self.tied, (told.tied for told in self.told))
 
-    def states(self) -> dict[str, list[str]]:
-        """The states that are tensors of every rank's parameters."""
-        return _with_others(self._own_states(), (told.states for told in self.told))
-
-    def _own_states(self) -> dict[str, list[str]]:
-        states: dict[str, list[str]] = {}
-        for full in self.state.tensors():
-            name, _, key = full.rpartition(".")
-            states.setdefault(name, []).append(key)
-        return states
+    def states(self, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+        """By name the states of every rank's parameters that are tensors; this rank's are among ``tensors``."""
+        return _with_others(_keys(_under("optimizer.", tensors)), (told.states for told in self.told))
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's tensors as a checkpoint has them; they share memory with the model and the optimizer."""
@@ -197,7 +143,7 @@ class Contents:
 
     def extra_states(self) -> dict[str, Any]:
         """What modules with ``get_extra_state`` give, on every rank."""
-        own = {name: module.get_extra_state() for name, module in self._extra.items()}
+        own = {name: module.get_extra_state() for name, module in self._stateful.items()}
         return _with_others(own, (told.extra for told in self.told))
 
     def _flat(self, entry: Entry) -> Tensor:
@@ -205,7 +151,7 @@ class Contents:
         if entry.record is not None:
             return shards.wrap(entry.record.row, numel)
         start, stop = shards.span(numel)
-        return shards.wrap(flat_in_memory_order(entry.tensor, _dense(entry.tensor))[start:stop], numel)
+        return shards.wrap(flat_in_memory_order(entry.tensor, without_values(entry.tensor))[start:stop], numel)
 
     def family_of(self, full: str) -> int:
         """The family of a tensor of ``tensors``."""
@@ -264,7 +210,7 @@ class Contents:
                 flat = _gathered(own, entry.saved.numel, ranks)
                 whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
                 _overwrite(entry.tensor.detach(), whole)
-        for name, module in self._extra.items():
+        for name, module in self._stateful.items():
             if name in objects["model"]:
                 module.set_extra_state(objects["model"][name])
         self.state.load(states, objects)
@@ -290,13 +236,6 @@ class Contents:
         """The parameter or buffer that a tensor of a checkpoint belongs to."""
         kind, _, rest = full.partition(".")
         return rest if kind == "model" else rest.rpartition(".")[0]
-
-    def _with_extra_state(self) -> dict[str, nn.Module]:
-        return {
-            f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
-            for prefix, module in self.model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        }
 
 
 def check_pair(model: object, optimizer: object) -> None:
@@ -327,6 +266,15 @@ def _with_others(own: dict[str, T], others: Iterable[Mapping[str, T]]) -> dict[s
     return found
 
 
+def _keys(states: Iterable[str]) -> dict[str, list[str]]:
+    """By parameter the keys of its states, of ``<name>.<key>``."""
+    found: dict[str, list[str]] = {}
+    for full in states:
+        name, _, key = full.rpartition(".")
+        found.setdefault(name, []).append(key)
+    return found
+
+
 def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks: ShardGroup) -> None:
     record.load_row(own, master)
     if record.split.numel:
@@ -348,52 +296,6 @@ def _gathered(own: Tensor, numel: int, ranks: ShardGroup) -> Tensor:
 def _under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
     """The entries whose names start with ``prefix``, without it."""
     return {full.removeprefix(prefix): entry for full, entry in entries.items() if full.startswith(prefix)}
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside a boosted or compiled one, whose names are those without a prefix."""
-    while hasattr(model, "unwrap") and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # type: ignore[assignment]
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor, bool]]:
-    """Every name of every parameter and persistent buffer, and whether it is a buffer."""
-    found: list[tuple[str, Tensor, bool]] = [
-        (name, p, False) for name, p in model.named_parameters(remove_duplicate=False)
-    ]
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.append((f"{prefix}.{name}" if prefix else name, buffer, True))
-    return found
-
-
-def _families(model: nn.Module, parameters: ParameterStore) -> dict[Tensor, int]:
-    """The families of what the model holds; also where the optimizer, which wasn't given it, doesn't know them."""
-    found: dict[Tensor, int] = {record.p: record.family for record in parameters}
-    found |= {p: parameters.family_of(p) for members in parameters.groups for p in members}
-    add_companions(found, model)
-    return found
-
-
-def _described(
-    name: str, tensor: Tensor, record: ShardedParameter | None, group: int | None, is_buffer: bool
-) -> SavedTensor:
-    if tensor.layout != torch.strided or tensor.is_meta:
-        raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
-    if record is not None:
-        record.check_home()
-    stride = tensor.stride() if record is not None else _dense(tensor).stride()
-    kind = "buffer" if is_buffer else "frozen" if record is None else "trainable"
-    return SavedTensor(tuple(tensor.shape), tuple(stride), str(tensor.dtype).removeprefix("torch."), kind, group)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """A tensor without values, of the same shape and strides, or contiguous where those leave gaps or overlap."""
-    return torch.empty_like(tensor.detach(), device="meta")
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

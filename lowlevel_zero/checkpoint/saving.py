@@ -106,7 +106,7 @@ def save_checkpoint(
     with together(group, f"write beside {path}"):
         if group.place == 0:
             written.mkdir(parents=True)
-    commit = _Commit(target, written, token, objects, _describe(contents, optimizer), keep)
+    commit = _Commit(target, written, token, objects, _describe(contents, optimizer, tensors), keep)
     saving = Saving(target, written if group.place == 0 else None)
     writer = CommittingWriter(written, group.place, group.ranks, commit)
     saving.start(tensors, writer, group.apart(), async_save)
@@ -257,7 +257,7 @@ def _told(options: ZeroOptions) -> dict[str, Any]:
     }
 
 
-def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer) -> partial[Manifest]:
+def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer, tensors: dict[str, Tensor]) -> partial[Manifest]:
     """The manifest, but for what is known at the end."""
     return partial(
         Manifest,
@@ -268,7 +268,7 @@ def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer) -> partial[M
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         tensors=contents.saved(),
         tied=contents.all_tied(),
-        states=contents.states(),
+        states=contents.states(tensors),
         experts=contents.experts,
     )
 
