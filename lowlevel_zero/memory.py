@@ -257,7 +257,11 @@ class _Bytes:
             stage=stage,
             cpu_offload=offload,
             after_backward=after_backward,
-            after_step=replace(after_backward, gradients=after_backward.gradients if self._setup.plain else 0),
+            after_step=replace(
+                after_backward,
+                gradients=after_backward.gradients if self._setup.plain else 0,
+                wires=after_backward.wires + sum(self._gradients(kind) for kind in kinds if self._offers(kind)),
+            ),
             peak=max(self._in_backward(after_backward), self._in_step(after_backward), key=lambda held: held.total),
             host=Held(gradients=landed, masters=masters, states=self._load.states) if offload else Held(),
             wires=wires,
@@ -270,13 +274,18 @@ class _Bytes:
         return torch.promote_types(kind.wire, torch.float32)
 
     def _gradients(self, kind: Kind) -> int:
-        """Those on the device: all rows, or this rank's, which offloading takes away."""
+        """Those on the device: all rows, or this rank's, which in stage 2 offloading takes away."""
         keeps_row = self._ranks == 1 or self._options.keeps_row_only
         if keeps_row and self._options.cpu_offload and not self._setup.plain:
             return 0
         dtype = self._sum_of(kind)
         columns = kind.row if dtype == kind.wire and not self._setup.plain else kind.body
-        return (1 if keeps_row else kind.rows) * columns * dtype.itemsize
+        return (1 if keeps_row or self._offers(kind) else kind.rows) * columns * dtype.itemsize
+
+    def _offers(self, kind: Kind) -> bool:
+        """Whether each rank keeps its own row in shared memory, which stays; after one micro-batch others need none."""
+        shared = self._setup.shared_memory and self._setup.micro_batches == 1 and not self._options.keeps_row_only
+        return shared and self._ranks > 1 and kind.rows == self._ranks and not kind.fp8
 
     def _masters(self, kind: Kind) -> int:
         master = self._setup.master_of(kind.dtype)
@@ -314,7 +323,7 @@ class _Bytes:
             bytes_each = kind.rows * row * (2 if kind.fp8 else 1)  # fp8: the others' are there beside what is sent
             return (min(Transport.in_flight + 1, kind.buckets) if row_only else kind.buckets) * bytes_each
         of_a_step = kind.buckets * self._setup.micro_batches
-        slots = min(_slots(SharedMemory.in_flight if row_only else kind.buckets), of_a_step)
+        slots = min(_slots(SharedMemory.in_flight), of_a_step)
         return slots * (rounded(kind.rows * row) + (rounded(row) if kind.fp8 and not row_only else 0))  # and its sums
 
     def _gathering(self, kind: Kind) -> int:

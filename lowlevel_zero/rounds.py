@@ -53,11 +53,10 @@ class Rounds:
         self._streams = streams
         divisor = options.gradient_predivide_factor
         self.buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor)
-        # In stage 1 a reduced wire is kept until the step anyway: there is no memory to win by finishing early. Nor
-        # must a rank wait in one family for a peer that may be waiting for it in another.
+        # A rank must not wait in one family for a peer that may be waiting for it in another.
         alone = len(parameters.families) == 1
         device = self._records[0].padded.device
-        self._in_flight = group.in_flight(device) if options.keeps_row_only and alone else None
+        self._in_flight = group.in_flight(device, options.keeps_row_only) if alone else None
         self.forecast = Forecast(parameters, family)
         self.order = ArrivalOrder(group)
         self._message: Message | None = None
@@ -195,7 +194,7 @@ class Rounds:
         """Whether nothing is in flight or about to be."""
         return not (self.buckets.open or self.buckets.held())
 
-    def under_way(self) -> list[Pending[Tensor]]:
+    def under_way(self) -> list[Pending[Reduced]]:
         """Reductions in flight."""
         return self.buckets.under_way()
 

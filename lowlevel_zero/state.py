@@ -335,7 +335,7 @@ def whole_gradients(
 
     Communicates unless every rank has all rows anyway (stage 1, before the step): all ranks iterate to the end.
     """
-    apart = (record for record in records if record.sum is not None and record.sum.whole is None)
+    apart = (record for record in records if record.sum is not None and record.sum.rows is None)
     slices = ((record, gradients.averaged(record)) for record in apart)
     gathered = whole_slices((Slice(record, own) for record, own in slices if own is not None), group)
     for record in records:

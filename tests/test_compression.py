@@ -146,7 +146,7 @@ def test_sums_are_those_of_the_rounded_numbers(world_size: int) -> None:
         assert torch.equal(own, rounded[rank])
         assert (own - exact[rank]).abs().le(most[rank]).all()
         mine = wires[rank].clone()
-        total = group.all_reduce(mine, fp8=True).wait()
+        total = group.all_reduce(mine, fp8=True).wait().columns(0, 700)
         assert torch.equal(mine, wires[rank])
         assert torch.equal(total, there_and_back(rounded).bfloat16())
 

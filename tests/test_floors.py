@@ -38,7 +38,7 @@ HOUSE = (
     ),
     ("floor 0, for those who watch", ("communication.progress", "communication.process_group", "later_read")),
     ("floor 0, for those who are left", ("communication.lost_ranks",)),
-    ("floor 1, without wires", ("communication.mail", "communication.groups")),
+    ("floor 1, without wires", ("communication.mail", "communication.groups", "communication.rows")),
     ("floor 1, under the others", ("communication.transport", "communication.arena")),
     (
         "floor 1, without the backend's collectives",
@@ -49,6 +49,7 @@ HOUSE = (
             "communication.compression",
         ),
     ),
+    ("floor 1, under shared memory", ("communication.offers",)),
     ("floor 1, without messages", ("communication.shared_memory",)),
     (
         "floor 1, beside the collectives",

@@ -116,8 +116,11 @@ def test_it_is_what_runs_hold(world_size: int) -> None:
         for case, (told, after_backward, after_step) in zip(CASES, of_rank, strict=True):
             for owner in OWNERS:
                 for moment, held in ((told.after_backward, after_backward), (told.after_step, after_step)):
-                    assert getattr(moment, owner) == pytest.approx(held[owner], rel=0.01), (case, owner)
-            assert after_step["wires"] <= told.wires + 2**14, case  # flags alone and a few numbers: four pages
+                    # A rank that has none of the tiny parameters holds a row of zeros for them.
+                    assert getattr(moment, owner) == pytest.approx(held[owner], rel=0.01, abs=256), (case, owner)
+            offered = told.after_step.wires - told.after_backward.wires  # in the first step others in other places
+            most = told.wires + 2 * offered + 2**14  # flags alone and a few numbers: four pages
+            assert after_step["wires"] <= most, case
 
 
 def test_stage_0_is_ddp() -> None:

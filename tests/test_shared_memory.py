@@ -20,6 +20,7 @@ from lowlevel_zero.communication import shared_memory, wires
 from lowlevel_zero.communication.arena import Arena, OthersArena
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.lost_ranks import LostRank
+from lowlevel_zero.communication.rows import Rows
 from lowlevel_zero.communication.shared_memory import SharedMemory
 from ranks import run_ranks, run_ranks_expecting
 
@@ -61,6 +62,10 @@ def packed(group: ShardGroup, values: Tensor) -> Tensor:
     return group.new_wire(values.shape[1], values.dtype, CPU).copy_(values)
 
 
+def whole(rows: Rows) -> Tensor:
+    return rows.columns(0, rows.row.numel())
+
+
 # Against messages and plain sums
 
 
@@ -89,33 +94,11 @@ def test_a_whole_sum_is_alike_on_all_ranks_and_in_fp32(world_size: int, dtype: t
     def reduce(rank: int, world_size: int) -> list[Tensor]:
         group = group_with_wires()
         wires = [packed(group, random_wire(rank, world_size, row, dtype)) for row in ROWS]
-        return [each.wait() for each in [group.all_reduce(wire) for wire in wires]]
+        return [whole(each.wait()) for each in [group.all_reduce(wire) for wire in wires]]
 
     first, *others = run_ranks(reduce, world_size)
     for at, row in enumerate(ROWS):
         wires = [random_wire(rank, world_size, row, dtype) for rank in range(world_size)]
-        wide = torch.promote_types(dtype, torch.float32)
-        assert torch.equal(first[at], sum(wire.to(wide) for wire in wires).to(dtype))
-        assert all(torch.equal(first[at], other[at]) for other in others)
-
-
-@over_dtypes
-@pytest.mark.parametrize("alone", [True, False], ids=["one before the others", "all at once"])
-def test_a_whole_sum_needs_nothing_of_the_others_but_their_wires(alone: bool, dtype: torch.dtype) -> None:
-    def reduce(rank: int, world_size: int) -> list[Tensor]:
-        group = group_with_wires()
-        group.all_reduce(packed(group, random_wire(rank, world_size, 10, dtype))).wait()  # from now on there is room
-        pending = [group.all_reduce(packed(group, random_wire(rank, world_size, row, dtype))) for row in ROWS]
-        sums = [each.wait() for each in pending] if alone and rank == 1 else []
-        group.largest([rank])  # where the others wait for rank 1
-        if not alone:
-            assert all(each.done() for each in pending)  # who says so has summed its rows
-            group.largest([rank])
-        return sums or [each.wait() for each in pending]
-
-    first, *others = run_ranks(reduce, 3)
-    for at, row in enumerate(ROWS):
-        wires = [random_wire(rank, 3, row, dtype) for rank in range(3)]
         wide = torch.promote_types(dtype, torch.float32)
         assert torch.equal(first[at], sum(wire.to(wide) for wire in wires).to(dtype))
         assert all(torch.equal(first[at], other[at]) for other in others)

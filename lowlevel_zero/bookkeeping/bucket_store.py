@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from ..communication.collectives import ShardGroup
 from ..communication.progress import About
-from ..communication.transport import Pending
+from ..communication.rows import Rows
+from ..communication.transport import Pending, then
 from ..streams import Streams
 from .bucket_plan import Bucket, BucketPlan, narrowed
 from .parameter_store import ShardedParameter
@@ -23,13 +25,6 @@ _PLANS_KEPT = 64
 
 # In place of the position of the bucket that waits for a gradient: none does, or not any more.
 _UNAWAITED, _SEEN = -1, -2
-
-
-class Reduction(NamedTuple):
-    """A bucket whose reduction is under way."""
-
-    bucket: Bucket
-    pending: Pending[Tensor]
 
 
 class Measured(NamedTuple):
@@ -43,13 +38,14 @@ class Reduced(NamedTuple):
     """A bucket whose reduction is done.
 
     Attributes:
-        row: this rank's row of the wire, or, where all are kept, the first, ``[row]``; flags are the same in every one.
-        whole: all that travelled, where they are kept, ``[rows, row]``.
+        row: this rank's row of the sum, ``[row]``; where it has none, zeros or, if all are kept, another one, but with
+            flags, which are the same in every one.
+        rows: all ranks', where they are kept.
     """
 
     bucket: Bucket
     row: Tensor
-    whole: Tensor | None
+    rows: Rows | None = None
 
 
 class BucketStore:
@@ -85,7 +81,7 @@ class BucketStore:
         self._records = records
         self._group = group
         self._keeps_row_only = keeps_row_only
-        self._in_flight: deque[Reduction] = deque()
+        self._in_flight: deque[Pending[Reduced]] = deque()
         self._narrowed: dict[bytes, BucketPlan] = {}
         self._round: BucketPlan | None = None
         self.plan = BucketPlan((), ())
@@ -205,30 +201,14 @@ class BucketStore:
     def finish(self, leave: int = 0, wait: bool = True) -> list[Reduced]:
         """Take the oldest reductions until at most ``leave`` are in flight; ``wait=False``: while they are done."""
         done = []
-        while len(self._in_flight) > leave and (wait or self._in_flight[0].pending.done()):
-            bucket, pending = self._in_flight.popleft()
+        while len(self._in_flight) > leave and (wait or self._in_flight[0].done()):
             with self._streams.home(join=False):
-                total = pending.wait()
-                done.append(self._reduced(bucket, total))
+                done.append(self._in_flight.popleft().wait())
         return done
 
-    def _reduced(self, bucket: Bucket, total: Tensor) -> Reduced:
-        """Of what a reduction left, the wire or this rank's row of it, what is to be kept."""
-        if total.dim() == 1:
-            return Reduced(bucket, total, None)
-        if not self._keeps_row_only and self._group.size > 1:
-            return Reduced(bucket, total[0], total)
-        has_row = self._group.rank < len(total)
-        row = total[self._group.rank if has_row else 0]
-        if bucket.compact and bucket.members:
-            row = row.to(self._records[bucket.members[0]].wire_dtype, copy=True)
-            if not has_row:
-                row[: bucket.body] = 0
-        return Reduced(bucket, row, None)
-
-    def under_way(self) -> list[Pending[Tensor]]:
+    def under_way(self) -> list[Pending[Reduced]]:
         """The reductions in flight."""
-        return [reduction.pending for reduction in self._in_flight]
+        return list(self._in_flight)
 
     def held(self) -> list[Tensor]:
         """The tensors of reductions in flight."""
@@ -254,10 +234,24 @@ class BucketStore:
         if self.measured is not None and bucket.members:
             largest = torch.linalg.vector_norm(wire, math.inf, dtype=torch.promote_types(wire.dtype, torch.float32))
             self.measured.append(Measured(bucket.members, largest))
-        scatters = self._keeps_row_only and not bucket.compact
-        reduce = self._group.reduce_scatter if scatters else self._group.all_reduce
+        self._in_flight.append(self._reduction(bucket, wire))
+
+    def _reduction(self, bucket: Bucket, wire: Tensor) -> Pending[Reduced]:
         about = About(self._records, bucket.members, bucket.position)
-        self._in_flight.append(Reduction(bucket, reduce(wire, bucket.fp8, about)))
+        if self._keeps_row_only and not bucket.compact:
+            return then(self._group.reduce_scatter(wire, bucket.fp8, about), partial(Reduced, bucket))
+        return then(self._group.all_reduce(wire, bucket.fp8, about), partial(self._reduced, bucket))
+
+    def _reduced(self, bucket: Bucket, rows: Rows) -> Reduced:
+        """Of the rows that an all-reduce left, what is to be kept."""
+        if not self._keeps_row_only and self._group.size > 1:
+            return Reduced(bucket, rows.at_hand, rows)
+        row = rows.at_hand
+        if bucket.compact and bucket.members:
+            row = row.to(self._records[bucket.members[0]].wire_dtype, copy=True)
+            if self._group.rank >= bucket.compact:
+                row[: bucket.body] = 0
+        return Reduced(bucket, row)
 
     def _wire_in_place(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor | None:
         """The gradient itself as ``[world_size, row]``, where the plan and its dtype allow it.

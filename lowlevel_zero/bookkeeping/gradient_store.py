@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..alignment import RowLayout
+from ..communication.rows import Rows
 from ..streams import Passed
 from .bucket_plan import Bucket
 from .gradient_sum import GradientSum, Scale
@@ -55,13 +56,13 @@ class GradientStore:
 
     # ---- what reductions leave ----
 
-    def add(self, bucket: Bucket, row: Tensor, whole: Tensor | None) -> None:
-        """Take a reduced bucket as one more micro-batch: its ``row``, and ``whole`` if all rows are kept."""
+    def add(self, bucket: Bucket, row: Tensor, rows: Rows | None) -> None:
+        """Take a reduced bucket as one more micro-batch: its ``row``, and ``rows`` if all are kept."""
         if bucket.members:
             for each in self._sums_of(bucket.members):
                 self._fetch(each)
-            rows = None if whole is None else whole[:, : bucket.body]
-            self._accumulate(bucket, row[: bucket.body] if rows is None else self._own_of(rows), rows)
+            own = row if rows is None else rows.row
+            self._accumulate(GradientSum(bucket.members, bucket.layout, own[: bucket.body], rows))
             for each in self._sums_of(bucket.members):
                 self._bring_down(each)
         if bucket.flags:
@@ -69,14 +70,13 @@ class GradientStore:
         if bucket.last:
             self._late = row[bucket.late]
 
-    def _accumulate(self, bucket: Bucket, row: Tensor, whole: Tensor | None) -> None:
-        before = {record.sum: None for index in bucket.members if (record := self._records[index]).sum is not None}
-        new = GradientSum(bucket.members, bucket.layout, row, whole)
+    def _accumulate(self, new: GradientSum) -> None:
+        before = {record.sum: None for index in new.members if (record := self._records[index]).sum is not None}
         if not before:
             self._keep(new)
             return
         (kept, *others) = before
-        if not others and kept is not None and kept.members == bucket.members:
+        if not others and kept is not None and kept.members == new.members:
             self._promote(kept)
             _add(kept, new)
             self._show(kept)
@@ -92,8 +92,9 @@ class GradientStore:
     def _fetch(self, total: GradientSum) -> None:
         """Have the row on the device."""
         if self._offload is not None and total.landing is not None:
-            whole = total.whole
-            total.hold(self._offload.fetch(total.landing) if whole is None else self._own_of(whole), whole)
+            rows = total.rows
+            own = self._offload.fetch(total.landing) if rows is None else rows.row[: total.layout.columns]
+            total.hold(own, rows)
 
     def _bring_down(self, total: GradientSum) -> None:
         """Let the row go down to the host, having measured it."""
@@ -114,16 +115,19 @@ class GradientStore:
         """Add, member by member, a bucket of other members than those that the sums so far are of."""
         for index, size in zip(new.members, new.layout.sizes, strict=True):
             record = self._records[index]
-            addend = GradientSum((index,), RowLayout((size,)), new.part_of(index), new.rows_of(index))
+            copied = new.rows_of(index)
+            rows = None if copied is None else Rows(copied, self._rank)
+            own = new.part_of(index) if rows is None else rows.row
+            addend = GradientSum((index,), RowLayout((size,)), own, rows)
             if record.sum is None:
                 self._keep(addend)
                 continue
             self._promote(record.sum)
-            rows = record.sum.rows_of(index)
-            if rows is None or addend.whole is None:
+            before = record.sum.rows_of(index)
+            if before is None or rows is None:
                 record.sum.part_of(index).add_(addend.row)
             else:
-                rows += addend.whole
+                before += rows.columns(0, size)
 
     def _promote(self, total: GradientSum) -> None:
         """Make a sum fit to be added to: in fp32 at least, and as reductions leave it.
@@ -131,19 +135,17 @@ class GradientStore:
         A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
         factor = None if total.unit is None else total.unit / self.raw_unit()
-        held = total.row if total.whole is None else total.whole
+        rows = total.rows
+        held = total.row if rows is None else rows.columns(0, total.layout.columns)
         wide = _at_least_fp32(held) if factor is None else _at_least_fp32(held) * factor
-        if wide is held:
+        if wide is held and (rows is None or rows.writable):
             return
         total.unit = None
-        if total.whole is None:
+        if rows is None:
             total.hold(wide)
         else:
-            total.hold(self._own_of(wide), wide)
-
-    def _own_of(self, whole: Tensor) -> Tensor:
-        """This rank's row; of a compact bucket later ranks' hold nothing but padding."""
-        return whole[self._rank] if self._rank < len(whole) else whole.new_zeros(whole.shape[1])
+            here = Rows(wide, self._rank)
+            total.hold(here.row, here)
 
     # ---- what the step takes ----
 
@@ -332,7 +334,7 @@ class GradientStore:
 
     def held(self) -> list[Tensor]:
         """The tensors of all sums."""
-        return [held for total in self._sums for held in (total.whole, total.row) if held is not None]
+        return [held for total in self._sums for held in (*(total.rows.held() if total.rows else ()), total.row)]
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -354,10 +356,11 @@ class GradientStore:
 
 
 def _add(total: GradientSum, addend: GradientSum) -> None:
-    if total.whole is None or addend.whole is None:
+    if total.rows is None or addend.rows is None:
         total.row.add_(addend.row)
     else:
-        total.whole.add_(addend.whole)
+        columns = total.layout.columns
+        total.rows.columns(0, columns).add_(addend.rows.columns(0, columns))
 
 
 def _norm_of(row: Tensor) -> Tensor:

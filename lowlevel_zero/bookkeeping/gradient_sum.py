@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..alignment import RowLayout
+from ..communication.rows import Rows
 from .offload import Landing
 
 
@@ -34,20 +35,19 @@ class GradientSum:
         members: indices of the parameters, in the row's order; one that no rank used has zeros there.
         layout: where the members' slices lie in the row; between them are zeros.
         row: this rank's row, ``[columns]``: the wire's dtype after one micro-batch, fp32 at least after more.
-        whole: the rows of all ranks, ``[world_size, columns]``, of which ``row`` is one, or, of a compact bucket, the
-            first of them; None in stage 2.
+        rows: those of all ranks, of which ``row`` is one, or, of a compact bucket, the first of them; None in stage 2.
         unit: what ``row`` is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
         landing: where ``row`` is on its way to the host, or has arrived; None: it is on the device.
         norm: of a ``row`` on the host its L2 norm, 0-d, on the device.
     """
 
-    __slots__ = ("_parts", "_row", "_whole", "landing", "layout", "members", "norm", "unit")
+    __slots__ = ("_parts", "_row", "_rows", "landing", "layout", "members", "norm", "unit")
 
-    def __init__(self, members: tuple[int, ...], layout: RowLayout, row: Tensor, whole: Tensor | None = None) -> None:
+    def __init__(self, members: tuple[int, ...], layout: RowLayout, row: Tensor, rows: Rows | None = None) -> None:
         self.members = members
         self.layout = layout
         self.unit: float | Tensor | None = None
-        self.hold(row, whole)
+        self.hold(row, rows)
 
     @property
     def row(self) -> Tensor:
@@ -55,30 +55,30 @@ class GradientSum:
         return self._row
 
     @property
-    def whole(self) -> Tensor | None:
+    def rows(self) -> Rows | None:
         """All ranks', or None."""
-        return self._whole
+        return self._rows
 
     @property
     def measure(self) -> Tensor:
         """What has the row's L2 norm, on the device: the row or its norm."""
         return self._row if self.norm is None else self.norm
 
-    def hold(self, row: Tensor, whole: Tensor | None = None) -> None:
-        """Hold other tensors; ``row`` is one of ``whole``'s."""
+    def hold(self, row: Tensor, rows: Rows | None = None) -> None:
+        """Hold other tensors; ``row`` is one of ``rows``."""
         self._row = row
-        self._whole = whole
+        self._rows = rows
         self._parts: dict[int, Tensor] | None = None
         self.landing: Landing | None = None
         self.norm: Tensor | None = None
 
     def forget_others(self) -> None:
         """Let go of what other ranks' rows were."""
-        self._whole = None
+        self._rows = None
 
     def rest_on_host(self, landing: Landing, norm: Tensor) -> None:
-        """Have ``row`` on the host; ``whole`` stays where it is."""
-        self.hold(landing.row, self._whole)
+        """Have ``row`` on the host; ``rows`` stay where they are."""
+        self.hold(landing.row, self._rows)
         self.landing = landing
         self.norm = norm
 
@@ -89,8 +89,8 @@ class GradientSum:
         return self._parts[index]
 
     def rows_of(self, index: int) -> Tensor | None:
-        """One member's rows in ``whole``, ``[rows, s]``; a view; None: they aren't kept."""
-        if self._whole is None:
+        """One member's part of ``rows``, ``[rows, s]``; a view, where they are writable; None: they aren't kept."""
+        if self._rows is None:
             return None
         at = self.members.index(index)
-        return self._whole.narrow(1, self.layout.starts[at], self.layout.sizes[at])
+        return self._rows.columns(self.layout.starts[at], self.layout.sizes[at])

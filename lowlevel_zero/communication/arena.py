@@ -11,9 +11,11 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections import deque
 from dataclasses import dataclass
 from threading import RLock
 from typing import NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -79,6 +81,7 @@ class Arena:
         file = (told.st_dev, told.st_ino)
         self.address = Address(_host(), os.getpid(), self._memory, self.mail.descriptor, file, size, token)
         self._slots: list[Slot] = []
+        self._unseen: deque[Slot] = deque()  # once for each tensor that is gone, in whichever thread
         self._lock = RLock()
         self._top = _PAGE
 
@@ -89,11 +92,23 @@ class Arena:
             MemoryError: there is no more.
         """
         with self._lock:
-            return self._take(nbytes, readers)
+            most = _PAGE if nbytes <= _PAGE else self.address.size  # a few numbers shall not keep a large one
+            return self._take(rounded(nbytes), readers, most)
 
-    def _take(self, nbytes: int, readers: int) -> Slot:
+    def lend(self, numel: int, dtype: torch.dtype, readers: int) -> tuple[Slot, Tensor]:
+        """A slot, no larger than it must be, and a 1-D tensor in it that may be held on to.
+
+        It is free when the ``readers`` have finished with it, and no tensor of this process sees its memory.
+        """
+        nbytes = numel * dtype.itemsize
+        with self._lock:
+            slot = self._take(snug(nbytes), readers + 1, most=snug(nbytes))
+        memory = memoryview(self._map)[slot.offset : slot.offset + nbytes]  # which the tensor's storage holds
+        finalize(memory, self._unseen.append, slot).atexit = False
+        return slot, torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    def _take(self, nbytes: int, readers: int, most: int) -> Slot:
         self._collect()
-        most = _PAGE if nbytes <= _PAGE else self.address.size  # a few numbers shall not keep a large one
         free = [slot for slot in self._slots if slot.unread == 0 and nbytes <= slot.nbytes <= most]
         slot = min(free, key=lambda slot: (not slot.resident, slot.nbytes)) if free else self._new(nbytes)
         if not slot.resident:
@@ -131,7 +146,7 @@ class Arena:
         return [self.view(slot, slot.nbytes, torch.uint8) for slot in self._slots if slot.resident]
 
     def _new(self, nbytes: int) -> Slot:
-        slot = Slot(len(self._slots), self._top, rounded(nbytes))
+        slot = Slot(len(self._slots), self._top, nbytes)
         if slot.offset + slot.nbytes > self.address.size:
             raise MemoryError(_exhausted(nbytes, "all of its address space is taken"))
         self._slots.append(slot)
@@ -150,6 +165,8 @@ class Arena:
         """See who has finished with what."""
         for number in self.mail.finished():
             self._slots[number].unread -= 1
+        while self._unseen:
+            self._unseen.popleft().unread -= 1
 
 
 class OthersArena:
@@ -198,6 +215,12 @@ def _host() -> str:
 def rounded(nbytes: int) -> int:
     """Sizes that fit each other: powers of 2 up to a MiB, then whole MiB."""
     return max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
+
+
+def snug(nbytes: int) -> int:
+    """Sizes that waste a 16th at most, and are few: where memory is held for long."""
+    step = max(_PAGE, 1 << max(0, nbytes.bit_length() - 5))
+    return -(-nbytes // step) * step
 
 
 def _exhausted(nbytes: int, reason: str) -> str:

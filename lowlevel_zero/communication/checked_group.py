@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from .collectives import ShardGroup
 from .lost_ranks import Lookout, farewell
 from .process_group import prefixed
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, listed
+from .rows import Rows
 from .transport import Pending
 from .two_levels import TwoLevels
 
@@ -41,6 +42,8 @@ _PATIENCE = 60.0
 _FIRST_LOOK, _SLOWEST_LOOK = 0.0002, 0.02
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,8 @@ class _Deferred:
     """A reduction that is begun when all ranks have published it."""
 
     meeting: Meeting
-    begin: Callable[[], Pending[Tensor]]
-    begun: Pending[Tensor] | None = None
+    begin: Callable[[], Pending[Any]]
+    begun: Pending[Any] | None = None
 
     def done(self) -> bool:
         """Whether it is over."""
@@ -160,7 +163,7 @@ class CheckedGroup(ShardGroup):
         """As ever, later."""
         return self._later(wire, about, partial(super().reduce_scatter, wire, fp8, about))
 
-    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
+    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Rows]:
         """As ever, later."""
         return self._later(wire, about, partial(super().all_reduce, wire, fp8, about))
 
@@ -247,14 +250,14 @@ class CheckedGroup(ShardGroup):
         names = "" if about is None else f" of {listed(about.names())}"
         return f"{kind}{bucket} ({when}): {what}{names}"
 
-    def _later(self, wire: Tensor, about: About | None, begin: Callable[[], Pending[Tensor]]) -> Pending[Tensor]:
+    def _later(self, wire: Tensor, about: About | None, begin: Callable[[], Pending[T]]) -> Pending[T]:
         meeting = self._meetings.publish(REDUCTION, self._signature(REDUCTION, _shapes([wire]), about))
         deferred = _Deferred(meeting, begin)
         self._deferred.append(deferred)
         self._begin_what_is_ready()
         return Pending((), (wire,), partial(self._finish, deferred), deferred.done)
 
-    def _finish(self, deferred: _Deferred) -> Tensor:
+    def _finish(self, deferred: _Deferred) -> Any:
         while deferred.begun is None:
             self._compare(self._deferred[0].meeting)
             self._begin_what_is_ready()

@@ -28,6 +28,7 @@ from .groups import backends_by_device, control_group, group_apart, is_fake, mes
 from .lost_ranks import LostRank, enter, naming_lost
 from .process_group import timeout_of
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Place, Progress
+from .rows import Rows
 from .staging import Staged
 from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, in_rows, then
 from .watchdog import SHARE_OF_TIMEOUT, Watch, watch
@@ -124,7 +125,7 @@ class ShardGroup:
         self._wires.transport.rest(for_good=True)
         self._wires.busy = False
 
-    def abandon(self, under_way: Sequence[Pending[Tensor]]) -> None:
+    def abandon(self, under_way: Sequence[Pending[Any]]) -> None:
         """The instance dies with wires that nobody has waited for, so it keeps its order of wires; let them travel."""
         keep([pending.unclaimed() for pending in under_way])
 
@@ -161,9 +162,10 @@ class ShardGroup:
         """A wire for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
         return self._transport(device, fp8).new_wire(row, dtype, device)
 
-    def in_flight(self, device: torch.device) -> int:
-        """Reductions of ``device``'s tensors that are worth having under way at a time."""
-        return self._transport(device).in_flight
+    def in_flight(self, device: torch.device, row_only: bool) -> int | None:
+        """Reductions of ``device``'s tensors, to a row or all, that are worth having under way; None: any number."""
+        transport = self._transport(device)
+        return transport.in_flight if row_only or not transport.keeps_wires else None
 
     def reduce_scatter(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
         """Start summing ``wire`` over the ranks; the result is this rank's row of the sum, ``[row]``.
@@ -173,18 +175,18 @@ class ShardGroup:
         self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8))
         return self._begun(REDUCTION, about, wire, lambda: self._transport(wire.device, fp8).reduce_scatter(wire))
 
-    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
-        """Start summing ``wire`` over the ranks; the result, of its shape, may be ``wire`` itself.
+    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Rows]:
+        """Start summing ``wire`` over the ranks; the result is the rows of the sum, in ``wire`` itself maybe.
 
         One of fewer rows than ranks is summed as if it were one of ``size`` shorter rows.
         """
         whole = in_rows(wire, self.size)
         self._note_sent("reduce", _row_bytes(whole.shape[1], wire.dtype, fp8), times=2)
         transport = self._transport(wire.device, fp8)
-        pending = self._begun(REDUCTION, about, wire, lambda: transport.all_reduce(whole))
         if len(wire) == self.size:
-            return pending
-        return then(pending, lambda total: total.view(-1)[: wire.numel()].view(wire.shape))
+            return self._begun(REDUCTION, about, wire, lambda: transport.all_reduce_rows(wire))
+        summed = self._begun(REDUCTION, about, wire, lambda: transport.all_reduce(whole))
+        return then(summed, lambda total: Rows(total.view(-1)[: wire.numel()].view(wire.shape), self.rank))
 
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire`` (``[size, row]``, contiguous): every rank gives its own row; in place."""

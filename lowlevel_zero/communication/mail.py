@@ -53,7 +53,6 @@ class Mailbox:
             fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
         self._read: list[int] = []
         self._headers: dict[Subject, Header] = {}
-        self._skipped: dict[int, int] = {}
         self._lock = RLock()
         self._sleeping = Lock()  # a poll object serves one thread at a time
         self._poll = select.poll()
@@ -75,7 +74,7 @@ class Mailbox:
                 for kind, sender, serial, offset, slot in _RECORD.iter_unpack(records):
                     if kind == _READ:
                         self._read.append(slot)
-                    elif serial > self._skipped.get(kind, -1):
+                    else:
                         self._headers[Subject(kind, sender, serial)] = Header(offset, slot)
 
     def finished(self) -> list[int]:
@@ -91,16 +90,8 @@ class Mailbox:
         return all(subject in self._headers for subject in subjects)
 
     def take(self, subject: Subject) -> Header | None:
-        """This header, once, if it has come."""
-        self.collect()
+        """This header, once, if it has come and been collected."""
         return self._headers.pop(subject, None)
-
-    def skip(self, kind: int, up_to: int) -> None:
-        """Nobody wants what is said of this kind up to that serial number any more; serials only grow."""
-        with self._lock:
-            self._skipped[kind] = up_to
-            for subject in [each for each in self._headers if each.kind == kind and each.serial <= up_to]:
-                del self._headers[subject]
 
     def wait(self, subjects: Sequence[Subject], timeout: float) -> list[Header]:
         """These headers, each once, when all have come.

@@ -8,7 +8,7 @@ get fresh ones, since a rank may be a whole backward ahead of its peers.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
 from typing import NamedTuple, TypeVar
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ..alignment import RowLayout
 from .arena import Address, Arena, OthersArena, Slot
-from .exchange import GATHER, REDUCE, SUMMED, Exchange, sum_rows
+from .exchange import GATHER, REDUCE, Exchange, sum_rows
 from .mail import Header, Subject
+from .offers import Offers, SharedSum
 from .process_group import timeout_of
+from .rows import Rows
 from .transport import Pending, keep_own, lay_out
 
 T = TypeVar("T")
@@ -37,31 +39,10 @@ class Packed(NamedTuple):
     Attributes:
         wire: the wire.
         slot: where it is.
-        spare: room behind it for this rank's row of the sum, ``[row]``; None: there is none.
     """
 
     wire: Tensor
     slot: Slot
-    spare: Tensor | None = None
-
-
-class AllReduction:
-    """A wire of more than two ranks, whose rows are best summed by one rank each.
-
-    Attributes:
-        packed: this rank's wire.
-        serial: its number among all reductions.
-        expected: what peers say when they have packed theirs.
-        theirs: where those are; None: not all have come.
-    """
-
-    __slots__ = ("expected", "packed", "serial", "theirs")
-
-    def __init__(self, packed: Packed, serial: int, expected: list[Subject]) -> None:
-        self.packed = packed
-        self.serial = serial
-        self.expected = expected
-        self.theirs: list[Header] | None = None
 
 
 class SharedMemory(Exchange):
@@ -78,25 +59,23 @@ class SharedMemory(Exchange):
 
     # Ranks that compute on the same cores are seldom abreast: let one that is ahead go on.
     in_flight = 8
+    keeps_wires = False
 
     def __init__(self, group: dist.ProcessGroup, own: Arena, addresses: Sequence[Address]) -> None:
         super().__init__(group)
         self._own = own
         self._theirs = [OthersArena(addresses[of]) for _, of in self.peers]
-        self._arena_of = {of: arena for (_, of), arena in zip(self.peers, self._theirs, strict=True)}
+        self._offers = Offers(self.rank, own, dict(zip((of for _, of in self.peers), self._theirs, strict=True)))
         for _, of in self.peers:
             own.mail.watch(of, addresses[of].process)
         self._handed_out: list[Packed] = []
-        self._unsummed: deque[AllReduction] = deque()
-        self._spare_rows = 0
         self._serials: defaultdict[int, int] = defaultdict(int)
         self._timeout = timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A wire in a slot; each is handed to one reduction."""
-        packed = self._packed((self.size + self._spare_rows) * row, dtype)
-        wire, spare = packed.wire[: self.size * row], packed.wire[self.size * row :]
-        packed = Packed(wire.view(self.size, row), packed.slot, spare if self._spare_rows else None)
+        packed = self._packed(self.size * row, dtype)
+        packed = packed._replace(wire=packed.wire.view(self.size, row))
         self._handed_out.append(packed)
         return packed.wire
 
@@ -127,67 +106,28 @@ class SharedMemory(Exchange):
         return self._send(packed, REDUCE, finish)
 
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
-        """All rows summed in rank order: the sums are the same bit for bit, whoever adds them up.
-
-        Of more than two wires every rank first sums its own row, for its peers to copy. Nobody waits for that: a row
-        that its owner hasn't summed yet is summed here too.
-        """
+        """Every rank sums all rows, in rank order: to the same bits."""
         packed = self._take_or_copy(wire, [...])
-        if self.size == 2 or wire.dim() != 2 or len(wire) != self.size:
-            return self._send(packed, REDUCE, lambda theirs: self._summed_here(packed, theirs))
-        self._spare_rows = 1
+
+        def finish(theirs: list[Header]) -> Tensor:
+            views = self._views(theirs, wire.numel(), wire.dtype)
+            return sum_rows(self._in_rank_order(packed.wire.view(-1), views)).view(wire.shape)
+
+        return self._send(packed, REDUCE, finish)
+
+    def all_reduce_rows(self, wire: Tensor) -> Pending[Rows]:
+        """Every rank sums its own row, in rank order, for the others to copy if they look at it."""
+        packed = self._take_or_copy(wire, [...])
         serial = self._serials[REDUCE]
-        reduction = AllReduction(packed, serial, self._tell(packed, REDUCE))
-        self._unsummed.append(reduction)
+        expected = self._tell(packed, REDUCE)
 
-        def done() -> bool:
-            self._sum_own_rows()
-            return reduction.theirs is not None
+        def finish() -> Rows:
+            theirs = self._own.mail.wait(expected, self._timeout)
+            views = [view.view(wire.shape) for view in self._views(theirs, wire.numel(), wire.dtype)]
+            slots = {of: header.slot for (_, of), header in zip(self.peers, theirs, strict=True)}
+            return self._offers.offer(SharedSum(serial, packed.slot, slots, self._in_rank_order(packed.wire, views)))
 
-        return Pending((), (packed.wire,), lambda: self._added_up(reduction), done)
-
-    def _summed_here(self, packed: Packed, theirs: Sequence[Header]) -> Tensor:
-        views = self._views(theirs, packed.wire.numel(), packed.wire.dtype)
-        return sum_rows(self._in_rank_order(packed.wire.view(-1), views)).view(packed.wire.shape)
-
-    def _sum_own_rows(self, up_to: AllReduction | None = None) -> None:
-        """Sum this rank's row of the wires that have come, in the order of their start; wait for ``up_to``."""
-        mail = self._own.mail
-        while self._unsummed and ((up_to is not None and up_to.theirs is None) or mail.has(self._unsummed[0].expected)):
-            reduction = self._unsummed.popleft()
-            reduction.theirs = mail.wait(reduction.expected, self._timeout)
-            spare = reduction.packed.spare
-            if spare is not None:
-                sum_rows(self._row_of_all(reduction, self.rank), into=spare)
-                self._tell_of(reduction.packed.slot, Subject(SUMMED, self.rank, reduction.serial))
-
-    def _added_up(self, reduction: AllReduction) -> Tensor:
-        self._sum_own_rows(up_to=reduction)
-        total = torch.empty_like(reduction.packed.wire)
-        for rank, row in enumerate(total):
-            summed = self._summed_by(rank, reduction)
-            if summed is None:
-                sum_rows(self._row_of_all(reduction, rank), into=row)
-            else:
-                row.copy_(summed)
-        self._own.mail.skip(SUMMED, up_to=reduction.serial)
-        self._release(reduction.packed, reduction.theirs or ())
-        return total
-
-    def _summed_by(self, rank: int, reduction: AllReduction) -> Tensor | None:
-        """The sum of its row that a rank offers, ``[row]``, if it does already."""
-        if rank == self.rank:
-            return reduction.packed.spare
-        header = self._own.mail.take(Subject(SUMMED, rank, reduction.serial))
-        if header is None:
-            return None
-        wire = reduction.packed.wire
-        return self._arena_of[rank].view(header.offset + wire.nbytes, wire.shape[1], wire.dtype)
-
-    def _row_of_all(self, reduction: AllReduction, rank: int) -> list[Tensor]:
-        """One row of everybody's wire, in rank order."""
-        own = reduction.packed.wire[rank]
-        return self._in_rank_order(own, self._views(reduction.theirs or (), own.numel(), own.dtype, rank * own.nbytes))
+        return Pending((), (packed.wire,), finish, lambda: self._own.mail.has(expected))
 
     def _in_rank_order(self, own: Tensor, theirs: Sequence[Tensor]) -> list[Tensor]:
         by_rank = dict(zip((of for _, of in self.peers), theirs, strict=True)) | {self.rank: own}
@@ -229,12 +169,14 @@ class SharedMemory(Exchange):
 
     def rest(self, for_good: bool = False) -> None:
         """Give back what idle slots take, but for what the next step needs anyway."""
+        self._offers.tidy()
         self._own.give_back(0 if for_good else KEPT)
 
     # ---- slots ----
 
     def _packed(self, numel: int, dtype: torch.dtype) -> Packed:
         """Room for a wire; it is free again when all ranks, this one too, have finished with it."""
+        self._offers.tidy()
         slot = self._own.take(numel * dtype.itemsize, readers=self.size)
         return Packed(self._own.view(slot, numel, dtype), slot)
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..alignment import RowLayout
+from .rows import Rows
 
 # torch 2.13 renames the two and warns on the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -80,9 +81,11 @@ class Transport(ABC):
         size: ranks in the group.
         in_flight: reductions that are worth having under way: enough to keep the network busy, few enough for stage
             2's memory, since each holds a wire.
+        keeps_wires: an all-reduced wire is kept as the sum, or what takes as much: it may as well be under way.
     """
 
     in_flight = 3
+    keeps_wires = True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -99,6 +102,10 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
         """Start summing; the result has ``wire``'s shape, and may be ``wire``."""
+
+    def all_reduce_rows(self, wire: Tensor) -> Pending[Rows]:
+        """The same, but others' rows need only come to a rank that looks at them."""
+        return then(self.all_reduce(wire), lambda total: Rows(total, self.rank))
 
     @abstractmethod
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
