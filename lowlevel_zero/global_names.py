@@ -38,6 +38,9 @@ class GlobalNames:
 
     Attributes:
         experts: by global name, those of all ranks.
+
+    Raises:
+        ValueError: something has such a name already; on all ranks.
     """
 
     def __init__(self, groups: Sequence[ShardGroup], family_of: Mapping[str, int]) -> None:
@@ -54,6 +57,11 @@ class GlobalNames:
         for name, held in holders.items():
             for at, (family, ranks) in enumerate(held):
                 tagged = name if len(held) == 1 else f"{name}@{at}"
+                if tagged != name and (tagged in holders or tagged in family_of):
+                    raise ValueError(
+                        f"{tagged}: expected another name, since {name} of {len(held)} groups' experts would be told "
+                        "apart by it: call it something else"
+                    )
                 self.experts[tagged] = Expert(name, ranks)
                 if family_of.get(name) == family and ranks == own[family]:
                     self._own[name] = tagged

@@ -374,6 +374,17 @@ def test_a_model_of_other_experts_is_refused_on_all_ranks(tmp_path: Path) -> Non
         assert "experts.1.more.weight" in raised.message
 
 
+def test_a_name_that_experts_are_told_apart_by_is_taken(tmp_path: Path) -> None:
+    def save(rank: int, world_size: int) -> None:
+        model, optimizer = counting(rank, 0, told=True)
+        model["expert"].register_buffer("weight@1", torch.zeros(1))
+        save_checkpoint(tmp_path / "it", model, optimizer)
+
+    for raised in run_ranks_expecting(save, 2, timeout=20):
+        assert raised.type == "ValueError"
+        assert raised.message.startswith("expert.weight@1: expected another name, since expert.weight of 2 groups'")
+
+
 def test_twins_that_have_come_to_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
     def save(rank: int, world_size: int) -> None:
         trained = prepare(rank, a_run(4, 2))
