@@ -20,6 +20,7 @@ from lowlevel_zero.communication import shared_memory, wires
 from lowlevel_zero.communication.arena import Arena, OthersArena
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.lost_ranks import LostRank
+from lowlevel_zero.communication.mail import Header, Subject
 from lowlevel_zero.communication.rows import Rows
 from lowlevel_zero.communication.shared_memory import SharedMemory
 from ranks import run_ranks, run_ranks_expecting
@@ -286,6 +287,46 @@ def test_a_killed_rank_is_an_error_to_the_others() -> None:
     assert killed.message == "SIGKILL"
     assert [error.type for error in others] == ["LostRank"] * 2
     assert issubclass(LostRank, RuntimeError)
+
+
+def test_mail_is_looked_at_only_if_what_is_known_doesn_t_do() -> None:
+    own = Arena()
+    box = OthersArena(own.address).mail
+    looks = 0
+
+    def count() -> None:
+        nonlocal looks
+        looks += 1
+        collect()
+
+    collect, own.mail.collect = own.mail.collect, count  # type: ignore[method-assign]
+    first, second = own.take(5000, readers=1), own.take(5000, readers=2)
+    own.finish(first)
+    box.tell_read(second.number)
+    about = [Subject(1, 0, 0), Subject(1, 0, 1)]
+    for subject in about:
+        box.tell(subject, Header(0, 0))
+    looks = 0
+    assert own.take(5000, readers=1) is first
+    assert looks == 0
+    own.finish(second)
+    assert own.take(5000, readers=1) is second  # which a peer's letter says is free
+    assert looks == 1
+    assert own.mail.has(about)
+    assert len(own.mail.wait(about, timeout=1)) == 2
+    assert looks == 1
+    assert not own.mail.has(about)
+    assert looks == 2
+
+
+def test_any_amount_of_mail_is_taken_in_at_a_time() -> None:
+    own = Arena()
+    box = OthersArena(own.address).mail
+    for count in (1, 1023, 1024, 1025, 2048):
+        for slot in range(count):
+            box.tell_read(slot)
+        assert own.mail.finished() == list(range(count))
+    assert own.mail.finished() == []
 
 
 # When it can't be had

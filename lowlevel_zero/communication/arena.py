@@ -108,12 +108,21 @@ class Arena:
         return slot, torch.frombuffer(memory, dtype=dtype, count=numel)
 
     def _take(self, nbytes: int, readers: int, most: int) -> Slot:
+        slot = self._at_hand(nbytes) or self._found(nbytes, most)
+        slot.unread = readers
+        return slot
+
+    def _at_hand(self, nbytes: int) -> Slot | None:
+        """One of just that size, if it is known to be free: then nobody's mail need be looked at."""
+        return next((slot for slot in self._slots if slot.nbytes == nbytes and slot.resident and not slot.unread), None)
+
+    def _found(self, nbytes: int, most: int) -> Slot:
+        """The best of all that are free, of at most ``most`` bytes, or a new one."""
         self._collect()
         free = [slot for slot in self._slots if slot.unread == 0 and nbytes <= slot.nbytes <= most]
         slot = min(free, key=lambda slot: (not slot.resident, slot.nbytes)) if free else self._new(nbytes)
         if not slot.resident:
             self._populate(slot)
-        slot.unread = readers
         return slot
 
     def view(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from weakref import finalize
 
 _RECORD = struct.Struct("=iiqqi")
+_MOST = 1024 * _RECORD.size  # bytes that are read at a time
 _READ = 0  # the kind of letters that say "I have read that slot"
 _ROOM = 2**20  # of a pipe: tens of thousands of letters
 _DOZE, _NAP = 0.05, 0.001  # seconds
@@ -70,7 +71,10 @@ class Mailbox:
     def collect(self) -> None:
         """Take in what has come."""
         with self._lock, suppress(BlockingIOError):
-            while records := os.read(self.descriptor, 1024 * _RECORD.size):
+            more = True
+            while more:
+                records = os.read(self.descriptor, _MOST)
+                more = len(records) == _MOST
                 for kind, sender, serial, offset, slot in _RECORD.iter_unpack(records):
                     if kind == _READ:
                         self._read.append(slot)
@@ -85,8 +89,9 @@ class Mailbox:
             return finished
 
     def has(self, subjects: Sequence[Subject]) -> bool:
-        """Whether all of these headers have come."""
-        self.collect()
+        """Whether all of these headers have come; looks into the pipe only if it has to."""
+        if not all(subject in self._headers for subject in subjects):
+            self.collect()
         return all(subject in self._headers for subject in subjects)
 
     def take(self, subject: Subject) -> Header | None:
