@@ -38,7 +38,10 @@ HOUSE = (
     ),
     ("floor 0, for those who watch", ("communication.progress", "communication.process_group", "later_read")),
     ("floor 0, for those who are left", ("communication.lost_ranks",)),
-    ("floor 1, without wires", ("communication.mail", "communication.groups", "communication.rows")),
+    (
+        "floor 1, without wires",
+        ("communication.mail", "communication.groups", "communication.rows", "communication.short_columns"),
+    ),
     ("floor 1, under the others", ("communication.transport", "communication.arena")),
     (
         "floor 1, without the backend's collectives",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..alignment import RowLayout
 from .rows import Rows
+from .short_columns import are_short, copy_out
 
 # torch 2.13 renames the two and warns on the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -268,6 +269,9 @@ def unpack(wire: Tensor, rows: Sequence[Tensor], layout: RowLayout) -> None:
     def nowhere(columns: int) -> Tensor:
         return wire.new_empty(len(wire), columns)
 
+    if not layout.fillers and are_short(wire, rows, layout.sizes):
+        copy_out(wire, rows)
+        return
     pieces, homes = layout.pieces, layout.spread(rows, nowhere)
     if layout.tail:
         pieces, homes = [*pieces, layout.tail], [*homes, nowhere(layout.tail)]
