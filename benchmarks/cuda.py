@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from lowlevel_zero import LowLevelZeroOptimizer
 from ranks import run_ranks
 
-from .fake import Calls, fake_world
+from .fake import Calls, fake_world, make_finite
 from .gpt import GPT, SIZES, make_batches
 from .machine import header, load
 from .output import RESULTS, publish
@@ -170,6 +170,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 def _turn(trainee: Trainee, case: Case, calls: Calls) -> dict[str, float]:
     """One step: the device's milliseconds, and the host's until it has asked for everything."""
+    make_finite(trainee.model)
     trainee.backward()
     calls.reset()
     host = 0.0

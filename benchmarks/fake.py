@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _COLLECTIVES = (
@@ -75,6 +76,12 @@ def fake_world(size: int) -> Iterator[Calls]:
             yield calls
     finally:
         dist.destroy_process_group()
+
+
+def make_finite(model: nn.Module) -> None:
+    """Give parameters a value: where a gather put memory that nobody filled, they may look like NaN, and be told of."""
+    for p in model.parameters():
+        p.data.fill_(0.01)  # behind autograd's back: it isn't an edit that masters have to follow
 
 
 @contextmanager

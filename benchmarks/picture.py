@@ -21,7 +21,7 @@ def draw_steps(figure: Any, content: Mapping[str, Any]) -> None:
     after = [sum(row["held after step"].values()) / row["elements"] for row in rows]
     memory.barh(names, held, color=colors, alpha=0.4)
     memory.barh(names, after, color=colors, height=0.4)
-    memory.set_xlabel("bytes held per parameter and rank (pale: after backward)")
+    memory.set_xlabel("bytes per parameter and rank (pale: after backward)")
 
 
 def _color(name: str) -> str:

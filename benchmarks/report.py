@@ -132,9 +132,9 @@ def table(results: dict[str, Any]) -> str:
     "MB lo" are the bytes that went over the loopback interface, headers and everybody's included; "MB told" those that
     the contestant says it has handed to other ranks, over shared memory too.
     """
-    lines = [f"{'':44}" + "".join(f"{name:>11}" for name, _ in COLUMNS)]
+    lines = [f"{'':44}" + "".join(f"{name:>12}" for name, _ in COLUMNS)]
     for row in results.values():
-        lines.append(f"{row['title']:44}" + "".join(f"{cell(row):>11}" for _, cell in COLUMNS))
+        lines.append(f"{row['title']:44}" + "".join(f"{cell(row):>12}" for _, cell in COLUMNS))
     return "\n".join(lines)
 
 

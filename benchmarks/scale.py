@@ -19,7 +19,7 @@ from typing import Any
 
 from ranks import run_ranks
 
-from .fake import Calls, fake_world
+from .fake import Calls, fake_world, make_finite
 from .gpt import SIZES, make_batches
 from .machine import header, load
 from .output import RESULTS, publish
@@ -83,6 +83,7 @@ def _measure(
 
 def _turn(peer: Peer, batches: list[Any], calls: Calls) -> dict[str, float]:
     """One step: milliseconds of this process's cores, bytes held, collectives."""
+    make_finite(peer.model)
     calls.reset()
     marks = [process_time()]
     peer.forward_backward(batches)

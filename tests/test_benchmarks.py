@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bars, collectives, cuda, overhead, peak, peers, readme, report, scale, step
-from benchmarks.fake import fake_world
+from benchmarks.fake import fake_world, make_finite
 from benchmarks.peers import CONTESTANTS
 from benchmarks.peers.reachable import reachable_tensors
 from benchmarks.plan import PARTS
@@ -131,6 +131,15 @@ def test_a_fake_world_undoes_itself() -> None:
         return size, calls.count, dist.all_reduce is real and not dist.is_initialized()
 
     assert run_ranks(look, 1, init=False) == [(4096, 1, True)]
+
+
+def test_what_nobody_filled_is_made_finite_and_taken_for_no_edit() -> None:
+    layer = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(layer.weight, float("nan"))
+    before = layer.weight._version
+    make_finite(layer)
+    assert layer.weight.isfinite().all()
+    assert layer.weight._version == before
 
 
 def test_peak_memory_grows_in_training(tmp_path: Path) -> None:
