@@ -359,8 +359,7 @@ def _add(total: GradientSum, addend: GradientSum) -> None:
     if total.rows is None or addend.rows is None:
         total.row.add_(addend.row)
     else:
-        columns = total.layout.columns
-        total.rows.columns(0, columns).add_(addend.rows.columns(0, columns))
+        addend.rows.add_to(total.rows.columns(0, total.layout.columns))
 
 
 def _norm_of(row: Tensor) -> Tensor:

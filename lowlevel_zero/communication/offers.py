@@ -7,8 +7,9 @@ keeps its peers' wires until it has all their offers, or can't look any more; an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from .arena import Arena, OthersArena, Slot
@@ -82,19 +83,17 @@ class Offers:
         """Nobody can look at this one any more; may be called at any time, in the midst of anything."""
         self._forgotten.append(summed)
 
-    def columns(self, summed: SharedSum, row: Tensor, start: int, count: int) -> Tensor:
-        """Some of all rows, ``[size, count]``, of which ``row`` is this rank's; a new tensor."""
+    def columns(self, summed: SharedSum, row: Tensor, start: int, count: int) -> Iterator[Tensor]:
+        """Some of each row, ``[count]``, in rank order; ``row`` is this rank's. Only to be read, and at once."""
         self.tidy()
-        columns = row.new_empty(len(self._others) + 1, count)
-        for rank, into in enumerate(columns):
+        for rank in range(len(self._others) + 1):
             if rank == self._rank:
-                into.copy_(row[start : start + count])
+                yield row[start : start + count]
             elif rank in summed.offers:
                 offset = summed.offers[rank].offset + start * row.element_size()
-                into.copy_(self._others[rank].view(offset, count, row.dtype))
+                yield self._others[rank].view(offset, count, row.dtype)
             else:
-                sum_rows([wire[rank, start : start + count] for wire in summed.wires], into=into)
-        return columns
+                yield sum_rows([wire[rank, start : start + count] for wire in summed.wires])
 
     def _complete(self, summed: SharedSum) -> bool:
         """Whether all offers have come, so that nobody needs the wires."""
@@ -144,7 +143,12 @@ class OfferedRows(Rows):
 
     def columns(self, start: int, count: int) -> Tensor:
         """Some of all rows, ``[size, count]``, copied when this is called."""
-        return self._offers.columns(self._summed, self._row, start, count)
+        return torch.stack(list(self._offers.columns(self._summed, self._row, start, count)))
+
+    def add_to(self, total: Tensor) -> None:
+        """Add them, without a copy in between."""
+        for into, row in zip(total, self._offers.columns(self._summed, self._row, 0, total.shape[1]), strict=True):
+            into.add_(row)
 
     def held(self) -> list[Tensor]:
         """This rank's row."""

@@ -38,6 +38,10 @@ class Rows:
         """Some of all rows, ``[rows, count]``."""
         return self._whole.narrow(1, start, count)
 
+    def add_to(self, total: Tensor) -> None:
+        """Add the first columns to ``total``, ``[rows, count]``."""
+        total.add_(self.columns(0, total.shape[1]))
+
     def held(self) -> list[Tensor]:
         """The tensors that this takes."""
         return [self._whole]
