@@ -70,7 +70,7 @@ HOUSE = (
     ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),
     (
         "floor 2, under the stores",
-        ("bookkeeping.parameter_store", "bookkeeping.bucket_plan", "bookkeeping.wire"),
+        ("bookkeeping.parameter_store", "bookkeeping.bucket_plan", "bookkeeping.wire", "bookkeeping.short_gradients"),
     ),
     (
         "floor 2, the stores",

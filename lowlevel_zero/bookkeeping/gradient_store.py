@@ -15,6 +15,7 @@ from .bucket_plan import Bucket
 from .gradient_sum import GradientSum, Scale
 from .offload import Landing, Offload
 from .parameter_store import ShardedParameter
+from .short_gradients import ShortGradients
 
 
 class GradientStore:
@@ -48,6 +49,7 @@ class GradientStore:
         self._rank = rank
         self.raw_unit = raw_unit
         self._sums: list[GradientSum] = []
+        self._short = ShortGradients()
         self._flags: list[tuple[tuple[int, ...], Tensor]] = []
         self._fewest: list[Tensor] = []
         self.counts = False
@@ -171,11 +173,21 @@ class GradientStore:
                 total.unit = self._unit(total) * factor
 
     def hand_over(
-        self, total: GradientSum, working: Sequence[ShardedParameter], scale: Scale, by_optimizer: bool
+        self,
+        total: GradientSum,
+        working: Sequence[ShardedParameter],
+        scale: Scale,
+        by_optimizer: bool,
+        for_the_call: bool = False,
     ) -> None:
         """Give each ``p32`` its raw ``g``, scaled, as gradient: in place where dtypes allow it.
 
-        ``by_optimizer``: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips.
+        Args:
+            total: what has been summed.
+            working: those of its members that worked.
+            scale: how sums become gradients.
+            by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips.
+            for_the_call: nobody keeps a gradient for longer than the optimizer's step takes.
         """
         dtype = working[0].p32.dtype
         if self._offload is not None and total.landing is not None:
@@ -189,7 +201,9 @@ class GradientStore:
             row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
         if not (by_optimizer or scale.exact):
             row.mul_(scale.unit)
-        gradients = total.layout.cut(row.to(dtype))
+        copied = row is not total.row
+        row = row.to(dtype)
+        gradients = self._short.slices(total, row) if copied and for_the_call else total.layout.cut(row)
         if len(working) == len(gradients):
             for record, gradient in zip(working, gradients, strict=True):
                 record.p32.grad = gradient
