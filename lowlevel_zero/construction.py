@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .bookkeeping.parameter_store import overlapping
+from .bookkeeping.storages import overlapping
 from .communication.collectives import ShardGroup
 from .communication.compression import check_fp8
 from .elementwise import MUON, full_name

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero.communication import collectives
+from lowlevel_zero.communication import byte_messages
 from lowlevel_zero.communication.collectives import ShardGroup
 from ranks import run_ranks, run_ranks_expecting
 
@@ -154,7 +154,7 @@ def assorted(rank: int) -> list[Tensor]:
 @pytest.mark.parametrize("batch_bytes", [1, 40, 2**20])
 @over_world_sizes
 def test_broadcast_carries_all_kinds(world_size: int, batch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "_BROADCAST_BYTES", batch_bytes)
+    monkeypatch.setattr(byte_messages, "_BYTES", batch_bytes)
 
     def broadcast(rank: int, world_size: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         tensors = assorted(rank)

@@ -40,7 +40,13 @@ HOUSE = (
     ("floor 0, for those who are left", ("communication.lost_ranks",)),
     (
         "floor 1, without wires",
-        ("communication.mail", "communication.groups", "communication.rows", "communication.short_columns"),
+        (
+            "communication.mail",
+            "communication.byte_messages",
+            "communication.groups",
+            "communication.rows",
+            "communication.short_columns",
+        ),
     ),
     ("floor 1, under the others", ("communication.transport", "communication.arena")),
     (
@@ -66,7 +72,7 @@ HOUSE = (
     ("floor 1", ("communication.collectives",)),
     ("floor 1, over the collectives", ("flat_shards", "global_names", "communication.two_levels")),
     ("floor 1, distrustful", ("communication.checked_group",)),
-    ("floor 2, at the bottom", ("bookkeeping.offload",)),
+    ("floor 2, at the bottom", ("bookkeeping.offload", "bookkeeping.storages")),
     ("floor 2, below the records", ("bookkeeping.gradient_sum", "bookkeeping.awaited")),
     (
         "floor 2, under the stores",

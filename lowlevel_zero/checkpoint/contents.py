@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..assignment import agree_apart
-from ..bookkeeping.parameter_store import ShardedParameter, flat_in_memory_order
+from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.collectives import ShardGroup
 from ..construction import together
 from ..flat_shards import FlatShards, local_part

@@ -8,7 +8,6 @@ carries a device's wires through the host.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..alignment import END_TO_END, Alignment, laid_out
+from .byte_messages import as_message, batches, read_message
 from .compression import Fp8, encoded_size
 from .exchange import ADDED, AGREED, FORETOLD, Exchange
 from .few_numbers import reduce_few
@@ -34,7 +34,6 @@ from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, in
 from .watchdog import SHARE_OF_TIMEOUT, Watch, watch
 from .wires import Wires, board, borrow, keep
 
-_BROADCAST_BYTES = 64 * 2**20
 _SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 
 # How many optimizers have taken wires of each group.
@@ -264,9 +263,8 @@ class ShardGroup:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""
         if self.ranks == 1:
             return
-        pieces = deque(tensor for tensor in tensors if tensor.numel() > 0)
-        while pieces:
-            self._wait(BROADCAST, partial(self._broadcast_batch, _take_batch(pieces)))
+        for batch in batches(tensors):
+            self._wait(BROADCAST, partial(self._broadcast_batch, batch))
 
     # ---- the control path: a few integers on the host, in an order of its own ----
 
@@ -363,16 +361,13 @@ class ShardGroup:
 
     def _broadcast_batch(self, batch: list[Tensor]) -> None:
         """Send the tensors of one device as one message of bytes."""
-        message = torch.cat([_as_bytes(tensor) for tensor in batch])
+        message = as_message(batch)
         if self._on_gloo(message.device):
             message = message.cpu()
         elif not self.serves(message.device):
             message = message.to(self.device_types[0])
         dist.broadcast(message, src=self._global_ranks[0], group=self.group)
-        parts = message.split_with_sizes([tensor.numel() * tensor.element_size() for tensor in batch])
-        for tensor, part in zip(batch, parts, strict=True):
-            # A part may start at an odd byte, which a wider dtype can't view: hence the clone.
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        read_message(message, batch)
 
 
 def _row_bytes(row: int, dtype: torch.dtype, fp8: bool) -> int:
@@ -382,21 +377,3 @@ def _row_bytes(row: int, dtype: torch.dtype, fp8: bool) -> int:
 def _is_staged(device: torch.device) -> bool:
     """Whether gloo can't take tensors of ``device`` as they are."""
     return device.type != "cpu"
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().contiguous()
-    # A contiguous tensor of one element may have any strides, with which it can't be seen as bytes.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-def _take_batch(pieces: deque[Tensor]) -> list[Tensor]:
-    """The next tensors of one device that fit one message (always at least one)."""
-    batch = [pieces.popleft()]
-    held = batch[0].numel() * batch[0].element_size()
-    while pieces and pieces[0].device == batch[0].device:
-        held += pieces[0].numel() * pieces[0].element_size()
-        if held > _BROADCAST_BYTES:
-            break
-        batch.append(pieces.popleft())
-    return batch
