@@ -238,10 +238,11 @@ def test_stages_agree(runs: Runs) -> None:
     assert dict(first["validation"]) == pytest.approx(dict(second["validation"]), abs=1e-4)
 
 
-def test_stage_2_holds_less(runs: Runs) -> None:
+def test_a_rank_holds_a_share(runs: Runs) -> None:
+    """Of gradients too: in stage 1 a sum lives once a host, where ranks share memory."""
     first, second = _read(runs[1]), _read(runs[2])
-    assert second["held"]["gradients"] < 0.6 * second["ddp"]["gradients"] < first["held"]["gradients"]
     for told in (first, second):
+        assert 0.4 * told["ddp"]["gradients"] < told["held"]["gradients"] < 0.6 * told["ddp"]["gradients"]
         assert told["held"]["masters"] == 0  # an fp32 model's are slices of its parameters
         assert told["held"]["states"] == pytest.approx(told["ddp"]["states"] / 2, rel=0.05)
         assert told["held"]["parameters"] == pytest.approx(told["ddp"]["parameters"], rel=0.05)
