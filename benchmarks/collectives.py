@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowlevel_zero.communication.collectives import ShardGroup
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 from .machine import header, load
 from .output import RESULTS, publish

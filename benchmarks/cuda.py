@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 from .fake import Calls, fake_world, make_finite
 from .gpt import GPT, SIZES, make_batches

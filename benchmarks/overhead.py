@@ -30,7 +30,7 @@ from torch.optim import AdamW
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import wire
 from lowlevel_zero.communication import transport
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 from .fake import Calls, fake_world, watched
 from .machine import header, load

@@ -17,7 +17,7 @@ from statistics import median
 from time import process_time
 from typing import Any
 
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 from .fake import Calls, fake_world, make_finite
 from .gpt import SIZES, make_batches

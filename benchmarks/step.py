@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 from .gpt import SIZES
 from .machine import header, load

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import Run, _summed_gradients, build, groups, loss_of
-from test_two_levels import Grid
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, accessors, state
@@ -34,7 +32,9 @@ from lowlevel_zero.accessors import (
     safe_set_local_optimizer_state,
 )
 from lowlevel_zero.communication.collectives import ShardGroup
-from ranks import run_ranks
+from tests.support.oracle import Run, _summed_gradients, build, groups, loss_of
+from tests.support.ranks import run_ranks
+from tests.test_two_levels import Grid
 
 STAGES = [False, True]
 STEPS = 3  # until layers that were dropped are foreseen

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Run, check_close, train_alone, train_sharded
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -18,7 +17,8 @@ from lowlevel_zero.bookkeeping.bucket_plan import FLAG_SHARE, Bucket, Item, make
 from lowlevel_zero.bookkeeping.bucket_store import BucketStore
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.partition import EvenSplit
-from ranks import run_ranks
+from tests.support.oracle import Run, check_close, train_alone, train_sharded
+from tests.support.ranks import run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import check_close
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.oracle import check_close
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 

@@ -17,7 +17,7 @@ from benchmarks.fake import fake_world, make_finite
 from benchmarks.peers import CONTESTANTS
 from benchmarks.peers.reachable import reachable_tensors
 from benchmarks.plan import PARTS
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 # Ranks inherit the tests' filters; what a peer is warned of is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -17,10 +17,10 @@ import torch.distributed.tensor  # here once, not in every forked rank
 from hypothesis import HealthCheck, given, settings
 from hypothesis import Phase as Stage
 from hypothesis import strategies as st
-from sequences import MOST_RANKS, NOTHING, Alone, Call, Case, Left, Phase, Seen, Told, Weight, play_rank
 from torch import Tensor
 
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.sequences import MOST_RANKS, NOTHING, Alone, Call, Case, Left, Phase, Seen, Told, Weight, play_rank
 
 MANY = int(os.environ.get("LOWLEVEL_ZERO_EXAMPLES", "2000"))
 PLAIN = [torch.float32, torch.float64]

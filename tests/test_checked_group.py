@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Run, check_close, train_alone, train_rank, train_sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.checked_group import CheckedGroup, CheckedLevels
-from ranks import Raised, run_ranks, run_ranks_expecting
+from tests.support.oracle import Run, check_close, train_alone, train_rank, train_sharded
+from tests.support.ranks import Raised, run_ranks, run_ranks_expecting
 
 PATIENCE = 1.0
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import AFTER, BEFORE, Training, differences
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, read_metadata, save_checkpoint
 from lowlevel_zero.checkpoint.contents import LED_BY_ANY_RANK
-from ranks import run_ranks
+from tests.support.checkpoints import AFTER, BEFORE, Training, differences
+from tests.support.ranks import run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 TRAININGS = [Training(stage, dtype) for stage, dtype in product((1, 2), (torch.float32, torch.bfloat16))]

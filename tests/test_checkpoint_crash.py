@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import AFTER, BEFORE, Training, differences
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, saving, storage
-from ranks import run_ranks
+from tests.support.checkpoints import AFTER, BEFORE, Training, differences
+from tests.support.ranks import run_ranks
 
 # Crashes
 

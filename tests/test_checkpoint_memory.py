@@ -14,7 +14,7 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 M_MMAP_THRESHOLD = -3
 LAYERS, WIDTH = 12, 1280

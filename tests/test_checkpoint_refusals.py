@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import AFTER, BEFORE, Pair, Training, differences
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, save_checkpoint
 from lowlevel_zero.checkpoint.manifest import FileSum, checksum
-from ranks import run_ranks
+from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
+from tests.support.ranks import run_ranks
 
 
 def schedule_of(pair: Pair) -> Any:

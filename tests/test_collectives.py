@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowlevel_zero.communication import byte_messages
 from lowlevel_zero.communication.collectives import ShardGroup
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 TOLERANCE = {
     torch.float32: {"rtol": 1.3e-6, "atol": 1e-5},

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from oracle import Odd, Run, batch, emulate, groups, train_alone, train_rank, worst
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowlevel_zero.__main__ import COMMANDS, main
 from lowlevel_zero.checkpoint import progress, save_checkpoint, torch_file
-from ranks import run_ranks
+from tests.support.oracle import Odd, Run, batch, emulate, groups, train_alone, train_rank, worst
+from tests.support.ranks import run_ranks
 
 SAVED_AFTER, STEPS = 3, 6
 

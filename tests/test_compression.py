@@ -19,7 +19,7 @@ from lowlevel_zero.communication.compression import BLOCK, decode, encode, encod
 from lowlevel_zero.communication.exchange import Exchange
 from lowlevel_zero.communication.shared_memory import SharedMemory
 from lowlevel_zero.communication.transport import Direct
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 
 def net() -> nn.Sequential:

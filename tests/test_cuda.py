@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import Odd, Run, check_close, emulate, train_alone, train_rank, train_sharded
-from test_optimizer_numbers import DROPS, STAGES, adamw, check_movement, joined, momentum, share_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +25,9 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.offload import Offload
 from lowlevel_zero.communication import collectives
 from lowlevel_zero.communication.transport import Native
-from ranks import run_ranks
+from tests.support.oracle import Odd, Run, check_close, emulate, train_alone, train_rank, train_sharded
+from tests.support.ranks import run_ranks
+from tests.test_optimizer_numbers import DROPS, STAGES, adamw, check_movement, joined, momentum, share_of
 
 DEVICE = "cuda"
 LONG = 10**8  # cycles that the device sleeps, about 0.05 s: whoever doesn't wait comes too early

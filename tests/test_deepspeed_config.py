@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Run, check_close, train_alone, train_sharded
 
 from lowlevel_zero import LowLevelZeroOptimizer, options_from_deepspeed
-from ranks import run_ranks
+from tests.support.oracle import Run, check_close, train_alone, train_sharded
+from tests.support.ranks import run_ranks
 
 # As transformers' documentation has it, more or less.
 USUAL: dict[str, Any] = {

@@ -21,7 +21,7 @@ from lowlevel_zero.demo.plain import PlainAdamW
 from lowlevel_zero.demo.progress import optional
 from lowlevel_zero.demo.ranks import Ranks
 from lowlevel_zero.demo.training import History, learning_rate, validation_loss
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SMALL = "--layers=2 --width=32 --heads=4 --context=32 --batch=4 --dtype=fp32 --device=cpu".split()  # noqa: SIM905
 

@@ -21,7 +21,7 @@ from lowlevel_zero.demo import ranks as demo_ranks
 from lowlevel_zero.demo.options import parse
 from lowlevel_zero.demo.text import library_sources
 from lowlevel_zero.demo.training import Trainer
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SMALL = "--layers=2 --width=32 --heads=4 --context=32 --batch=4 --dtype=fp32 --device=cpu".split()  # noqa: SIM905
 STEPS, EVERY, KEEP = 24, 4, 2

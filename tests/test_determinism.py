@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 import torch
-from oracle import Run, train_sharded
 from torch import Tensor
 
-from ranks import run_ranks
+from tests.support.oracle import Run, train_sharded
+from tests.support.ranks import run_ranks
 
 
 def drop(step: int, rank: int) -> set[int]:

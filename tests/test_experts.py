@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from experts import (
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.accessors import full_grads, safe_get_full_grad
+from lowlevel_zero.communication.collectives import ShardGroup
+from tests.support.experts import (
     TOKENS,
     Mixture,
     Run,
@@ -22,12 +27,7 @@ from experts import (
     whole_name,
     wrap,
 )
-from torch import Tensor, nn
-
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import full_grads, safe_get_full_grad
-from lowlevel_zero.communication.collectives import ShardGroup
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 LAYOUTS = {"2 ranks, 2 experts each": (2, 2), "2x2 ranks, 2 experts each": (4, 2), "4 ranks, 1 expert each": (4, 4)}
 

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor  # here once, not in every forked rank
-from checkpoints import differences
-from experts import Mixture, Run, Trained, loss_of, prepare, train_step, whole_name
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,7 +18,9 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import latest, load_checkpoint, read_metadata, save_checkpoint
 from lowlevel_zero.checkpoint.manifest import read_manifest
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.checkpoints import differences
+from tests.support.experts import Mixture, Run, Trained, loss_of, prepare, train_step, whole_name
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 BEFORE, AFTER = range(2), range(2, 4)
 

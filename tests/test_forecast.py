@@ -10,10 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import test_backward
-import test_layer_drop
 import torch
-from oracle import check_close
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +18,9 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero import forecast as forecasts
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.forecast import CREDIT, PRICE_OF_A_MISS, Forecast
-from ranks import run_ranks
+from tests import test_backward, test_layer_drop
+from tests.support.oracle import check_close
+from tests.support.ranks import run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.grad_norm import GlobalNorm, clip_factor
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SIZES = [7, 1, 0, 130]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Run, build, check_close, emulate, groups, loss_of, train_alone, train_sharded
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.oracle import Run, build, check_close, emulate, groups, loss_of, train_alone, train_sharded
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)

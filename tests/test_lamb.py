@@ -9,14 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import experts
 import pytest
 import torch
-from checkpoints import AFTER, BEFORE, Training
-from oracle import Run, build, check_close, emulate, groups, train_alone, train_rank, train_sharded
-from test_experts import check as check_experts
-from test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
-from test_two_levels import Grid
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -25,7 +19,13 @@ from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.elementwise import TOGETHER
 from lowlevel_zero.optim import Lamb
 from lowlevel_zero.whole_steps import _STEPS
-from ranks import run_ranks
+from tests.support import experts
+from tests.support.checkpoints import AFTER, BEFORE, Training
+from tests.support.oracle import Run, build, check_close, emulate, groups, train_alone, train_rank, train_sharded
+from tests.support.ranks import run_ranks
+from tests.test_experts import check as check_experts
+from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
+from tests.test_two_levels import Grid
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Odd, Run, batch, check_close, groups, train_alone, train_sharded
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks
+from tests.support.oracle import Odd, Run, batch, check_close, groups, train_alone, train_sharded
+from tests.support.ranks import run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 STAGES: dict[str, dict[str, Any]] = {

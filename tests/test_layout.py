@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Odd, Run, groups, train_rank
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -21,7 +20,8 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.checkpoint.saved_layout import layout_in
 from lowlevel_zero.checkpoint.whole import WholeCheckpoint
 from lowlevel_zero.layout import Layout, RankBytes
-from ranks import run_ranks
+from tests.support.oracle import Odd, Run, groups, train_rank
+from tests.support.ranks import run_ranks
 
 RUN = Run(steps=2).with_options(reduce_bucket_size=50)
 

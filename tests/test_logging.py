@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
 # Programs, which talk to who has started them.

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from mortal import BACKWARD, FORWARD, GATHER, PLACES, SAVE, STEP, build, die_at, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero.checkpoint import latest, save_checkpoint
 from lowlevel_zero.communication import lost_ranks
 from lowlevel_zero.communication.lost_ranks import LostRank, explained, lost
-from ranks import Raised, run_ranks, run_ranks_losing
+from tests.support.mortal import BACKWARD, FORWARD, GATHER, PLACES, SAVE, STEP, build, die_at, loss_of
+from tests.support.ranks import Raised, run_ranks, run_ranks_losing
 
 STEPS = 3
 DEAD = "lost rank {}, whose process has ended. What it has printed, or the kernel's log, may say why. Start all ranks"

@@ -11,7 +11,6 @@ from weakref import ref
 
 import pytest
 import torch
-from oracle import Odd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +22,8 @@ from lowlevel_zero.communication.transport import Native
 from lowlevel_zero.memory import Estimate, Held, _Bytes, estimate, held_bytes
 from lowlevel_zero.rank_share import Setup, load_of_parameters
 from lowlevel_zero.state_sizes import NAMES, state_sizes
-from ranks import run_ranks
+from tests.support.oracle import Odd
+from tests.support.ranks import run_ranks
 
 OWNERS = ("parameters", "gradients", "masters", "states")
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from misuse import Alone, Doing, Refused, Right, Work, Wrong, adam, net, nothing, try_out
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
@@ -25,7 +24,8 @@ from torch.nn.utils import prune
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import safe_get_full_fp32_param
 from lowlevel_zero.checkpoint import save_checkpoint
-from ranks import run_ranks
+from tests.support.misuse import Alone, Doing, Refused, Right, Work, Wrong, adam, net, nothing, try_out
+from tests.support.ranks import run_ranks
 
 # ---- calls in a wrong order ----
 

@@ -15,7 +15,7 @@ from lowlevel_zero.communication.arena import Arena
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.offers import OfferedRows
 from lowlevel_zero.communication.rows import Rows
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16]

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from oracle import (
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.oracle import (
     Drop,
     Run,
     build,
@@ -21,10 +24,7 @@ from oracle import (
     train_rank,
     train_sharded,
 )
-from torch import Tensor, nn
-
-from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 STAGES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from lowlevel_zero import LowLevelZeroOptimizer, stepping
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Run, build, check_close, emulate, groups, loss_of, train_alone, train_rank
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.oracle import Run, build, check_close, emulate, groups, loss_of, train_alone, train_rank
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)

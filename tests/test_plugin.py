@@ -17,11 +17,23 @@ from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.zero.low_level import LowLevelZeroOptimizer as Theirs
 from torch import Tensor, nn
 
-from boosting import TheirPlugin, adamw, batch, boost, check_close, check_equal, ddp, groups_of, model_of, ours, theirs
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.plugin import LowLevelZeroPlugin
 from lowlevel_zero.plugin.host_accelerator import HostAccelerator
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.boosting import (
+    TheirPlugin,
+    adamw,
+    batch,
+    boost,
+    check_close,
+    check_equal,
+    ddp,
+    groups_of,
+    model_of,
+    ours,
+    theirs,
+)
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 # ---- numbers ----
 

@@ -16,8 +16,21 @@ from colossalai.utils.safetensors import _flatten_optim_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from boosting import Pair, adamw, batch, boost, check_close, check_equal, ddp, groups_of, model_of, ours, sgd, theirs
-from ranks import run_ranks
+from tests.support.boosting import (
+    Pair,
+    adamw,
+    batch,
+    boost,
+    check_close,
+    check_equal,
+    ddp,
+    groups_of,
+    model_of,
+    ours,
+    sgd,
+    theirs,
+)
+from tests.support.ranks import run_ranks
 
 SMALL = 0.001  # MiB: every parameter in a shard of its own
 

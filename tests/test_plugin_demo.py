@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import boosting  # noqa: F401  # ColossalAI, before ranks are forked
+import tests.support.boosting  # noqa: F401  # ColossalAI, before ranks are forked
 from lowlevel_zero.plugin import demo
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def test_the_command_runs(tmp_path: Path) -> None:

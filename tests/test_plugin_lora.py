@@ -15,8 +15,8 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from boosting import adamw, check_close, check_equal, ddp, ours
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.boosting import adamw, check_close, check_equal, ddp, ours
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 CONFIG = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 

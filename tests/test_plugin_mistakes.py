@@ -10,8 +10,8 @@ import pytest
 import torch
 from colossalai.checkpoint_io import CheckpointIndexFile
 
-from boosting import Pair, adamw, boost, check_equal, model_of, ours, sgd
-from ranks import run_ranks_expecting
+from tests.support.boosting import Pair, adamw, boost, check_equal, model_of, ours, sgd
+from tests.support.ranks import run_ranks_expecting
 
 SMALL = 0.001  # MiB: every parameter in a shard of its own
 

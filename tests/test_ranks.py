@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ranks
-from ranks import run_ranks, run_ranks_expecting
+from tests.support import ranks
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 
 def _sum_of_ranks(rank: int, world_size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lowlevel_zero import LowLevelZeroOptimizer, checkpoint
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

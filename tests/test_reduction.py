@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Run, check_close, emulate, train_alone, train_rank, train_sharded
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.wire import pack
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.oracle import Run, check_close, emulate, train_alone, train_rank, train_sharded
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)

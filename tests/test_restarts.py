@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from mortal import AGENT_DIES, BACKWARD, SAVE, Task, train
 
-from ranks import run_ranks
+from tests.support.mortal import AGENT_DIES, BACKWARD, SAVE, Task, train
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 # A store that outlives a start has the addresses of the ranks that were.
@@ -22,7 +22,14 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFN
 
 
 def torchrun(task: Task, *options: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "tests/mortal.py"), json.dumps(task)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        str(ROOT / "tests/support/mortal.py"),
+        json.dumps(task),
+    ]
     return subprocess.Popen(
         command,
         cwd=ROOT,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lowlevel_zero.communication import roll_call
 from lowlevel_zero.communication.roll_call import call_roll
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def everyone() -> dist.ProcessGroup:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import AFTER, BEFORE, Pair, Training, differences
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import read_metadata
-from ranks import run_ranks
+from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
+from tests.support.ranks import run_ranks
 
 
 def by_hand(pair: Pair, **other: Any) -> dict[str, Any]:

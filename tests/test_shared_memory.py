@@ -23,7 +23,7 @@ from lowlevel_zero.communication.lost_ranks import LostRank
 from lowlevel_zero.communication.mail import Header, Subject
 from lowlevel_zero.communication.rows import Rows
 from lowlevel_zero.communication.shared_memory import SharedMemory
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 CPU = torch.device("cpu")

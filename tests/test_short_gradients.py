@@ -9,7 +9,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.alignment import RowLayout
 from lowlevel_zero.bookkeeping.gradient_sum import GradientSum
 from lowlevel_zero.bookkeeping.short_gradients import ShortGradients
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def sum_of(sizes: tuple[int, ...], first: int = 0) -> GradientSum:

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.tensor  # here once, not in every forked rank
-from soak import Held, Memory, Outcome, Report, Soak, train_alone, train_rank
 
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.soak import Held, Memory, Outcome, Report, Soak, train_alone, train_rank
 
 WAYS = {
     "stage 1": Soak(),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import Run, check_close, train_sharded
-from test_collectives import sum_of_wires, wire_of
-from test_optimizer_numbers import DROPS, STAGES
 from torch import Tensor
 
 from lowlevel_zero.communication import collectives
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.staging import Staged
-from ranks import run_ranks
+from tests.support.oracle import Run, check_close, train_sharded
+from tests.support.ranks import run_ranks
+from tests.test_collectives import sum_of_wires, wire_of
+from tests.test_optimizer_numbers import DROPS, STAGES
 
 ROWS = (1, 7, 1001)
 

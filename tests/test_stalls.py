@@ -19,7 +19,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.progress import NORM, REDUCTION
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 TIMEOUT = 0.4
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Run, batch, build, check_close, groups, loss_of
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -16,7 +15,8 @@ from lowlevel_zero.bookkeeping.parameter_store import Place, ShardedParameter
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.state import SCALARS, gather_slice, slice_state, whole_of_rows
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.oracle import Run, batch, build, check_close, groups, loss_of
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowlevel_zero import LowLevelZeroOptimizer, stepping
 from lowlevel_zero.stepping import steps_in_parts
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

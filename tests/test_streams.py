@@ -19,7 +19,7 @@ from lowlevel_zero.bookkeeping.offload import Offload
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.transport import Pending
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 class Line:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Run, check_close, train_alone, train_rank
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import safe_get_full_grad
 from lowlevel_zero.communication.collectives import ShardGroup
-from ranks import run_ranks
+from tests.support.oracle import Run, check_close, train_alone, train_rank
+from tests.support.ranks import run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {
     "stage 1": {},

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
 
 from lowlevel_zero import LowLevelZeroOptimizer, stepping
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 LAYERS = 6
 

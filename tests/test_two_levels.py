@@ -20,8 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import AFTER, BEFORE, Pair, Training, differences
-from oracle import Run, check_close, train_alone, train_rank, worst
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, accessors
@@ -32,7 +30,9 @@ from lowlevel_zero.communication.shared_memory import SharedMemory
 from lowlevel_zero.communication.transport import Pending
 from lowlevel_zero.communication.two_levels import TwoLevels, shard_group
 from lowlevel_zero.streams import Streams
-from ranks import run_ranks, run_ranks_expecting
+from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
+from tests.support.oracle import Run, check_close, train_alone, train_rank, worst
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 
 class Grid(NamedTuple):

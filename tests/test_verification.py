@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Odd
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.verification import checksum
-from ranks import Raised, run_ranks, run_ranks_expecting
+from tests.support.oracle import Odd
+from tests.support.ranks import Raised, run_ranks, run_ranks_expecting
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from oracle import Odd
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import save_checkpoint
+from tests.support.oracle import Odd
 
 LAYERS = 6
 MICRO_BATCHES = 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 # Batches that are trained on before and after what is done wrong.
 BEFORE, AFTER = (1, 2), (8, 9)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.tensor  # here once, not in every forked rank
-from oracle import Run, build, groups, loss_of
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.oracle import Run, build, groups, loss_of
 
 SHARES = 12  # of each batch: every world size here divides it, so that all see the same data
 BEFORE, AFTER = range(2), range(2, 4)  # steps before the save, in which layer 2 has no state yet, and after it

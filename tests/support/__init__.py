@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: starting ranks, the oracle for numbers, calls in any order, mistakes of callers."""
