@@ -17,7 +17,7 @@ class PlanState(NamedTuple):
         came: how many came.
         reentrant: gradients may come again after their bucket has left.
         repeats: parameters whose gradient came more than once in one backward.
-        forecast: the forecast's state; None: as at first.
+        forecast: one number, 1 where unused parameters are being detected; None: as at first. (Older states have more.)
     """
 
     order: list[int]
@@ -69,11 +69,11 @@ class ArrivalOrder:
         self.came, self.lacked = order[:number], order[number:]
         self.known = True
 
-    def expected(self, count: int, forecast: bool) -> list[int]:
+    def expected(self, count: int, detecting: bool) -> list[int]:
         """In which order gradients of ``count`` parameters will come.
 
-        What didn't come takes its place among the others if forecasts tell when it will; else it is last.
+        What didn't come takes its place among the others if it is known beforehand when it will; else it is last.
         """
         if not self.known:
             return list(reversed(range(count)))
-        return completed(self.came, count) if forecast else self.came + self.lacked
+        return completed(self.came, count) if detecting else self.came + self.lacked

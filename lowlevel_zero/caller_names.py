@@ -188,8 +188,7 @@ class CallerNames:
 
     def _settled(self) -> list[ShardedParameter]:
         """Records with a gradient, as far as this rank's own rounds tell; doesn't communicate."""
-        self._families.drain()
-        self._families.resolve()
+        self._families.finish(Call("look at gradients"))
         return self._parameters.working()
 
     def _own(self, record: ShardedParameter) -> Tensor:

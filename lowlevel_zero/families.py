@@ -147,10 +147,10 @@ class Families:
         for family in self:
             family.reducer.drain()
 
-    def settle(self) -> None:
+    def settle(self, keep: bool) -> None:
         """Finish what is in flight, for the other ranks' sake too, and count rounds anew. Communicates."""
         for family in self:
-            family.reducer.settle()
+            family.reducer.settle(keep)
 
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight. Communicates."""
@@ -199,15 +199,9 @@ class Families:
         """Gradients are complete, and their caller's to edit."""
         return self[0].gradients.exposed
 
-    def resolve(self) -> None:
-        """Drop the gradients of parameters that no rank used."""
-        for family in self:
-            family.gradients.resolve()
-
     def zero(self) -> None:
         """Make all gradients zeros; a parameter that has one goes on having one."""
         for family in self:
-            family.gradients.resolve()
             family.gradients.zero()
 
     def clear(self) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .bookkeeping.bucket_plan import Bucket, BucketPlan
-from .bookkeeping.wire import travels_as
 from .layout_picture import Block, Lane, draw
 from .options import ZeroOptions
 from .partition import EvenSplit
@@ -121,10 +120,9 @@ class BucketLayout:
         process_group: the global ranks that share it: the wire's rows.
         dtype: in which gradients travel.
         members: names of its parameters, in the order of the wire.
-        body: columns of one rank's row that the slices take, with the fillers between them.
-        flags: columns behind them that say who had a gradient.
+        body: columns of one rank's row that the slices take.
         row: all columns, those that only fill it included.
-        rows: of the wire: one a rank, or fewer, where the other ranks' would hold nothing but padding.
+        rows: of the wire: one a rank.
         wire_bytes: of all of them.
         in_place: its one gradient is reduced where it is.
     """
@@ -134,7 +132,6 @@ class BucketLayout:
     dtype: str
     members: tuple[str, ...]
     body: int
-    flags: int
     row: int
     rows: int
     wire_bytes: int
@@ -229,20 +226,20 @@ class Layout:
         return f"{start:,}:{stop:,}{more}"
 
     def _bucket_table(self) -> str:
-        rows = [("bucket", "ranks", "dtype", "parameters", "slices", "flags", "row", "wire", "")]
+        rows = [("bucket", "ranks", "dtype", "parameters", "slices", "row", "wire", "")]
         for bucket in self.buckets:
-            members = counted(len(bucket.members), "parameter") if bucket.members else "flags alone"
-            sizes = (f"{bucket.body:,}", str(bucket.flags), f"{bucket.row:,}", in_bytes(bucket.wire_bytes))
+            members = counted(len(bucket.members), "parameter")
+            sizes = (f"{bucket.body:,}", f"{bucket.row:,}", in_bytes(bucket.wire_bytes))
             note = "reduced in place" if bucket.in_place else ""
             rows.append((str(bucket.number), ranks_text(bucket.process_group), bucket.dtype, members, *sizes, note))
-        return aligned(rows, right=(0, 4, 5, 6, 7))
+        return aligned(rows, right=(0, 4, 5, 6))
 
     def _lane(self, bucket: BucketLayout) -> Lane:
         by_name = {p.name: p for p in self.parameters}
         members = [by_name[name] for name in bucket.members]
         blocks = [Block(p.name, p.offset or 0, p.split, p.group) for p in members]
         title = f"bucket {bucket.number}, {bucket.dtype}\n{counted(bucket.row, 'column')}"
-        return Lane(title, bucket.rows, bucket.row, bucket.body, bucket.flags, blocks)
+        return Lane(title, bucket.rows, bucket.row, blocks)
 
 
 def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None = None) -> Layout:
@@ -259,11 +256,10 @@ def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None =
 def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[ParameterLayout]:
     offsets: dict[int, int] = {}
     for bucket in family.plan.buckets:
-        offsets.update(zip(bucket.members, bucket.layout.starts, strict=True))
+        offsets.update(zip(bucket.members, bucket.starts, strict=True))
     for index, owned in enumerate(family.owned):
         split, bucket_at = owned.split, family.plan.bucket_of[index]
-        compact = family.plan.buckets[bucket_at].compact
-        reduced = split.slice_size * (1 if row_only else compact or split.world_size)
+        reduced = split.slice_size * (1 if row_only else split.world_size)
         sizes = (split.padded_numel * owned.dtype.itemsize, reduced * owned.wire_dtype.itemsize)
         yield ParameterLayout(
             name=owned.name,
@@ -281,16 +277,14 @@ def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[P
 
 
 def _bucket(bucket: Bucket, family: Shared, first: int, row_only: bool) -> BucketLayout:
-    dtype = family.owned[bucket.members[0]].wire_dtype if bucket.members else torch.float32
-    dtype = travels_as(dtype, bool(bucket.compact), row_only)
-    rows = bucket.compact or len(family.ranks)
+    dtype = family.owned[bucket.members[0]].wire_dtype
+    rows = len(family.ranks)
     return BucketLayout(
         number=first + bucket.position,
         process_group=family.ranks,
         dtype=_name(dtype),
         members=tuple(family.owned[index].name for index in bucket.members),
         body=bucket.body,
-        flags=len(bucket.flags) + bucket.last,
         row=bucket.row,
         rows=rows,
         wire_bytes=rows * bucket.row * dtype.itemsize,

@@ -17,7 +17,7 @@ _TINTS = (
     ("#8a69ae", "#b9a2d2"),
     ("#a8624e", "#cf9c8c"),
 )
-_PADDING, _FLAGS = "#e9e9e9", "#333333"
+_PADDING = "#e9e9e9"
 _WIDTH, _TALLEST = 12.0, 20.0  # inches
 _GAP = 0.25  # between lanes, of a lane
 _MOST_LABELS = 40
@@ -41,14 +41,12 @@ class Lane(NamedTuple):
         title: what stands beside it.
         ranks: whose rows it has.
         row: columns.
-        body, flags: of them, those of slices, and those of flags, which follow; what is left blank fills the row.
+        blocks: the slices; what is left blank fills the row.
     """
 
     title: str
     ranks: int
     row: int
-    body: int
-    flags: int
     blocks: Sequence[Block]
 
 
@@ -106,8 +104,6 @@ def _patches(lane: Lane) -> Iterator[_Patch]:
             yield _Patch(block.offset + rest, size - rest, whole, whole + 1, _PADDING)
         if whole + bool(rest) < lane.ranks:
             yield _Patch(block.offset, size, whole + bool(rest), lane.ranks, _PADDING)
-    if lane.flags:
-        yield _Patch(lane.body, lane.flags, 0, lane.ranks, _FLAGS)
 
 
 def _corners(patch: _Patch, top: float, lane: Lane) -> list[tuple[float, float]]:
@@ -132,7 +128,6 @@ def _legend(axes: Any, lanes: Sequence[Lane]) -> None:
     groups = sorted({block.group for lane in lanes for block in lane.blocks})
     named = [(f"param group {group}", _TINTS[group % len(_TINTS)][0]) for group in groups]
     handles = [
-        plotting("patches").Patch(facecolor=color, label=label)
-        for label, color in (*named, ("padding", _PADDING), ("flags", _FLAGS))
+        plotting("patches").Patch(facecolor=color, label=label) for label, color in (*named, ("padding", _PADDING))
     ]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from .bookkeeping.gather_store import IN_FLIGHT
-from .bookkeeping.wire import travels_as
 from .communication.arena import rounded
 from .communication.compression import encoded_size
 from .communication.shared_memory import KEPT, SharedMemory
@@ -257,11 +256,7 @@ class _Bytes:
             stage=stage,
             cpu_offload=offload,
             after_backward=after_backward,
-            after_step=replace(
-                after_backward,
-                gradients=after_backward.gradients if self._setup.plain else 0,
-                wires=after_backward.wires + sum(self._gradients(kind) for kind in kinds if self._offers(kind)),
-            ),
+            after_step=replace(after_backward, gradients=after_backward.gradients if self._setup.plain else 0),
             peak=max(self._in_backward(after_backward), self._in_step(after_backward), key=lambda held: held.total),
             host=Held(gradients=landed, masters=masters, states=self._load.states) if offload else Held(),
             wires=wires,
@@ -280,12 +275,7 @@ class _Bytes:
             return 0
         dtype = self._sum_of(kind)
         columns = kind.row if dtype == kind.wire and not self._setup.plain else kind.body
-        return (1 if keeps_row or self._offers(kind) else kind.rows) * columns * dtype.itemsize
-
-    def _offers(self, kind: Kind) -> bool:
-        """Whether each rank keeps its own row in shared memory, which stays; after one micro-batch others need none."""
-        shared = self._setup.shared_memory and self._setup.micro_batches == 1 and not self._options.keeps_row_only
-        return shared and self._ranks > 1 and kind.rows == self._ranks and not kind.fp8
+        return (1 if keeps_row else kind.rows) * columns * dtype.itemsize
 
     def _masters(self, kind: Kind) -> int:
         master = self._setup.master_of(kind.dtype)
@@ -317,8 +307,7 @@ class _Bytes:
         row_only = self._options.keeps_row_only
         if self._ranks == 1 or not (row_only or self._setup.shared_memory or kind.fp8):
             return 0
-        sent = travels_as(kind.wire, kind.rows < self._ranks, row_only)
-        row = encoded_size(kind.widest) if kind.fp8 else kind.widest * sent.itemsize
+        row = encoded_size(kind.widest) if kind.fp8 else kind.widest * kind.wire.itemsize
         if not self._setup.shared_memory:
             bytes_each = kind.rows * row * (2 if kind.fp8 else 1)  # fp8: the others' are there beside what is sent
             return (min(Transport.in_flight + 1, kind.buckets) if row_only else kind.buckets) * bytes_each

@@ -36,12 +36,6 @@ class EvenSplit:
         return self.slice_size * self.world_size
 
     @property
-    def compact(self) -> int:
-        """Rows that are worth sending where most ranks own nothing but padding, a power of 2; 0: all rows are."""
-        rows = 1 << max(self.numel - 1, 0).bit_length()
-        return rows if 2 * rows <= self.world_size else 0
-
-    @property
     def padding(self) -> int:
         """Elements at the end of the storage that belong to nobody."""
         return self.padded_numel - self.numel

@@ -53,8 +53,8 @@ class Kind(NamedTuple):
         rows: of the wires.
         fp8: they travel as that; ``wire`` is what is packed, and what their sums are kept in.
         slices: of this rank's slices.
-        body: of them with the fillers between them.
-        row: of this rank's rows of the wires, flags included.
+        body: the same, in wires.
+        row: of this rank's rows of the wires.
         widest: of the longest of these rows.
         buckets: how many there are.
     """
@@ -134,17 +134,16 @@ def _kinds(parameters: Sequence[_Parameter], setup: Setup) -> list[Kind]:
     plan = make_plan(items, range(len(items))[::-1], setup.options.bucket_size)
     kinds: dict[tuple[torch.dtype, torch.dtype, int, bool], Kind] = {}
     for bucket in plan.buckets:
-        if bucket.members:
-            first = bucket.members[0]
-            key = (parameters[first].dtype, wires[first], bucket.compact or setup.ranks, bucket.fp8)
-            kind = kinds.get(key, Kind(*key))
-            kinds[key] = kind._replace(
-                slices=kind.slices + sum(bucket.sizes),
-                body=kind.body + bucket.body,
-                row=kind.row + bucket.row,
-                widest=max(kind.widest, bucket.row),
-                buckets=kind.buckets + 1,
-            )
+        first = bucket.members[0]
+        key = (parameters[first].dtype, wires[first], setup.ranks, bucket.fp8)
+        kind = kinds.get(key, Kind(*key))
+        kinds[key] = kind._replace(
+            slices=kind.slices + sum(bucket.sizes),
+            body=kind.body + bucket.body,
+            row=kind.row + bucket.row,
+            widest=max(kind.widest, bucket.row),
+            buckets=kind.buckets + 1,
+        )
     return list(kinds.values())
 
 

@@ -2,13 +2,10 @@
 
 - ``optimizer.backward`` is one round on every rank, whatever its loss touched there.
 - A bare ``loss.backward()`` opens a round with its first gradient. A rank whose loss touched nothing opens
-  none, so before the step the ranks agree on the largest number of rounds, and who is behind adds rounds of
-  zeros. That agreement travels beside the wires, which others may have sent already. Until then nobody waits for
-  a wire, since its peers may be waiting to agree.
-- Gradients that came after their bucket had left (a weight in two nested backwards) get a further round, on
-  all ranks, since the last wire of a round tells of them.
-- Once a step has shown a dropped parameter, rounds open with a message (see ``forecast``): they leave out what
-  nobody will use, and these messages are all that the ranks need to agree on about rounds.
+  none, so before the step the ranks agree (see ``unused_parameters``), and who is behind joins with zeros. Until
+  then nobody waits for a wire, since its peers may be waiting to agree.
+- Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
+  round, before the step, on all ranks.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
   discriminator) stay in ``p.grad``, as in plain torch, until this one's next round, or ``zero_grad``.
 """
@@ -87,11 +84,10 @@ class Reducer:
         self._gradients = gradients
         self.rounds = Rounds(parameters, options, gradients, streams, family)
         self._buckets = self.rounds.buckets
-        self._forecast = self.rounds.forecast
+        self._unused = self.rounds.unused
         self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         self._buckets.measured = [] if self._half or options.error_if_nonfinite else None
-        gradients.counts = not self._on_host
         self._hooks: list[RemovableHandle] = []
         self._graph_task = -1
         self._ends_matter = True
@@ -128,18 +124,18 @@ class Reducer:
             len(order.came),
             self._watch_late,
             [record.index for record in self._records if record.repeats],
-            self._forecast.state(),
+            [int(self._unused.detecting)],
         )
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Go on with the plan of another run, or start one anew, with no gradients around.
 
-        All ranks call it alike; with a forecast in the state it communicates.
+        All ranks call it alike.
         """
         self._watch_late = state is None or self._on_host or state.reentrant
         for record in self._records:
             record.repeats = state is not None and record.index in state.repeats
-        self._forecast.restore(None if state is None else state.forecast)
+        self._unused.restore(detecting=state is not None and bool(state.forecast and state.forecast[0]))
         if state is None:
             self.rounds.order.forget()
         else:
@@ -155,7 +151,7 @@ class Reducer:
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a round of its own, after one that an error may have left open."""
-        reached = self._forecast.reached(loss, inputs) if self.sync and self._forecast.on else None
+        reached = self._unused.reached(loss, inputs) if self.sync and self._unused.detecting else None
         _driving.append(self._driver)
         self._ends_matter = not self._on_host  # there they tell of nested backwards
         self.rounds.paced = not self._uneven
@@ -172,7 +168,7 @@ class Reducer:
         self.rounds.paced = self._driver in _driving and not self._uneven
         if self.sync and not failed:
             self.rounds.close()
-            self._forecast.lacked |= self.rounds.lacking
+            self._unused.lacked |= self.rounds.lacking
             self._last_backward = self._backwards.value
 
     def arrive(self, record: ShardedParameter) -> None:
@@ -250,8 +246,9 @@ class Reducer:
 
         Communicates: all ranks call it. May be called again; it then finds nothing to do. On the host, which waits
         for reductions here anyway, the ranks always agree on their rounds. On a device they do unless all are
-        known to have run the same: to have called ``backward`` of this optimizer, and none of another's since.
-        After ``synchronize`` nothing is reduced any more: what callers have made of gradients is taken over.
+        known to have run the same: to have called ``backward`` of this optimizer, and none of another's since; a rank
+        that lacks a gradient waits for the others' presence maps. After ``synchronize`` nothing is reduced any more:
+        what callers have made of gradients is taken over.
 
         Raises:
             Exception: the ``call``'s error, or that of another rank's, if ranks agree here; nothing has been done then.
@@ -260,78 +257,81 @@ class Reducer:
             call.check()
             self.drain()
             return
-        by_messages = self._forecast.on
-        if by_messages or self._on_host or not self._driven or self._last_backward != self._backwards.value:
-            self._complete_rounds(call, with_leftovers=True)
-        call.check()
-        self.drain()
-        self._refuse_unforeseen()
-        while self._watch_late and not self._forecast.on and self._gradients.late():
-            self.rounds.further()
-            self.drain()
-        self._gradients.resolve()
-
-    def _complete_rounds(self, call: Call, with_leftovers: bool) -> None:
-        """Close the open round, and see to it that all ranks have run as many as the one that ran most."""
         self.rounds.close()
-        if self._forecast.on:
-            self._join_rounds(call, with_leftovers)
-            return
-        leftovers = with_leftovers and len(self.rounds.leftovers()) > 0
-        said = [self.rounds.closed + leftovers, self._forecast.lacked, *call.words(self._group)]
-        most, lacked, *called = self._group.largest(said)
-        call.settle(called, self._group)
-        self._forecast.saw(lacked=bool(lacked))
-        while self.rounds.closed < most:
-            self.rounds.further()
+        if self._has_to_agree:
+            present = self._agree(call, with_leftovers=True)
+            self.drain()
+            self._gradients.resolve(present)
+        else:
+            call.check()
+            self._refuse_unforeseen()
+            self._unused.no_sync(call.words(self._group))
+            self.drain()
+            if self.rounds.absent:
+                self._gradients.resolve(self._unused.presence())
 
-    def _join_rounds(self, call: Call, with_leftovers: bool) -> None:
-        """Run the rounds that others have opened, and those of leftovers, until no rank opens another."""
+    @property
+    def _has_to_agree(self) -> bool:
+        """Ranks may have run different rounds, as far as this one knows; or it costs no wait for a device."""
+        alike = self._driven and self._last_backward == self._backwards.value
+        return self._on_host or self._unused.detecting or self._watch_late or not alike
+
+    def _agree(self, call: Call, with_leftovers: bool) -> bytes:
+        """Run the rounds that others have opened, and those of leftovers, until no rank opens another.
+
+        Returns the presence map.
+        """
         while True:
             leftovers = self.rounds.leftovers() if with_leftovers else []
-            forecast, words = self._forecast, call.words(self._group)
-            said = (forecast.open_round(leftovers, words) if leftovers else forecast.no_round(words)).wait()
+            words = call.words(self._group)
+            message = self._unused.open_sync(leftovers, words) if leftovers else self._unused.no_sync(words)
+            said = message.wait()
             if not said.opens:
+                self._unused.read_all()
                 call.settle(said.call, self._group)
-                forecast.saw(said.lacked, said.missed)
-                return
+                return said.used
             self.rounds.join(said.used)
 
     def _refuse_unforeseen(self) -> None:
-        """Where the "late" flag isn't read (on a device, it would have to be waited for), don't lose a gradient."""
+        """Where ranks don't agree on one more round (on a device, they would wait for it), don't lose a gradient."""
         late = self._buckets.late
-        if late and not (self._watch_late or self._forecast.on):
+        if late:
             raise RuntimeError(
                 f"{self._records[late[0]].name}: its gradient came again after it had been reduced, which the first "
                 "step gave no sign of: switch reentrant activation checkpointing on before the first step, or pass "
                 "overlap_communication=False"
             )
 
-    def settle(self) -> None:
+    def settle(self, keep: bool) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count rounds anew.
 
         Communicates as ``finish`` does: on the host always, on a device where backwards have been bare.
+
+        Args:
+            keep: it must be known which parameters have a gradient.
         """
         self._gradients.conceal()
         self.rounds.stepped = False
-        if self._on_host or (self._bare and not self._driven):
+        if self._on_host or keep or (self._bare and not self._driven):
             self.even_out(Call("zero_grad"))
         self.drain()
         self._forget_rounds()
 
+    @at_home
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight; ``p.grad`` stays. Communicates."""
-        self._complete_rounds(call, with_leftovers=False)
+        self.rounds.close()
+        present = self._agree(call, with_leftovers=False)
         self.drain()
+        self._gradients.resolve(present)
 
     def end_step(self) -> None:
-        """Between steps: forecast or not, and once take over the order in which gradients came on rank 0."""
-        self._forecast.look(self._gradients.take_fewest(), self._driven)
-        was_on = self._forecast.on
-        self._forecast.end_step()
+        """Between steps: look whether any rank lacked a gradient, and once take over rank 0's order of gradients."""
+        detected = self._unused.detecting
+        self._unused.end_step(wait=self._on_host)
         if self.rounds.closed and not self.rounds.order.known:
             self._learn_order()
-        elif self.rounds.order.known and self._forecast.on and not was_on:
+        elif self.rounds.order.known and self._unused.detecting and not detected:
             self.rounds.replan()
         self._bare = not self._driven
         self.rounds.stepped = any(record.worked for record in self._records)

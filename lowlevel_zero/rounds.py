@@ -1,7 +1,8 @@
 """Rounds: one backward's reductions each, opened, filled as gradients arrive, closed, and their wires taken in.
 
-The reducer says when; here is what happens then, on this rank. A round that ranks opened with a message (see
-``forecast``) can start nothing before all have said what they will use; what came meanwhile waits in ``p.grad``.
+The reducer says when; here is what happens then, on this rank. A round whose ranks look at the graph first (see
+``unused_parameters``) can start nothing before all have said what they will use; what came meanwhile waits in
+``p.grad``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from .bookkeeping.bucket_store import BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .communication.transport import Pending
-from .forecast import Forecast, Message
 from .options import ZeroOptions
 from .streams import Streams
+from .unused_parameters import Message, UnusedParameters
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -36,7 +37,7 @@ class Rounds:
 
     Attributes:
         buckets: of the open round, and those in flight.
-        forecast: which gradients will come, if rounds open with that.
+        unused: which gradients will come, and which have come on any rank.
         order: in which they come, as far as it is known.
         closed: rounds of this step that have been.
         paced: all ranks are known to run the open round, so that wires may be waited for in its midst.
@@ -57,7 +58,7 @@ class Rounds:
         alone = len(parameters.families) == 1
         device = self._records[0].padded.device
         self._in_flight = group.in_flight(device, options.keeps_row_only) if alone else None
-        self.forecast = Forecast(parameters, family)
+        self.unused = UnusedParameters(parameters, family)
         self.order = ArrivalOrder(group)
         self._message: Message | None = None
         self._told = family > 0 or group.place > 0
@@ -71,7 +72,7 @@ class Rounds:
 
     def replan(self) -> None:
         """Follow the order in which gradients are expected now."""
-        self.plan_in(self.order.expected(len(self._records), self.forecast.on))
+        self.plan_in(self.order.expected(len(self._records), self.unused.detecting))
 
     def plan_in(self, order: list[int]) -> None:
         """Fill buckets with these parameters in this order."""
@@ -81,7 +82,8 @@ class Rounds:
             for r in self._records
         ]
         self._travelling = sum(record.split.numel > 0 for record in self._records)
-        self.buckets.follow(make_plan(items, order, self._options.bucket_size))
+        plan = make_plan(items, order, self._options.bucket_size)
+        self.buckets.follow(plan, [item.alignment for item in items])
 
     # ---- one round ----
 
@@ -90,9 +92,7 @@ class Rounds:
         self.take_some(leave=0)
         self._tell_of_old_gradients()
         self.buckets.open_round(reached)
-        message = None
-        if self.forecast.on:
-            message = self.forecast.open_round(None if reached is None else reached.union(self.leftovers()))
+        message = self.unused.open_sync(None if reached is None else reached.union(self.leftovers()))
         if reached is None:
             self.buckets.choose()
         else:
@@ -133,18 +133,18 @@ class Rounds:
         self.closed += 1
         self._group.progress.micro_batch = self.closed
         self.order.saw(self.buckets.arrivals)
-        self.forecast.learn(self.buckets.unexpected)
+        self.unused.learn(self.buckets.unexpected)
         self.take_some()
+
+    @property
+    def absent(self) -> bool:
+        """Whether this rank has had no gradient for some parameter since ``zero_grad``."""
+        return not all(record.worked or record.split.numel == 0 for record in self._records)
 
     @property
     def lacking(self) -> bool:
         """Whether this rank had no gradient for some parameter in the round that was closed last."""
         return self.buckets.contributed < self._travelling
-
-    def further(self) -> None:
-        """A round outside any backward, of what ``p.grad`` still holds, be it nothing."""
-        self.open()
-        self.close()
 
     def join(self, used: bytes) -> None:
         """A round that others have opened, of that for which ``used`` has a byte other than 0."""

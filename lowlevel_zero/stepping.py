@@ -91,7 +91,7 @@ class Stepper:
                 for total, working in part.sums:
                     if norm is not None:
                         norm.add(total.measure)
-                    part.family.gradients.hand_over(total, working, scale, by_optimizer, in_parts)
+                    part.family.gradients.hand_over(total, working, scale, by_optimizer)
                 if in_parts:
                     self._step_part(part.records)
                     part.family.gathers.start(part.records)

@@ -12,7 +12,7 @@ import torch
 from lowlevel_zero import rounds
 from lowlevel_zero.alignment import Alignment
 from lowlevel_zero.bookkeeping import gather_store
-from lowlevel_zero.forecast import Forecast
+from lowlevel_zero.unused_parameters import UnusedParameters
 
 # peft looks for a model's files on the network, even for one that was made from a config.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -44,16 +44,11 @@ def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def forecasting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forecasts are on from the start, and stay on."""
-    build = Forecast.__init__
+    """Unused parameters are detected from the start."""
+    build = UnusedParameters.__init__
 
-    def built(self: Forecast, parameters: Any, family: int) -> None:
+    def built(self: UnusedParameters, parameters: Any, family: int) -> None:
         build(self, parameters, family)
-        self._group.own_messages()
-        self.on = True
+        self.detecting = True
 
-    def end_step(self: Forecast) -> None:
-        self._begin_step()
-
-    monkeypatch.setattr(Forecast, "__init__", built)
-    monkeypatch.setattr(Forecast, "end_step", end_step)
+    monkeypatch.setattr(UnusedParameters, "__init__", built)

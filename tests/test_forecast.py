@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero import forecast as forecasts
 from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.forecast import CREDIT, PRICE_OF_A_MISS, Forecast
 from tests import test_backward, test_layer_drop
 from tests.support.oracle import check_close
 from tests.support.ranks import run_ranks

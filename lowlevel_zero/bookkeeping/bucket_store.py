@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..alignment import Alignment
 from ..communication.collectives import ShardGroup
 from ..communication.progress import About
-from ..communication.rows import Rows
 from ..communication.transport import Pending, then
 from ..streams import Streams
 from .bucket_plan import Bucket, BucketPlan, narrowed
 from .parameter_store import ShardedParameter
-from .wire import pack, travels_as
+from .wire import pack
 
 # Narrowed plans that are kept: few sets of parameters come again and again, or ever new ones.
 _PLANS_KEPT = 64
@@ -38,14 +38,13 @@ class Reduced(NamedTuple):
     """A bucket whose reduction is done.
 
     Attributes:
-        row: this rank's row of the sum, ``[row]``; where it has none, zeros or, if all are kept, another one, but with
-            flags, which are the same in every one.
-        rows: all ranks', where they are kept.
+        row: this rank's row of the sum, ``[row]``.
+        rows: all ranks', ``[world_size, row]``, where they are kept.
     """
 
     bucket: Bucket
     row: Tensor
-    rows: Rows | None = None
+    rows: Tensor | None = None
 
 
 class BucketStore:
@@ -92,9 +91,10 @@ class BucketStore:
         self.contributed = 0
         self.measured: list[Measured] | None = None
 
-    def follow(self, plan: BucketPlan) -> None:
-        """Use ``plan`` from the next round on."""
+    def follow(self, plan: BucketPlan, alignments: Sequence[Alignment]) -> None:
+        """Use ``plan``, of parameters with these ``alignments``, from the next round on."""
         assert not self.open and not self._in_flight
+        self._alignments = alignments
         self.plan = plan
         self._narrowed.clear()
 
@@ -111,7 +111,6 @@ class BucketStore:
         self._round = None
         self._expected = expected
         self._awaited = [_UNAWAITED] * len(self._records)
-        self._lacking: set[int] = set()
 
     def choose(self, used: bytes | None = None) -> None:
         """Let those parameters travel in this round whose byte isn't 0.
@@ -134,7 +133,7 @@ class BucketStore:
         if used not in self._narrowed:
             if len(self._narrowed) == _PLANS_KEPT:
                 self._narrowed.clear()
-            plan = narrowed(self.plan, used)
+            plan = narrowed(self.plan, used, self._alignments)
             self._narrowed[used] = plan if plan.bucket_of != self.plan.bucket_of else self.plan
         return self._narrowed[used]
 
@@ -155,7 +154,7 @@ class BucketStore:
         """Note that backward has a gradient for a parameter; whether that may let a bucket start.
 
         A second one in the same round (a weight that two nested backwards share) stays in ``p.grad``: with
-        the first if the bucket hasn't started, else for a further round, which the "late" flag asks for.
+        the first if the bucket hasn't started, else for a further round.
         """
         index = record.index
         position = self._awaited[index]
@@ -184,9 +183,9 @@ class BucketStore:
         return False
 
     def start_ready(self) -> None:
-        """Start what is complete, as far as the plan's order goes; the last bucket waits for the round's end."""
+        """Start what is complete, as far as the plan's order goes."""
         assert self._round is not None
-        while self._next < len(self._round.buckets) - 1 and self._missing[self._next] == 0:
+        while self._next < len(self._round.buckets) and self._missing[self._next] == 0:
             self._start(self._round.buckets[self._next])
 
     def close_round(self) -> None:
@@ -225,33 +224,24 @@ class BucketStore:
         self._next = bucket.position + 1
         gradients = [self._records[index].take_gradient() for index in bucket.members]
         self._streams.borrow(gradients)
-        lacking = [index for index, gradient in zip(bucket.members, gradients, strict=True) if gradient is None]
-        self._lacking.update(lacking)
-        self.contributed += len(gradients) - len(lacking)
+        self.contributed += sum(gradient is not None for gradient in gradients)
         wire = self._wire_in_place(bucket, gradients)
         if wire is None:
             wire = self._packed_wire(bucket, gradients)
-        if self.measured is not None and bucket.members:
+        if self.measured is not None:
             largest = torch.linalg.vector_norm(wire, math.inf, dtype=torch.promote_types(wire.dtype, torch.float32))
             self.measured.append(Measured(bucket.members, largest))
         self._in_flight.append(self._reduction(bucket, wire))
 
     def _reduction(self, bucket: Bucket, wire: Tensor) -> Pending[Reduced]:
         about = About(self._records, bucket.members, bucket.position)
-        if self._keeps_row_only and not bucket.compact:
+        if self._keeps_row_only:
             return then(self._group.reduce_scatter(wire, bucket.fp8, about), partial(Reduced, bucket))
         return then(self._group.all_reduce(wire, bucket.fp8, about), partial(self._reduced, bucket))
 
-    def _reduced(self, bucket: Bucket, rows: Rows) -> Reduced:
-        """Of the rows that an all-reduce left, what is to be kept."""
-        if not self._keeps_row_only and self._group.size > 1:
-            return Reduced(bucket, rows.at_hand, rows)
-        row = rows.at_hand
-        if bucket.compact and bucket.members:
-            row = row.to(self._records[bucket.members[0]].wire_dtype, copy=True)
-            if self._group.rank >= bucket.compact:
-                row[: bucket.body] = 0
-        return Reduced(bucket, row)
+    def _reduced(self, bucket: Bucket, rows: Tensor) -> Reduced:
+        """What an all-reduce left, which is kept: whoever asks for a whole gradient gets it."""
+        return Reduced(bucket, rows[self._group.rank], rows if self._group.size > 1 else None)
 
     def _wire_in_place(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor | None:
         """The gradient itself as ``[world_size, row]``, where the plan and its dtype allow it.
@@ -266,34 +256,15 @@ class BucketStore:
         return gradient.detach().view(self._group.size, bucket.row)
 
     def _packed_wire(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
-        """A fresh wire with the gradients, zeros for those that aren't there and between, and the flags of the wire."""
-        lead = self._records[(bucket.members or bucket.flags or (0,))[0]]
-        dtype = lead.wire_dtype if bucket.members else torch.float32
-        if bucket.compact:
-            dtype = travels_as(dtype, True, self._keeps_row_only)
-            wire = torch.empty(bucket.compact, bucket.row, dtype=dtype, device=lead.padded.device)
-        else:
-            wire = self._group.new_wire(bucket.row, dtype, lead.padded.device, bucket.fp8)
+        """A fresh wire with the gradients, and zeros for those that aren't there."""
+        lead = self._records[bucket.members[0]]
+        wire = self._group.new_wire(bucket.row, lead.wire_dtype, lead.padded.device, bucket.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=wire.device)
         flats = [
             gradient if gradient is not None else zero.expand(self._records[index].split.numel)
             for index, gradient in zip(bucket.members, gradients, strict=True)
         ]
-        size, flags = len(wire), len(bucket.flags) + bucket.last
-        # Not expanded from one number: packing takes half the time if everything is contiguous.
-        blank = zero.new_zeros(size * max((bucket.tail, *bucket.layout.fillers)))
-        flats = bucket.layout.spread(flats, lambda free: blank[: size * free])
-        behind = [zero.new_ones(size * flags)] if flags else []
-        behind += [blank[: size * bucket.tail]] if bucket.tail else []
-        pack(wire, flats, behind, self._divisor)
-        self._lower_flags(bucket, wire)
+        if bucket.row > bucket.body:
+            flats.append(zero.new_zeros(len(wire) * (bucket.row - bucket.body)))
+        pack(wire, flats, self._divisor)
         return wire
-
-    def _lower_flags(self, bucket: Bucket, wire: Tensor) -> None:
-        """Flags were packed as ones: zero the columns of what isn't so. Launches nothing when all is there."""
-        if self._lacking:
-            for column, index in enumerate(bucket.flags, start=bucket.body):
-                if index in self._lacking:
-                    wire[:, column].zero_()
-        if bucket.last and not self.late:
-            wire[:, bucket.late].zero_()

@@ -108,7 +108,7 @@ class GatherStore:
             own = [record.p32 for record in records]
             if self._offload is not None:
                 own = self._offload.lift(own, records[0].row)
-            rows = [record.travelling for record in records]
+            rows = [record.rows for record in records]
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
             pending = self._group.gather(own, rows, records[0].fp8, alignment, About(records))
         self._under_way.append(Gather(records, pending, self._streams, awaited))

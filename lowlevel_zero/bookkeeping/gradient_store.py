@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..alignment import RowLayout
-from ..communication.rows import Rows
 from ..streams import Passed
 from .bucket_plan import Bucket
 from .gradient_sum import GradientSum, Scale
 from .offload import Landing, Offload
 from .parameter_store import ShardedParameter
-from .short_gradients import ShortGradients
 
 
 class GradientStore:
@@ -33,7 +29,6 @@ class GradientStore:
             is done on the device, so the host waits for rows at the step alone.
 
     Attributes:
-        counts: keep what ``take_fewest`` tells.
         exposed: each ``g`` is complete, averaged and unscaled, and its caller's to edit, as ``p32.grad``.
     """
 
@@ -49,28 +44,18 @@ class GradientStore:
         self._rank = rank
         self.raw_unit = raw_unit
         self._sums: list[GradientSum] = []
-        self._short = ShortGradients()
-        self._flags: list[tuple[tuple[int, ...], Tensor]] = []
-        self._fewest: list[Tensor] = []
-        self.counts = False
         self.exposed = False
-        self._late: Tensor | None = None
 
     # ---- what reductions leave ----
 
-    def add(self, bucket: Bucket, row: Tensor, rows: Rows | None) -> None:
+    def add(self, bucket: Bucket, row: Tensor, rows: Tensor | None) -> None:
         """Take a reduced bucket as one more micro-batch: its ``row``, and ``rows`` if all are kept."""
-        if bucket.members:
-            for each in self._sums_of(bucket.members):
-                self._fetch(each)
-            own = row if rows is None else rows.row
-            self._accumulate(GradientSum(bucket.members, bucket.layout, own[: bucket.body], rows))
-            for each in self._sums_of(bucket.members):
-                self._bring_down(each)
-        if bucket.flags:
-            self._flags.append((bucket.flags, row[bucket.body : bucket.late]))
-        if bucket.last:
-            self._late = row[bucket.late]
+        for each in self._sums_of(bucket.members):
+            self._fetch(each)
+        body = None if rows is None else rows[:, : bucket.body]
+        self._accumulate(GradientSum(bucket.members, bucket.sizes, row[: bucket.body], body))
+        for each in self._sums_of(bucket.members):
+            self._bring_down(each)
 
     def _accumulate(self, new: GradientSum) -> None:
         before = {record.sum: None for index in new.members if (record := self._records[index]).sum is not None}
@@ -95,7 +80,7 @@ class GradientStore:
         """Have the row on the device."""
         if self._offload is not None and total.landing is not None:
             rows = total.rows
-            own = self._offload.fetch(total.landing) if rows is None else rows.row[: total.layout.columns]
+            own = self._offload.fetch(total.landing) if rows is None else rows[self._rank]
             total.hold(own, rows)
 
     def _bring_down(self, total: GradientSum) -> None:
@@ -115,12 +100,10 @@ class GradientStore:
 
     def _merge(self, new: GradientSum) -> None:
         """Add, member by member, a bucket of other members than those that the sums so far are of."""
-        for index, size in zip(new.members, new.layout.sizes, strict=True):
+        for index, size in zip(new.members, new.sizes, strict=True):
             record = self._records[index]
-            copied = new.rows_of(index)
-            rows = None if copied is None else Rows(copied, self._rank)
-            own = new.part_of(index) if rows is None else rows.row
-            addend = GradientSum((index,), RowLayout((size,)), own, rows)
+            rows = new.rows_of(index)
+            addend = GradientSum((index,), (size,), new.part_of(index), rows)
             if record.sum is None:
                 self._keep(addend)
                 continue
@@ -129,7 +112,7 @@ class GradientStore:
             if before is None or rows is None:
                 record.sum.part_of(index).add_(addend.row)
             else:
-                before += rows.columns(0, size)
+                before += rows
 
     def _promote(self, total: GradientSum) -> None:
         """Make a sum fit to be added to: in fp32 at least, and as reductions leave it.
@@ -137,17 +120,15 @@ class GradientStore:
         A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
         factor = None if total.unit is None else total.unit / self.raw_unit()
-        rows = total.rows
-        held = total.row if rows is None else rows.columns(0, total.layout.columns)
+        held = total.row if total.rows is None else total.rows
         wide = _at_least_fp32(held) if factor is None else _at_least_fp32(held) * factor
-        if wide is held and (rows is None or rows.writable):
+        if wide is held:
             return
         total.unit = None
-        if rows is None:
+        if total.rows is None:
             total.hold(wide)
         else:
-            here = Rows(wide, self._rank)
-            total.hold(here.row, here)
+            total.hold(wide[self._rank], wide)
 
     # ---- what the step takes ----
 
@@ -178,7 +159,6 @@ class GradientStore:
         working: Sequence[ShardedParameter],
         scale: Scale,
         by_optimizer: bool,
-        for_the_call: bool = False,
     ) -> None:
         """Give each ``p32`` its raw ``g``, scaled, as gradient: in place where dtypes allow it.
 
@@ -187,7 +167,6 @@ class GradientStore:
             working: those of its members that worked.
             scale: how sums become gradients.
             by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips.
-            for_the_call: nobody keeps a gradient for longer than the optimizer's step takes.
         """
         dtype = working[0].p32.dtype
         if self._offload is not None and total.landing is not None:
@@ -201,9 +180,7 @@ class GradientStore:
             row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
         if not (by_optimizer or scale.exact):
             row.mul_(scale.unit)
-        copied = row is not total.row
-        row = row.to(dtype)
-        gradients = self._short.slices(total, row) if copied and for_the_call else total.layout.cut(row)
+        gradients = total.cut(row.to(dtype))
         if len(working) == len(gradients):
             for record, gradient in zip(working, gradients, strict=True):
                 record.p32.grad = gradient
@@ -279,7 +256,7 @@ class GradientStore:
 
     def _adopt(self, record: ShardedParameter, gradient: Tensor) -> None:
         """Have a gradient that no reduction left."""
-        total = GradientSum((record.index,), RowLayout((gradient.numel(),)), gradient)
+        total = GradientSum((record.index,), (gradient.numel(),), gradient)
         self._make_final(total, gradient, record.padded.device)
         self._keep(total)
         record.worked = True
@@ -293,36 +270,20 @@ class GradientStore:
 
     # ---- who had one ----
 
-    def late(self) -> bool:
-        """Whether a rank got a gradient after its bucket had left in the last round (reads one number)."""
-        return self._late is not None and self._late.item() > 0
-
-    def resolve(self) -> None:
+    def resolve(self, present: Sequence[int]) -> None:
         """Drop the gradients of parameters that no rank used, whose sum is but zeros.
 
-        What this rank used it knows; only if there is anything else it reads the flags, all in one copy.
+        Args:
+            present: the presence map: by index, not 0 where some rank had a gradient.
         """
         unknown = [record for record in self._records if record.sum is not None and not record.worked]
-        if unknown and self._flags:
-            indices = [index for flagged, _ in self._flags for index in flagged]
-            device = self._flags[0][1].device
-            counts = torch.cat([flags.to(device, torch.float32) for _, flags in self._flags]).tolist()
-            for index, count in zip(indices, counts, strict=True):
-                self._records[index].worked |= count > 0
         for record in unknown:
-            if not record.worked:
+            if present[record.index]:
+                record.worked = True
+            else:
                 record.drop_gradient()
         if unknown:
             self._sums = [total for total in self._sums if self.working(total)]
-        if self.counts:
-            self._fewest += [flags.amin() for _, flags in self._flags]
-        self._flags.clear()
-
-    def take_fewest(self) -> Tensor | None:
-        """On how few ranks a parameter had a gradient, in any round since the last call, 0-d; None: no flags came."""
-        fewest, self._fewest = self._fewest, []
-        device = fewest[0].device if fewest else None
-        return torch.stack([each.to(device, torch.float32) for each in fewest]).amin() if fewest else None
 
     # ---- what callers see ----
 
@@ -340,22 +301,18 @@ class GradientStore:
         rows = None if record.sum is None else record.sum.rows_of(record.index)
         if rows is None or record.sum is None:
             return None
-        rows = _at_least_fp32(rows) * self._unit(record.sum)
-        return F.pad(rows, (0, 0, 0, record.split.world_size - len(rows)))
+        return _at_least_fp32(rows) * self._unit(record.sum)
 
     def _unit(self, total: GradientSum) -> float | Tensor:
         return self.raw_unit() if total.unit is None else total.unit
 
     def held(self) -> list[Tensor]:
         """The tensors of all sums."""
-        return [held for total in self._sums for held in (*(total.rows.held() if total.rows else ()), total.row)]
+        return [held for total in self._sums for held in (total.rows, total.row) if held is not None]
 
     def clear(self) -> None:
         """Forget all gradients."""
         self._sums.clear()
-        self._flags.clear()
-        self._fewest.clear()
-        self._late = None
         for record in self._records:
             record.sum = None
             record.worked = False
@@ -373,7 +330,7 @@ def _add(total: GradientSum, addend: GradientSum) -> None:
     if total.rows is None or addend.rows is None:
         total.row.add_(addend.row)
     else:
-        addend.rows.add_to(total.rows.columns(0, total.layout.columns))
+        total.rows.add_(addend.rows)
 
 
 def _norm_of(row: Tensor) -> Tensor:

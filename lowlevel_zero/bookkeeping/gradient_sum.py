@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ..alignment import RowLayout
-from ..communication.rows import Rows
 from .offload import Landing
 
 
@@ -33,19 +32,21 @@ class GradientSum:
 
     Attributes:
         members: indices of the parameters, in the row's order; one that no rank used has zeros there.
-        layout: where the members' slices lie in the row; between them are zeros.
+        sizes: of their slices, which lie end to end in the row.
         row: this rank's row, ``[columns]``: the wire's dtype after one micro-batch, fp32 at least after more.
-        rows: those of all ranks, of which ``row`` is one, or, of a compact bucket, the first of them; None in stage 2.
+        rows: those of all ranks, ``[world_size, row]``, of which ``row`` begins one; None: they aren't kept.
         unit: what ``row`` is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
         landing: where ``row`` is on its way to the host, or has arrived; None: it is on the device.
         norm: of a ``row`` on the host its L2 norm, 0-d, on the device.
     """
 
-    __slots__ = ("_parts", "_row", "_rows", "landing", "layout", "members", "norm", "unit")
+    __slots__ = ("_parts", "_row", "_rows", "landing", "members", "norm", "sizes", "unit")
 
-    def __init__(self, members: tuple[int, ...], layout: RowLayout, row: Tensor, rows: Rows | None = None) -> None:
+    def __init__(
+        self, members: tuple[int, ...], sizes: tuple[int, ...], row: Tensor, rows: Tensor | None = None
+    ) -> None:
         self.members = members
-        self.layout = layout
+        self.sizes = sizes
         self.unit: float | Tensor | None = None
         self.hold(row, rows)
 
@@ -55,7 +56,7 @@ class GradientSum:
         return self._row
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> Tensor | None:
         """All ranks', or None."""
         return self._rows
 
@@ -64,7 +65,7 @@ class GradientSum:
         """What has the row's L2 norm, on the device: the row or its norm."""
         return self._row if self.norm is None else self.norm
 
-    def hold(self, row: Tensor, rows: Rows | None = None) -> None:
+    def hold(self, row: Tensor, rows: Tensor | None = None) -> None:
         """Hold other tensors; ``row`` is one of ``rows``."""
         self._row = row
         self._rows = rows
@@ -85,12 +86,16 @@ class GradientSum:
     def part_of(self, index: int) -> Tensor:
         """One member's ``g``, ``[s]``: a view of the row."""
         if self._parts is None:
-            self._parts = dict(zip(self.members, self.layout.cut(self._row), strict=True))
+            self._parts = dict(zip(self.members, self.cut(self._row), strict=True))
         return self._parts[index]
 
+    def cut(self, row: Tensor) -> Sequence[Tensor]:
+        """The members' slices in a row like this one's: views."""
+        return row.split_with_sizes(self.sizes)
+
     def rows_of(self, index: int) -> Tensor | None:
-        """One member's part of ``rows``, ``[rows, s]``; a view, where they are writable; None: they aren't kept."""
+        """One member's part of ``rows``, ``[world_size, s]``: a view; None: they aren't kept."""
         if self._rows is None:
             return None
         at = self.members.index(index)
-        return self._rows.columns(self.layout.starts[at], self.layout.sizes[at])
+        return self._rows.narrow(1, sum(self.sizes[:at]), self.sizes[at])

@@ -58,7 +58,6 @@ class ShardedParameter:
         worked: a rank is known to have had a gradient for it since gradients were last cleared.
         arrived: ``p.grad`` holds what a backward has left there, if anything.
         rows: ``padded`` as ``[world_size, s]``.
-        travelling: those of them that are gathered; all, but of a tiny parameter those that hold more than padding.
         row: this rank's row of it.
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
@@ -88,7 +87,6 @@ class ShardedParameter:
         "split",
         "stepped",
         "sum",
-        "travelling",
         "version",
         "wire_dtype",
         "worked",
@@ -113,7 +111,6 @@ class ShardedParameter:
         self.padded = rehome(p, split)
         self.address = p.data_ptr()
         self.rows = self.padded.view(split.world_size, split.slice_size)
-        self.travelling = self.rows if fp8 or not split.compact else self.rows[: split.compact]
         self.row = self.rows[rank]
         self.p32: Tensor = self.row
         self.shares_storage = True
@@ -126,9 +123,9 @@ class ShardedParameter:
         self.repeats = False
 
     @property
-    def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, bool, int]:
+    def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
         """What parameters must have in common to share a wire."""
-        return self.padded.device, self.padded.dtype, self.wire_dtype, self.fp8, len(self.travelling)
+        return self.padded.device, self.padded.dtype, self.wire_dtype, self.fp8
 
     @property
     def keeps_more(self) -> bool:

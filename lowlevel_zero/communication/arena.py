@@ -15,7 +15,6 @@ from collections import deque
 from dataclasses import dataclass
 from threading import RLock
 from typing import NamedTuple
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -94,18 +93,6 @@ class Arena:
         with self._lock:
             most = _PAGE if nbytes <= _PAGE else self.address.size  # a few numbers shall not keep a large one
             return self._take(rounded(nbytes), readers, most)
-
-    def lend(self, numel: int, dtype: torch.dtype, readers: int) -> tuple[Slot, Tensor]:
-        """A slot, no larger than it must be, and a 1-D tensor in it that may be held on to.
-
-        It is free when the ``readers`` have finished with it, and no tensor of this process sees its memory.
-        """
-        nbytes = numel * dtype.itemsize
-        with self._lock:
-            slot = self._take(snug(nbytes), readers + 1, most=snug(nbytes))
-        memory = memoryview(self._map)[slot.offset : slot.offset + nbytes]  # which the tensor's storage holds
-        finalize(memory, self._unseen.append, slot).atexit = False
-        return slot, torch.frombuffer(memory, dtype=dtype, count=numel)
 
     def _take(self, nbytes: int, readers: int, most: int) -> Slot:
         slot = self._at_hand(nbytes) or self._found(nbytes, most)

@@ -33,7 +33,6 @@ from .collectives import ShardGroup
 from .lost_ranks import Lookout, farewell
 from .process_group import prefixed
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, listed
-from .rows import Rows
 from .transport import Pending
 from .two_levels import TwoLevels
 
@@ -163,7 +162,7 @@ class CheckedGroup(ShardGroup):
         """As ever, later."""
         return self._later(wire, about, partial(super().reduce_scatter, wire, fp8, about))
 
-    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Rows]:
+    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
         """As ever, later."""
         return self._later(wire, about, partial(super().all_reduce, wire, fp8, about))
 

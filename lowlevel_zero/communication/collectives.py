@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alignment import END_TO_END, Alignment, laid_out
+from ..alignment import END_TO_END, Alignment
 from .byte_messages import as_message, batches, read_message
 from .compression import Fp8, encoded_size
 from .exchange import ADDED, AGREED, FORETOLD, Exchange
@@ -28,9 +28,8 @@ from .groups import backends_by_device, control_group, group_apart, is_fake, mes
 from .lost_ranks import LostRank, enter, naming_lost
 from .process_group import timeout_of
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Place, Progress
-from .rows import Rows
 from .staging import Staged
-from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, in_rows, then
+from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, then
 from .watchdog import SHARE_OF_TIMEOUT, Watch, watch
 from .wires import Wires, board, borrow, keep
 
@@ -174,18 +173,10 @@ class ShardGroup:
         self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8))
         return self._begun(REDUCTION, about, wire, lambda: self._transport(wire.device, fp8).reduce_scatter(wire))
 
-    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Rows]:
-        """Start summing ``wire`` over the ranks; the result is the rows of the sum, in ``wire`` itself maybe.
-
-        One of fewer rows than ranks is summed as if it were one of ``size`` shorter rows.
-        """
-        whole = in_rows(wire, self.size)
-        self._note_sent("reduce", _row_bytes(whole.shape[1], wire.dtype, fp8), times=2)
-        transport = self._transport(wire.device, fp8)
-        if len(wire) == self.size:
-            return self._begun(REDUCTION, about, wire, lambda: transport.all_reduce_rows(wire))
-        summed = self._begun(REDUCTION, about, wire, lambda: transport.all_reduce(whole))
-        return then(summed, lambda total: Rows(total.view(-1)[: wire.numel()].view(wire.shape), self.rank))
+    def all_reduce(self, wire: Tensor, fp8: bool = False, about: About | None = None) -> Pending[Tensor]:
+        """Start summing ``wire`` over the ranks; the result has its shape, and may be ``wire``."""
+        self._note_sent("reduce", _row_bytes(wire.shape[1], wire.dtype, fp8), times=2)
+        return self._begun(REDUCTION, about, wire, lambda: self._transport(wire.device, fp8).all_reduce(wire))
 
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
@@ -202,19 +193,15 @@ class ShardGroup:
     ) -> Pending[None]:
         """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
 
-        ``rows`` are on one device and of one dtype, and aligned in the wire where it takes one to carry them. All of
-        ``own`` may be their very rows; else they are free again when this returns. Where later ranks' rows hold
-        nothing but padding, ``rows`` may be the first ones alone; they travel by an all-reduce, or what is worth one.
+        ``rows`` are on one device and of one dtype. Where it takes a wire to carry them they lie end to end in its row,
+        whose width is aligned. All of
+        ``own`` may be their very rows; else they are free again when this returns.
         """
-        few = len(rows[0]) < self.size
-        layout = laid_out([each.numel() for each in own], END_TO_END if few else alignment)
-        columns = layout.columns + (layout.tail if len(rows) > 1 else 0)
-        if few:
-            self._note_sent("gather", -(-len(rows[0]) * columns * rows[0].dtype.itemsize // self.size), times=2)
-        else:
-            self._note_sent("gather", _row_bytes(columns, rows[0].dtype, fp8))
+        numel = sum(each.numel() for each in own)
+        row = alignment.padded(numel) if len(own) > 1 else numel
+        self._note_sent("gather", _row_bytes(row, rows[0].dtype, fp8))
         transport = self._transport(rows[0].device, fp8)
-        return self._begun(GATHER, about, rows[0], lambda: transport.gather(own, rows, layout))
+        return self._begun(GATHER, about, rows[0], lambda: transport.gather(own, rows, row))
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]

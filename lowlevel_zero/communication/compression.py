@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..alignment import RowLayout
 from .transport import Direct, Pending, Transport, sum_rows_in_fp32, then
 
 BLOCK = 256
@@ -126,7 +125,7 @@ class Fp8(Transport):
         row = wire.shape[1]
         encoded = wire.new_empty(self.size, encoded_size(row), dtype=torch.uint8)
         encode(wire[self.rank, None], encoded[self.rank, None])
-        gathered = self._way.gather([encoded[self.rank]], [encoded], RowLayout((encoded.shape[1],)))
+        gathered = self._way.gather([encoded[self.rank]], [encoded], encoded.shape[1])
         return then(gathered, lambda _: wire.copy_(decode(encoded, row)))
 
     def all_to_all(

@@ -32,7 +32,6 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from ..alignment import RowLayout
 from ..streams import Streams
 from .transport import Pending, Transport, then
 
@@ -154,7 +153,7 @@ class Levels(Transport):
 
     def _spread(self, block: Tensor, like: Tensor) -> Pending[Tensor]:
         whole = torch.empty_like(like)
-        return then(self._inner.gather([block], [self._blocks(whole)], RowLayout((block.numel(),))), lambda _: whole)
+        return then(self._inner.gather([block], [self._blocks(whole)], block.numel()), lambda _: whole)
 
     def _blocks(self, wire: Tensor) -> Tensor:
         """``[inner, rows of one inner rank]``."""
@@ -192,9 +191,9 @@ class Nested(Levels):
         block = blocks[self._inner.rank].view(self._outer.size, -1)
 
         def spread(_: None) -> Pending[Tensor]:
-            return then(self._inner.gather([block.view(-1)], [blocks], RowLayout((block.numel(),))), lambda _: wire)
+            return then(self._inner.gather([block.view(-1)], [blocks], block.numel()), lambda _: wire)
 
-        return self._sequel.after(self._outer.gather([wire[self.rank]], [block], RowLayout((wire.shape[1],))), spread)
+        return self._sequel.after(self._outer.gather([wire[self.rank]], [block], wire.shape[1]), spread)
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
@@ -223,9 +222,9 @@ class Replicated(Levels):
         """Within: what another inner group has is the same."""
         return self._inner.all_gather(wire)
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Pending[None]:
         """Within."""
-        return self._inner.gather(own, rows, layout)
+        return self._inner.gather(own, rows, row)
 
     def all_to_all(
         self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]

@@ -17,14 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alignment import RowLayout
 from .arena import Address, Arena, OthersArena, Slot
 from .exchange import GATHER, REDUCE, Exchange, sum_rows
 from .mail import Header, Subject
-from .offers import Offers, SharedSum
 from .process_group import timeout_of
-from .rows import Rows
-from .transport import Pending, keep_own, lay_out
+from .transport import Pending, keep_own, lay_end_to_end
 
 T = TypeVar("T")
 
@@ -65,7 +62,6 @@ class SharedMemory(Exchange):
         super().__init__(group)
         self._own = own
         self._theirs = [OthersArena(addresses[of]) for _, of in self.peers]
-        self._offers = Offers(self.rank, own, dict(zip((of for _, of in self.peers), self._theirs, strict=True)))
         for _, of in self.peers:
             own.mail.watch(of, addresses[of].process)
         self._handed_out: list[Packed] = []
@@ -115,37 +111,21 @@ class SharedMemory(Exchange):
 
         return self._send(packed, REDUCE, finish)
 
-    def all_reduce_rows(self, wire: Tensor) -> Pending[Rows]:
-        """Every rank sums its own row, in rank order, for the others to copy if they look at it."""
-        packed = self._take_or_copy(wire, [...])
-        serial = self._serials[REDUCE]
-        expected = self._tell(packed, REDUCE)
-
-        def finish() -> Rows:
-            theirs = self._own.mail.wait(expected, self._timeout)
-            views = [view.view(wire.shape) for view in self._views(theirs, wire.numel(), wire.dtype)]
-            slots = {of: header.slot for (_, of), header in zip(self.peers, theirs, strict=True)}
-            return self._offers.offer(SharedSum(serial, packed.slot, slots, self._in_rank_order(packed.wire, views)))
-
-        return Pending((), (packed.wire,), finish, lambda: self._own.mail.has(expected))
-
     def _in_rank_order(self, own: Tensor, theirs: Sequence[Tensor]) -> list[Tensor]:
         by_rank = dict(zip((of for _, of in self.peers), theirs, strict=True)) | {self.rank: own}
         return [by_rank[rank] for rank in range(self.size)]
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Pending[None]:
         """Each rank copies what it lacks out of the others' slots, straight to where it belongs."""
-        packed = self._packed(layout.columns, rows[0].dtype)
-        lay_out(packed.wire, own, layout)
-        giving = len(rows[0])  # ranks that have more than padding
-        if self.rank < giving:
-            keep_own(own, rows, self.rank)  # from own, not the slot: an fp32 master is its row already
+        sizes = [each.numel() for each in own]
+        packed = self._packed(sum(sizes), rows[0].dtype)
+        lay_end_to_end(packed.wire, own)
+        keep_own(own, rows, self.rank)  # from own, not the slot: an fp32 master is its row already
 
         def finish(theirs: list[Header]) -> None:
-            views = self._views(theirs, layout.columns, rows[0].dtype)
-            for of, view in ((of, view) for (_, of), view in zip(self.peers, views, strict=True) if of < giving):
-                homes = layout.spread([each[of] for each in rows], view.new_empty)
-                torch.split_with_sizes_copy(view, layout.pieces, out=homes)
+            views = self._views(theirs, sum(sizes), rows[0].dtype)
+            for (_, of), view in zip(self.peers, views, strict=True):
+                torch.split_with_sizes_copy(view, sizes, out=[each[of] for each in rows])
 
         return self._send(packed, GATHER, finish)
 
@@ -169,14 +149,12 @@ class SharedMemory(Exchange):
 
     def rest(self, for_good: bool = False) -> None:
         """Give back what idle slots take, but for what the next step needs anyway."""
-        self._offers.tidy()
         self._own.give_back(0 if for_good else KEPT)
 
     # ---- slots ----
 
     def _packed(self, numel: int, dtype: torch.dtype) -> Packed:
         """Room for a wire; it is free again when all ranks, this one too, have finished with it."""
-        self._offers.tidy()
         slot = self._own.take(numel * dtype.itemsize, readers=self.size)
         return Packed(self._own.view(slot, numel, dtype), slot)
 

@@ -8,12 +8,7 @@ from typing import Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-
-from ..alignment import RowLayout
-from .rows import Rows
-from .short_columns import are_short, copy_out
 
 # torch 2.13 renames the two and warns on the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -104,10 +99,6 @@ class Transport(ABC):
     def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
         """Start summing; the result has ``wire``'s shape, and may be ``wire``."""
 
-    def all_reduce_rows(self, wire: Tensor) -> Pending[Rows]:
-        """The same, but others' rows need only come to a rank that looks at them."""
-        return then(self.all_reduce(wire), lambda total: Rows(total, self.rank))
-
     @abstractmethod
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Start filling ``wire``, of which every rank gives its own row; in place."""
@@ -121,34 +112,19 @@ class Transport(ABC):
         The result is ``into``, ``sizes_into[r]`` elements of it from rank ``r``; both must stay as they are until then.
         """
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Pending[None]:
         """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``.
 
-        Where there are several they travel as ``layout`` says; one alone needs no wire. ``rows`` may be the first ones
-        alone, where later ranks have nothing.
+        Several travel end to end in a wire whose rows have ``row`` elements; one alone needs no wire.
         """
-        if len(rows[0]) < self.size:
-            return self._gather_few(own, rows, layout)
         if len(own) == 1:
             keep_own(own, rows, self.rank)
             return then(self.all_gather(rows[0]), lambda wire: None)
-        wire = rows[0].new_empty(self.size, layout.columns + layout.tail)
-        lay_out(wire[self.rank], own, layout)
-        if layout.tail:
-            wire[self.rank, layout.columns :].zero_()  # fp8 looks at whole blocks
-        return then(self.all_gather(wire), lambda wire: unpack(wire, rows, layout))
-
-    def _gather_few(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
-        """Rows of which each is all zeros but on one rank are summed, as bytes: what comes of that is exact."""
-        few = rows[0].new_zeros(len(rows[0]), layout.columns)
-        if self.rank < len(few):
-            lay_out(few[self.rank], own, layout)
-        summed = self.all_reduce(in_rows(_bytes(few), self.size))
-
-        def finish(total: Tensor) -> None:
-            unpack(total.view(-1)[: few.nbytes].view(few.dtype).view(few.shape), rows, layout)
-
-        return then(summed, finish)
+        wire = rows[0].new_empty(self.size, row)
+        numel = sum(each.numel() for each in own)
+        lay_end_to_end(wire[self.rank, :numel], own)
+        wire[self.rank, numel:].zero_()  # fp8 looks at whole blocks
+        return then(self.all_gather(wire), lambda wire: unpack(wire, rows))
 
     def held(self) -> list[Tensor]:
         """Memory that is kept from wire to wire."""
@@ -202,7 +178,7 @@ class Alone(Direct):
         into.copy_(wire)
         return Pending((), (into,), lambda: into)
 
-    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], layout: RowLayout) -> Pending[None]:
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Pending[None]:
         """A copy, where ``own`` is one."""
         keep_own(own, rows, self.rank)
         return Pending((), (), lambda: None)
@@ -263,30 +239,10 @@ def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(dtype)
 
 
-def unpack(wire: Tensor, rows: Sequence[Tensor], layout: RowLayout) -> None:
+def unpack(wire: Tensor, rows: Sequence[Tensor]) -> None:
     """Copy the columns of ``wire`` (``[size, row]``) out into ``rows``, each ``[size, s]``: one multi-tensor call."""
-
-    def nowhere(columns: int) -> Tensor:
-        return wire.new_empty(len(wire), columns)
-
-    if not layout.fillers and are_short(wire, rows, layout.sizes):
-        copy_out(wire, rows)
-        return
-    pieces, homes = layout.pieces, layout.spread(rows, nowhere)
-    if layout.tail:
-        pieces, homes = [*pieces, layout.tail], [*homes, nowhere(layout.tail)]
-    torch.split_with_sizes_copy(wire, pieces, dim=1, out=homes)
-
-
-def in_rows(tensor: Tensor, rows: int) -> Tensor:
-    """The elements as ``[rows, -1]``, with zeros behind them; the tensor's own memory where it needs none."""
-    short = -tensor.numel() % rows
-    return (F.pad(tensor.flatten(), (0, short)) if short else tensor).view(rows, -1)
-
-
-def lay_out(row: Tensor, slices: Sequence[Tensor], layout: RowLayout) -> None:
-    """Copy 1-D ``slices`` to where they belong in ``row``, cast to its dtype, with zeros between them."""
-    lay_end_to_end(row[: layout.columns], layout.spread(slices, slices[0].new_zeros))
+    sizes = [each.shape[1] for each in rows]
+    torch.split_with_sizes_copy(wire[:, : sum(sizes)], sizes, dim=1, out=list(rows))
 
 
 def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:
