@@ -159,11 +159,11 @@ class BadNumbers:
         return next((self._suspect(place, record) for place, record in bad), None)
 
     def _suspect(self, place: int, record: ShardedParameter) -> _Suspect:
-        plan = self._families.of(record).reducer.plan
+        plan = self._families.of(record).reducer.plan.whole
         return _Suspect(place, record.name, plan.bucket_of[record.index])
 
     def _sent(self) -> set[int]:
-        bad = {family.number: family.reducer.rounds.bad_wires() for family in self._families}
+        bad = {family.number: family.reducer.bad_buffers() for family in self._families}
         return {place for place, record in enumerate(self._parameters) if record.index in bad[record.family]}
 
     def _tell(self, text: str) -> None:

@@ -156,7 +156,7 @@ class CallerNames:
         No communication. See ``Layout`` for its ``table()``, ``json()`` and ``picture(path)``.
         """
         shared = [
-            Shared(tuple(family.group.slice_ranks), self._owned(family), family.reducer.plan)
+            Shared(tuple(family.group.slice_ranks), self._owned(family), family.reducer.plan.whole)
             for family in self._families
         ]
         return layout_of(shared, self._options, dist.get_rank())

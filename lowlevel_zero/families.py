@@ -14,10 +14,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from .arrival_order import PlanState
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum
+from .bookkeeping.learnt_plan import PlanState
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
@@ -166,7 +166,7 @@ class Families:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight or about to be."""
-        return all(family.reducer.rounds.idle for family in self)
+        return all(family.reducer.idle for family in self)
 
     def plan_states(self) -> list[PlanState | None]:
         """What the plans follow from."""
@@ -218,7 +218,7 @@ class Families:
 
     def gradients_held(self) -> list[Tensor]:
         """Tensors of gradients, in flight and reduced."""
-        return [held for family in self for held in (*family.gradients.held(), *family.reducer.rounds.held())]
+        return [held for family in self for held in (*family.gradients.held(), *family.reducer.held())]
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before."""
@@ -230,10 +230,10 @@ class Families:
         reducers = {family.number: family.reducer for family in self}
         for number, ranks in enumerate(self.parameters.shard_groups):
             reducer = reducers.get(number)
-            if reducer is None or reducer.rounds.idle:
+            if reducer is None or reducer.idle:
                 ranks.release()
             else:
-                ranks.abandon(reducer.rounds.under_way())
+                ranks.abandon(reducer.under_way())
 
 
 def log_start(families: Families, group: ShardGroup) -> None:
@@ -245,5 +245,5 @@ def log_start(families: Families, group: ShardGroup) -> None:
             f"{sum(record.split.numel for record in families.parameters):,}",
             len(families.parameters.records),
             group.ranks,
-            sum(len(family.reducer.plan.buckets) for family in families),
+            sum(len(family.reducer.plan.whole.buckets) for family in families),
         )

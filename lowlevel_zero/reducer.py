@@ -1,19 +1,21 @@
-"""The reducer: when rounds of reductions open and close, and what the ranks agree on so that all run the same.
+"""The reducer: when gradient syncs open and close, and what the ranks agree on so that all run the same.
 
-- ``optimizer.backward`` is one round on every rank, whatever its loss touched there.
-- A bare ``loss.backward()`` opens a round with its first gradient. A rank whose loss touched nothing opens
-  none, so before the step the ranks agree (see ``unused_parameters``), and who is behind joins with zeros. Until
-  then nobody waits for a wire, since its peers may be waiting to agree.
+- ``optimizer.backward`` is one sync on every rank, whatever its loss touched there.
+- A plain ``loss.backward()`` opens a sync with its first gradient. A rank whose loss touched nothing opens none, so
+  before the step the ranks agree (see ``unused_parameters``), and who is behind joins with zeros. Until then nobody
+  waits for a reduction, since its peers may be waiting to agree.
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
-  round, before the step, on all ranks.
+  sync, before the step, on all ranks.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
-  discriminator) stay in ``p.grad``, as in plain torch, until this one's next round, or ``zero_grad``.
+  discriminator) stay in ``p.grad``, as in plain torch, until this one's next sync, or ``zero_grad``.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from typing import ClassVar
 from weakref import ReferenceType, ref
@@ -23,14 +25,18 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from .arrival_order import PlanState
-from .bookkeeping.bucket_plan import BucketPlan
+from .bookkeeping.bucket_store import BucketStore, Reduced
 from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.gradient_sync import GradientSync
+from .bookkeeping.learnt_plan import LearntPlan, PlanState
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
+from .communication.transport import Pending
 from .options import ZeroOptions
-from .rounds import Rounds
 from .streams import Streams, at_home
+from .unused_parameters import Message, UnusedParameters
+
+_log = logging.getLogger("lowlevel_zero")
 
 DOUBLE_REDUCTION = (
     "expected step or zero_grad after synchronize(), got the gradient of one more backward, which would be reduced "
@@ -47,6 +53,14 @@ class _BackwardCount(threading.local):
     value = 0
 
 
+class Mode(Enum):
+    """How the gradients of a step have come so far."""
+
+    NONE = "not at all"
+    DRIVEN = "through optimizer.backward alone, which all ranks call alike"
+    PLAIN = "through loss.backward() too, whose number this rank alone knows"
+
+
 class Reducer:
     """Turns the gradients of backwards into each record's ``g``.
 
@@ -59,7 +73,8 @@ class Reducer:
         driver: stands for the optimizer whose backward drives this reducer, and those of its other families.
 
     Attributes:
-        rounds: those of this rank.
+        buckets: those in flight.
+        plan: the buckets that reductions follow, from the next sync on.
         sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
     """
 
@@ -71,39 +86,44 @@ class Reducer:
         options: ZeroOptions,
         gradients: GradientStore,
         streams: Streams,
-        family: int = 0,
-        driver: object = None,
+        family: int,
+        driver: object,
     ) -> None:
         self._streams = streams
-        self._several_streams = streams.several
-        self._driver = driver or object()
+        self._driver = driver
         self._family = family
         self._records = parameters.families[family]
-        self._group = parameters.shard_groups[family]
+        self._group = group = parameters.shard_groups[family]
         self._options = options
         self._gradients = gradients
-        self.rounds = Rounds(parameters, options, gradients, streams, family)
-        self._buckets = self.rounds.buckets
-        self._unused = self.rounds.unused
         self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
-        self._buckets.measured = [] if self._half or options.error_if_nonfinite else None
+        divisor = options.gradient_predivide_factor
+        self.buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor, self._add)
+        self.buckets.measured = [] if self._half or options.error_if_nonfinite else None
+        # A rank must not wait in one family for a peer that may be waiting for it in another.
+        alone = len(parameters.families) == 1
+        device = self._records[0].padded.device
+        self._most_in_flight = group.in_flight(device, options.keeps_row_only) if alone else None
+        self._unused = UnusedParameters(parameters, family)
+        self.plan = LearntPlan(self._records, group, options.bucket_size, options.pad_buckets_for_high_nccl_busbw)
         self._hooks: list[RemovableHandle] = []
+        self._open: GradientSync | None = None
+        self._message: Message | None = None
+        self._late: list[int] = []
+        self._repeats: set[int] = set()
+        self._mode = self._mode_before = Mode.NONE
         self._graph_task = -1
         self._ends_matter = True
         self._nested_seen = False
         self._watch_late = True
-        self._bare = True
+        self._warned = family > 0 or group.place > 0
+        self._stepped = False
         self.sync = True
-        self._forget_rounds()
+        self._begin_anew()
         self.extend()
 
     # ---- what is set up once, and again when parameters are added ----
-
-    @property
-    def plan(self) -> BucketPlan:
-        """The buckets that reductions and gathers follow."""
-        return self.rounds.plan
 
     def extend(self) -> None:
         """Take records that have no hook yet into hooks and plan, which starts anew in reverse order."""
@@ -111,89 +131,79 @@ class Reducer:
         for record in self._records[len(self._hooks) :]:
             hook = _hook(me, record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self.rounds.order.forget()
-        self.rounds.replan()
+        self._travelling = sum(not record.is_empty for record in self._records)
+        self.plan.forget()
+        self.plan.follow(self._unused.detecting)
 
     def plan_state(self) -> PlanState | None:
         """What the plan follows from; None: no step has been taken yet."""
-        order = self.rounds.order
-        if not order.known:
+        plan = self.plan
+        if not plan.known:
             return None
-        return PlanState(
-            [*order.came, *order.lacked],
-            len(order.came),
-            self._watch_late,
-            [record.index for record in self._records if record.repeats],
-            [int(self._unused.detecting)],
-        )
+        return PlanState(plan.order, plan.came, self._watch_late, [*self._repeats], [int(self._unused.detecting)])
 
     def restore_plan(self, state: PlanState | None) -> None:
-        """Go on with the plan of another run, or start one anew, with no gradients around.
-
-        All ranks call it alike.
-        """
+        """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
         self._watch_late = state is None or self._on_host or state.reentrant
-        for record in self._records:
-            record.repeats = state is not None and record.index in state.repeats
+        self._repeats = set() if state is None else set(state.repeats)
         self._unused.restore(detecting=state is not None and bool(state.forecast and state.forecast[0]))
         if state is None:
-            self.rounds.order.forget()
+            self.plan.forget()
         else:
-            self.rounds.order.restore(state)
-        self.rounds.replan()
+            self.plan.restore(state)
+        self.plan.follow(self._unused.detecting)
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before."""
         for handle in self._hooks:
             handle.remove()
 
-    # ---- rounds ----
+    # ---- gradients arrive ----
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
-        """``optimizer.backward`` starts: a round of its own, after one that an error may have left open."""
+        """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
         reached = self._unused.reached(loss, inputs) if self.sync and self._unused.detecting else None
         _driving.append(self._driver)
         self._ends_matter = not self._on_host  # there they tell of nested backwards
-        self.rounds.paced = not self._uneven
         self._backwards.value += 1
         if self.sync:
-            self.rounds.close()
-            self._driven = True
-            self._open(reached)
+            self._close_sync()
+            if self._mode is Mode.NONE:
+                self._mode = Mode.DRIVEN
+            self._open_sync(reached)
 
     def end(self, failed: bool) -> None:
-        """``optimizer.backward`` has ended. After an error the round stays open, for ``zero_grad`` to discard."""
+        """``optimizer.backward`` has ended. After an error the sync stays open, for ``zero_grad`` to discard."""
         _driving.remove(self._driver)
         self._ends_matter = True
-        self.rounds.paced = self._driver in _driving and not self._uneven
         if self.sync and not failed:
-            self.rounds.close()
-            self._unused.lacked |= self.rounds.lacking
+            self._close_sync()
+            self._unused.lacked |= self._contributed < self._travelling
             self._last_backward = self._backwards.value
 
-    def arrive(self, record: ShardedParameter) -> None:
+    def gradient_ready(self, record: ShardedParameter) -> None:
         """A gradient has been accumulated into ``p.grad``."""
-        if self._several_streams:
+        if self._streams.several:
             self._streams.produced()
         record.arrived = True
         if not self.sync or (_driving and _driving[-1] is not self._driver):
             return
-        if not self._buckets.open:
-            self._open_bare(record)
+        if self._open is None:
+            self._open_plain(record)
         if self._ends_matter:
             self._watch_graph_task()
-        if self._buckets.arrive(record) and self._overlaps:
-            self.rounds.start_ready()
+        assert self._open is not None
+        if not record.is_empty and self._open.arrive(record.index) and self._overlaps:
+            self._start_ready()
 
-    def _open_bare(self, record: ShardedParameter) -> None:
-        """The first gradient of a bare ``loss.backward()`` has come, or of one that nobody expects."""
+    def _open_plain(self, record: ShardedParameter) -> None:
+        """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
         if self._gradients.exposed:
             record.p.grad = None
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
-        self._uneven = True
-        self.rounds.paced = False
+        self._mode = Mode.PLAIN
         self._refuse_unscaled(record)
-        self._open()
+        self._open_sync()
 
     def _watch_graph_task(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -202,7 +212,7 @@ class Reducer:
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
 
     def _refuse_unscaled(self, record: ShardedParameter) -> None:
-        """A bare backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
+        """A plain backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
         if self._half and self._driver not in _driving:
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
@@ -211,11 +221,11 @@ class Reducer:
             )
 
     def graph_task_ended(self) -> None:
-        """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the round."""
+        """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the sync."""
         if torch._C._current_autograd_node() is not None:
             self._nested_seen = True
         elif self._driver not in _driving and not self._waits_its_turn:
-            self.rounds.close()
+            self._close_sync()
 
     @property
     def _overlaps(self) -> bool:
@@ -223,14 +233,91 @@ class Reducer:
 
     @property
     def _waits_its_turn(self) -> bool:
-        """On a device, groups' wires come in one order on all ranks: a further family's at the end, in its turn."""
+        """On a device, groups' buckets come in one order on all ranks: a further family's at the end, in its turn."""
         return self._family > 0 and not self._on_host
 
-    def _open(self, reached: set[int] | None = None) -> None:
-        self._graph_task = -1
-        self.rounds.open(reached)
+    # ---- one sync ----
 
-    # ---- the end of a step's rounds ----
+    def _open_sync(self, reached: set[int] | None = None) -> None:
+        """Open a sync in whose backward these gradients are foreseen; None: any may come."""
+        self._graph_task = -1
+        self._take_in(leave=0)
+        self._warn_of_old_gradients()
+        named = None if reached is None else reached.union(self._leftovers())
+        self._message = self._unused.open_sync(named)
+        self._open = GradientSync(reached, self._repeats)
+        self._contributed = 0
+        if reached is None:
+            self._open.travel(self.plan.whole)
+
+    def _join_sync(self, used: bytes) -> None:
+        """A sync that others have opened, of that for which ``used`` has a byte other than 0."""
+        self._message = None
+        self._open = GradientSync(())
+        self._contributed = 0
+        self._open.travel(self.plan.of(used))
+        self._close_sync()
+
+    def _start_ready(self) -> None:
+        """Start what is complete, if the ranks' choice of what travels is known."""
+        if self._open is not None and self._travels(wait=False):
+            for bucket in self._open.ready():
+                self._contributed += self.buckets.start(bucket)
+            self._take_in()
+
+    def _travels(self, wait: bool) -> bool:
+        sync = self._open
+        assert sync is not None
+        if sync.plan is None and self._message is not None and (wait or self._message.done()):
+            sync.travel(self.plan.of(self._message.wait().used))
+        return sync.plan is not None
+
+    def _close_sync(self) -> None:
+        """Start what is left of an open sync."""
+        sync = self._open
+        if sync is None:
+            return
+        self._travels(wait=True)
+        for bucket in sync.rest():
+            self._contributed += self.buckets.start(bucket)
+        self._open = None
+        self._late = sync.late
+        self._repeats.update(sync.repeated)
+        self._closed += 1
+        self._group.progress.micro_batch = self._closed
+        self.plan.saw(list(sync.arrivals))
+        self._unused.learn(sync.unexpected)
+        self._take_in()
+
+    def _warn_of_old_gradients(self) -> None:
+        """Warn once that a backward adds to what has been stepped already: most often that isn't meant."""
+        if self._stepped and not self._warned:
+            self._warned = True
+            _log.warning(
+                "backward: adds to gradients that the last step has used, since optimizer.zero_grad() wasn't called; "
+                "model.zero_grad() doesn't reach them: they aren't in p.grad"
+            )
+
+    def _leftovers(self) -> list[int]:
+        """What can travel of that which ``p.grad`` holds."""
+        return [record.index for record in self._records if record.p.grad is not None and not record.is_empty]
+
+    def _take_in(self, leave: int | None = None) -> None:
+        """Finish reductions, in the midst of a step, so that few buffers are held.
+
+        In a step with plain backwards only those that are done: others may not have begun, and not begin until the
+        ranks agree on it.
+        """
+        if self._mode is Mode.DRIVEN and self._driver in _driving:
+            leave = self._most_in_flight if leave is None else leave
+            if leave is not None:
+                self.buckets.finish(leave)
+        self.buckets.finish_done()
+
+    def _add(self, reduced: Reduced) -> None:
+        self._gradients.add(*reduced)
+
+    # ---- the end of a step's syncs ----
 
     @at_home
     def drain(self) -> None:
@@ -238,14 +325,15 @@ class Reducer:
         if self._gradients.exposed:
             self._gradients.absorb()
             return
-        self.rounds.drain()
+        self._close_sync()
+        self.buckets.finish()
 
     @at_home
     def finish(self, call: Call) -> None:
         """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
 
         Communicates: all ranks call it. May be called again; it then finds nothing to do. On the host, which waits
-        for reductions here anyway, the ranks always agree on their rounds. On a device they do unless all are
+        for reductions here anyway, the ranks always agree on their syncs. On a device they do unless all are
         known to have run the same: to have called ``backward`` of this optimizer, and none of another's since; a rank
         that lacks a gradient waits for the others' presence maps. After ``synchronize`` nothing is reduced any more:
         what callers have made of gradients is taken over.
@@ -257,7 +345,7 @@ class Reducer:
             call.check()
             self.drain()
             return
-        self.rounds.close()
+        self._close_sync()
         if self._has_to_agree:
             present = self._agree(call, with_leftovers=True)
             self.drain()
@@ -267,22 +355,22 @@ class Reducer:
             self._refuse_unforeseen()
             self._unused.no_sync(call.words(self._group))
             self.drain()
-            if self.rounds.absent:
+            if self._absent:
                 self._gradients.resolve(self._unused.presence())
 
     @property
     def _has_to_agree(self) -> bool:
-        """Ranks may have run different rounds, as far as this one knows; or it costs no wait for a device."""
-        alike = self._driven and self._last_backward == self._backwards.value
+        """Ranks may have run different syncs, as far as this one knows; or it costs no wait for a device."""
+        alike = self._mode is Mode.DRIVEN and self._last_backward == self._backwards.value
         return self._on_host or self._unused.detecting or self._watch_late or not alike
 
     def _agree(self, call: Call, with_leftovers: bool) -> bytes:
-        """Run the rounds that others have opened, and those of leftovers, until no rank opens another.
+        """Run the syncs that others have opened, and those of leftovers, until no rank opens another.
 
         Returns the presence map.
         """
         while True:
-            leftovers = self.rounds.leftovers() if with_leftovers else []
+            leftovers = self._leftovers() if with_leftovers else []
             words = call.words(self._group)
             message = self._unused.open_sync(leftovers, words) if leftovers else self._unused.no_sync(words)
             said = message.wait()
@@ -290,37 +378,37 @@ class Reducer:
                 self._unused.read_all()
                 call.settle(said.call, self._group)
                 return said.used
-            self.rounds.join(said.used)
+            self._join_sync(said.used)
 
     def _refuse_unforeseen(self) -> None:
-        """Where ranks don't agree on one more round (on a device, they would wait for it), don't lose a gradient."""
-        late = self._buckets.late
-        if late:
+        """Where ranks don't agree on one more sync (on a device, they would wait for it), don't lose a gradient."""
+        if self._late:
             raise RuntimeError(
-                f"{self._records[late[0]].name}: its gradient came again after it had been reduced, which the first "
-                "step gave no sign of: switch reentrant activation checkpointing on before the first step, or pass "
-                "overlap_communication=False"
+                f"{self._records[self._late[0]].name}: its gradient came again after it had been reduced, which the "
+                "first step gave no sign of: switch reentrant activation checkpointing on before the first step, or "
+                "pass overlap_communication=False"
             )
 
     def settle(self, keep: bool) -> None:
-        """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count rounds anew.
+        """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
 
-        Communicates as ``finish`` does: on the host always, on a device where backwards have been bare.
+        Communicates as ``finish`` does: on the host always, on a device where backwards have been plain.
 
         Args:
             keep: it must be known which parameters have a gradient.
         """
         self._gradients.conceal()
-        self.rounds.stepped = False
-        if self._on_host or keep or (self._bare and not self._driven):
+        self._stepped = False
+        mode = self._mode_before if self._mode is Mode.NONE else self._mode
+        if self._on_host or keep or mode is not Mode.DRIVEN:
             self.even_out(Call("zero_grad"))
         self.drain()
-        self._forget_rounds()
+        self._begin_anew()
 
     @at_home
     def even_out(self, call: Call) -> None:
-        """Bring all ranks to the same round, with nothing in flight; ``p.grad`` stays. Communicates."""
-        self.rounds.close()
+        """Bring all ranks to the same sync, with nothing in flight; ``p.grad`` stays. Communicates."""
+        self._close_sync()
         present = self._agree(call, with_leftovers=False)
         self.drain()
         self._gradients.resolve(present)
@@ -329,26 +417,51 @@ class Reducer:
         """Between steps: look whether any rank lacked a gradient, and once take over rank 0's order of gradients."""
         detected = self._unused.detecting
         self._unused.end_step(wait=self._on_host)
-        if self.rounds.closed and not self.rounds.order.known:
-            self._learn_order()
-        elif self.rounds.order.known and self._unused.detecting and not detected:
-            self.rounds.replan()
-        self._bare = not self._driven
-        self.rounds.stepped = any(record.worked for record in self._records)
-        self._forget_rounds()
+        if self._closed and not self.plan.known:
+            self.plan.learn()
+            self.plan.follow(self._unused.detecting)
+            self._watch_late = self._on_host or bool(self._group.largest([self._nested_seen])[0])
+        elif self.plan.known and self._unused.detecting and not detected:
+            self.plan.follow(detecting=True)
+        self._mode_before = self._mode
+        self._stepped = True in [record.worked for record in self._records]
+        self._begin_anew()
         self._gradients.conceal()
         self._group.progress.step += 1
 
-    def _forget_rounds(self) -> None:
-        self.rounds.forget()
-        self._driven = False
-        self._uneven = False
+    def _begin_anew(self) -> None:
+        """Count syncs anew."""
+        self._mode = Mode.NONE
+        self._closed = 0
+        self._group.progress.micro_batch = 0
         self._last_backward = -1
+        if self.buckets.measured is not None:
+            self.buckets.measured.clear()
 
-    def _learn_order(self) -> None:
-        self.rounds.order.learn(len(self._records))
-        self.rounds.replan()
-        self._watch_late = self._on_host or bool(self._group.largest([self._nested_seen])[0])
+    # ---- what others may ask ----
+
+    @property
+    def _absent(self) -> bool:
+        """Whether this rank has had no gradient for some parameter since ``zero_grad``."""
+        return False in [record.worked or record.is_empty for record in self._records]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight or about to be."""
+        return self._open is None and not self.buckets.under_way()
+
+    def under_way(self) -> list[Pending[Reduced]]:
+        """Reductions in flight."""
+        return self.buckets.under_way()
+
+    def held(self) -> list[Tensor]:
+        """Tensors of reductions in flight."""
+        return [tensor for pending in self.under_way() for tensor in pending.tensors]
+
+    def bad_buffers(self) -> set[int]:
+        """The parameters of this step's buffers into which this rank has put an inf or NaN; waits for the device."""
+        measured = self.buckets.measured or []
+        return {index for buffer in measured if not buffer.largest.isfinite() for index in buffer.members}
 
 
 def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable[[Tensor], None]:
@@ -357,7 +470,7 @@ def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable
     def on_gradient(_: Tensor) -> None:
         alive = reducer()
         if alive is not None:
-            alive.arrive(record)
+            alive.gradient_ready(record)
 
     return on_gradient
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .arrival_order import PlanState
+from .bookkeeping.learnt_plan import PlanState
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .families import Families, Family
 from .flat_shards import FlatShards, local_part

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .arrival_order import PlanState
+from .bookkeeping.learnt_plan import PlanState
 from .bookkeeping.parameter_store import ParameterStore
 from .calls import Call
 from .communication.collectives import ShardGroup

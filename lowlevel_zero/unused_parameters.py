@@ -130,7 +130,7 @@ class UnusedParameters:
 
     def no_sync(self, call: Sequence[int]) -> Message:
         """Start telling the others that this rank has no sync to open, and its presence map."""
-        self._last = self._tell(0, call, bytearray(record.worked for record in self._records))
+        self._last = self._tell(0, call, bytearray([record.worked for record in self._records]))
         return self._last
 
     def _tell(self, opens: int, call: Sequence[int], used: bytearray) -> Message:

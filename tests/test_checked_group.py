@@ -124,7 +124,7 @@ def test_a_rank_with_another_bucket_is_an_error_on_all() -> None:
         model = net()
         optimizer = wrap(model)
         if rank == 1:
-            optimizer._families[0].reducer.rounds.plan_in([0, 1, 2, 3])
+            optimizer._families[0].reducer.plan.fill([0, 1, 2, 3])
         optimizer.backward(loss_of(model))
         optimizer.step()
 

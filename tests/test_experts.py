@@ -264,8 +264,8 @@ def test_state_dicts_go_on_where_they_were() -> None:
             _whole_step(again, run, step, rank)
         for p, other in zip(trained.model.parameters(), model.parameters(), strict=True):
             assert torch.equal(p, other)
-        orders = [family.reducer.plan.buckets for family in trained.optimizer._families]
-        assert orders == [family.reducer.plan.buckets for family in again.optimizer._families]
+        orders = [family.reducer.plan.whole.buckets for family in trained.optimizer._families]
+        assert orders == [family.reducer.plan.whole.buckets for family in again.optimizer._families]
         alone = trained.optimizer.state_dict(only_on_master=True)["state"]
         assert sum(bool(each) for each in alone.values()) == (len(alone) if rank == 0 else 8 if rank == 1 else 0)
 

@@ -50,6 +50,7 @@ class ShardedParameter:
         group: index of its param group.
         family: number of the shard family it belongs to, whose ranks share it.
         is_flat: ``p`` is 1-D.
+        is_empty: ``p`` has no elements, so that nothing of it travels.
         split: how its elements are shared.
         rank: the rank whose row is ours.
         wire_dtype: the dtype in which its gradient travels, or, with ``fp8``, its sum is kept.
@@ -63,7 +64,6 @@ class ShardedParameter:
         version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
         shares_storage: ``p32`` is the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
-        repeats: its gradient has come more than once in one backward, so only the end of backward is final.
     """
 
     __slots__ = (
@@ -74,13 +74,13 @@ class ShardedParameter:
         "fp8",
         "group",
         "index",
+        "is_empty",
         "is_flat",
         "name",
         "p",
         "p32",
         "padded",
         "rank",
-        "repeats",
         "row",
         "rows",
         "shares_storage",
@@ -104,6 +104,7 @@ class ShardedParameter:
         self.index, self.group, self.name, self.family = place
         self.p = p
         self.is_flat = p.dim() == 1
+        self.is_empty = p.numel() == 0
         self.split = split
         self.rank = rank
         self.wire_dtype = wire_dtype or p.dtype
@@ -120,7 +121,6 @@ class ShardedParameter:
         self.worked = False
         self.arrived = False
         self.stepped = False
-        self.repeats = False
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
