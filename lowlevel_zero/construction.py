@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .bookkeeping.storages import overlapping
 from .communication.collectives import ShardGroup
 from .communication.compression import check_fp8
-from .elementwise import MUON, full_name
+from .optim.elementwise import MUON, full_name
 from .wrapping import WrappingOptimizer, alive
 
 

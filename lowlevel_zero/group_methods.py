@@ -21,10 +21,10 @@ from .construction import (
     describe,
     parameter_names,
 )
-from .elementwise import check_elementwise
 from .families import Families
 from .guards import Guard
 from .loss_scaler import LossScaler
+from .optim.elementwise import check_elementwise
 from .options import ZeroOptions
 from .sharding import shard_groups
 

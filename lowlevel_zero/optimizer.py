@@ -29,13 +29,13 @@ from .construction import (
     describe,
     parameter_names,
 )
-from .elementwise import check_elementwise
 from .families import Families, log_start
 from .grad_norm import GlobalNorm, clip_factor
 from .gradient_methods import GradientMethods, measured
 from .group_methods import GroupMethods
 from .guards import Guard
 from .loss_scaler import LossScaler
+from .optim.elementwise import check_elementwise
 from .options import BackwardContext, ZeroOptions, debugging
 from .sharding import broadcast_rest, convert, shard_groups
 from .state_methods import StateMethods

@@ -15,8 +15,8 @@ from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .families import Families, Family
 from .flat_shards import FlatShards, local_part
 from .loss_scaler import LossScaler
+from .optim.trial import NoTrial, first_states
 from .state import MASTER, SCALARS, State, in_group_order, is_slice, load_slices, own_state
-from .trial import NoTrial, first_states
 
 _TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
 

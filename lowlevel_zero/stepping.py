@@ -15,7 +15,7 @@ from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
 from .families import Families, Family
 from .grad_norm import GlobalNorm
-from .whole_steps import whole_step
+from .optim.whole_steps import whole_step
 
 # torch's own, whose state is per parameter, step counters included.
 _BY_PARAMETER = {

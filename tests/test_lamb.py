@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.elementwise import TOGETHER
 from lowlevel_zero.optim import Lamb
-from lowlevel_zero.whole_steps import _STEPS
+from lowlevel_zero.optim.elementwise import TOGETHER
+from lowlevel_zero.optim.whole_steps import _STEPS
 from tests.support import experts
 from tests.support.checkpoints import AFTER, BEFORE, Training
 from tests.support.oracle import Run, build, check_close, emulate, groups, train_alone, train_rank, train_sharded

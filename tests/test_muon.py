@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lowlevel_zero import LowLevelZeroOptimizer, muon
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.orthogonal import adjusted_rate, newton_schulz, orthogonalise, rate_for
+from lowlevel_zero.optim.newton_schulz import adjusted_rate, newton_schulz, orthogonalise, rate_for
 from tests.support.oracle import Run, check_close, emulate, loss_of, train_alone, train_rank, train_sharded
 from tests.support.ranks import run_ranks, run_ranks_expecting
 from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lowlevel_zero.work_shares import Batch, Piece, share_out
+from lowlevel_zero.optim.work_shares import Batch, Piece, share_out
 
 
 def pieces(*costs: int) -> list[Piece]:

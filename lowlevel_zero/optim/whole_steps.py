@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .elementwise import MUON, full_name
+from .lamb import Way, scaled_step, with_gradients
 from .muon import MuonStep
-from .optim import Way, scaled_step, with_gradients
 
 # Steps the slices of records, which have gradients: family by family, each alike on the ranks that share it.
 WholeStep = Callable[[Sequence[ShardedParameter]], Any]
@@ -71,7 +71,7 @@ def _way_of_colossalai(optim: Any, settings: dict[str, Any], params: list[Tensor
 # By full name, so that what isn't installed needn't be imported: the same names as in ``elementwise.TOGETHER``.
 _STEPS: dict[str, Callable[[Any, ParameterStore], WholeStep]] = {
     MUON: MuonStep,
-    "lowlevel_zero.optim.Lamb": lambda optim, parameters: LambStep(optim.ways, parameters),
+    "lowlevel_zero.optim.lamb.Lamb": lambda optim, parameters: LambStep(optim.ways, parameters),
     "colossalai.nn.optimizer.lamb.Lamb": lambda optim, parameters: LambStep(
         lambda: [_way_of_colossalai(optim, *each) for each in with_gradients(optim)], parameters
     ),

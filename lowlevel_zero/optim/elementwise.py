@@ -33,7 +33,7 @@ _ELSEWHERE = {
 MUON = "torch.optim.Muon"  # torch 2.9 and later
 
 # Classes that aren't, but whose steps the ranks take together: whole_steps.py says how.
-TOGETHER = {MUON, "lowlevel_zero.optim.Lamb", "colossalai.nn.optimizer.lamb.Lamb"}
+TOGETHER = {MUON, "lowlevel_zero.optim.lamb.Lamb", "colossalai.nn.optimizer.lamb.Lamb"}
 
 _FACTORED = "it factors second moments of a matrix into those of rows and columns, and a slice ends inside a row"
 _ORTHOGONAL = "it orthogonalises the update of a whole matrix"

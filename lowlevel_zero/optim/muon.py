@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .communication.collectives import ShardGroup
-from .communication.transport import Pending
-from .orthogonal import DTYPE, adjusted_rate, flops, orthogonalise
+from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..communication.collectives import ShardGroup
+from ..communication.transport import Pending
+from .newton_schulz import DTYPE, adjusted_rate, flops, orthogonalise
 from .work_shares import Piece, share_out
 
 # Elements of a batch for each rank; three batches are held at a time.
