@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowlevel_zero import rounds
 from lowlevel_zero.alignment import Alignment
-from lowlevel_zero.bookkeeping import gather_store
+from lowlevel_zero.bookkeeping import gather_store, learnt_plan
 from lowlevel_zero.unused_parameters import UnusedParameters
 
 # peft looks for a model's files on the network, even for one that was made from a config.
@@ -38,7 +37,7 @@ def _seeds() -> None:
 @pytest.fixture
 def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices lie end to end in wires, whose rows end with the last."""
-    for module in (rounds, gather_store):
+    for module in (learnt_plan, gather_store):
         monkeypatch.setattr(module, "alignment_of", lambda *_: Alignment())
 
 

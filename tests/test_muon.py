@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowlevel_zero import LowLevelZeroOptimizer, muon
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.optim import muon
 from lowlevel_zero.optim.newton_schulz import adjusted_rate, newton_schulz, orthogonalise, rate_for
 from tests.support.oracle import Run, check_close, emulate, loss_of, train_alone, train_rank, train_sharded
 from tests.support.ranks import run_ranks, run_ranks_expecting
