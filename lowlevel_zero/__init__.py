@@ -1,6 +1,6 @@
 """Per-parameter, evenly-split ZeRO stage 1 and 2 for PyTorch."""
 
-from .deepspeed_config import options_from_deepspeed
+from .deepspeed.config import options_from_deepspeed
 from .optimizer import LowLevelZeroOptimizer
 from .version import __version__
 
