@@ -4,8 +4,8 @@ Names and defaults are those of DeepSpeed 0.19. What a config leaves out, or lea
 ``null``), keeps this package's default. There is one exception: of an fp16 loss scale every number is DeepSpeed's,
 since training depends on it. Keys that only move work (how DeepSpeed packs, pins and gathers), that watch, that belong
 to stage 3, or that are the caller's own code here (optimizer, scheduler, batch sizes, accumulation) aren't read.
-(There, divide a loss by ``gradient_accumulation_steps`` yourself; and DeepSpeed's "Adam" is ``torch.optim.AdamW`` unless its
-``adam_w_mode`` is false.)
+(There, divide a loss by ``gradient_accumulation_steps`` yourself; and DeepSpeed's "Adam" is ``torch.optim.AdamW``
+unless its ``adam_w_mode`` is false.)
 """
 
 from __future__ import annotations
