@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .commands.checkpoints import CONSOLIDATE, INSPECT
-from .commands.command import Command
-from .commands.plan import PLAN
+from .planning.commands.checkpoints import CONSOLIDATE, INSPECT
+from .planning.commands.command import Command
+from .planning.commands.plan import PLAN
 
 RUN = "python -m "
 

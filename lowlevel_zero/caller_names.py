@@ -14,10 +14,10 @@ from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
 from .families import Families, Family
 from .grad_norm import GlobalNorm
-from .layout import Layout, Owned, Shared, layout_of
 from .loss_scaler import LossScaler
-from .memory import held_bytes
 from .options import ZeroOptions
+from .planning.layout import Layout, Owned, Shared, layout_of
+from .planning.memory import held_bytes
 from .state import Pinned, State, load_state_shards, packed_groups, whole_gradients, whole_state_shards
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -19,7 +18,7 @@ from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.checkpoint.saved_layout import layout_in
 from lowlevel_zero.checkpoint.whole import WholeCheckpoint
-from lowlevel_zero.layout import Layout, RankBytes
+from lowlevel_zero.planning.layout import Layout, RankBytes
 from tests.support.oracle import Odd, Run, groups, train_rank
 from tests.support.ranks import run_ranks
 
@@ -174,22 +173,6 @@ def test_json_tells_every_rank_s_span() -> None:
     assert told["buckets"][0]["members"] == ["0.bias", "1.weight"]
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_picture(suffix: str, tmp_path: Path) -> None:
-    layout = simple()
-    layout.picture(tmp_path / f"layout.{suffix}")
-    drawn = (tmp_path / f"layout.{suffix}").read_bytes()
-    assert drawn.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
-
-
-def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = simple()
-    for module in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match="pip install 'lowlevel-zero\\[cli\\]'"):
-        layout.picture(tmp_path / "layout.png")
-
-
 # A checkpoint's
 
 
@@ -235,14 +218,11 @@ def test_inspect_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.endswith(f"\n\n{layout.table()}\n")
     assert "span" in layout.table()
 
-    picture = tmp_path / "layout.png"
-    command = ["inspect", str(path), "--world-size", "64", "--bucket-size", "7", "--json", "--picture", str(picture)]
-    assert main(command) == 0
+    assert main(["inspect", str(path), "--world-size", "64", "--bucket-size", "7", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["world_size"] == 2
     assert told["layout"] == json.loads(layout_in(WholeCheckpoint(path), 64, 7).json())
     assert told["layout"]["world_size"] == 64
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("mistake", ["--world-size=0", "--world-size=two", "--bucket-size=-1", "--world-size="])

@@ -19,9 +19,8 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.transport import Native
-from lowlevel_zero.memory import Estimate, Held, _Bytes, estimate, held_bytes
-from lowlevel_zero.rank_share import Setup, load_of_parameters
-from lowlevel_zero.state_sizes import NAMES, state_sizes
+from lowlevel_zero.planning.memory import Estimate, estimate, held_bytes
+from lowlevel_zero.planning.state_sizes import NAMES, state_sizes
 from tests.support.oracle import Odd
 from tests.support.ranks import run_ranks
 
@@ -89,12 +88,12 @@ CASES = (
 
 
 def held_in(rank: int, case: Case) -> tuple[Estimate, dict[str, int], dict[str, int]]:
-    """An estimate before the run, and what it holds after a second backward and after its step."""
+    """An estimate before the run, and what it holds after a second backward, and when all is cleared."""
     torch.manual_seed(0)
     model = Net().to(case.dtype)
     inner = case.optimizer(model.parameters())
     world_size = torch.distributed.get_world_size()
-    told = case.estimate(model, world_size, inner, shared_memory=True)
+    told = case.estimate(model, world_size, inner)
     optimizer = LowLevelZeroOptimizer(inner, model=model, reduce_bucket_size=3000, initial_scale=1.0, **case.options)
     after_backward: dict[str, int] = {}
     for _ in range(2):
@@ -115,12 +114,13 @@ def test_it_is_what_runs_hold(world_size: int) -> None:
     for of_rank in run_ranks(work, world_size):
         for case, (told, after_backward, after_step) in zip(CASES, of_rank, strict=True):
             for owner in OWNERS:
-                for moment, held in ((told.after_backward, after_backward), (told.after_step, after_step)):
-                    # A rank that has none of the tiny parameters holds a row of zeros for them.
-                    assert getattr(moment, owner) == pytest.approx(held[owner], rel=0.01, abs=256), (case, owner)
-            offered = told.after_step.wires - told.after_backward.wires  # in the first step others in other places
-            most = told.wires + 2 * offered + 2**14  # flags alone and a few numbers: four pages
-            assert after_step["wires"] <= most, case
+                # In stage 1 all rows are held, each padded to 128 bytes, of two buckets.
+                padding = 256 * (1 if case.options.get("partition_grad") else world_size)
+                assert getattr(told, owner) == pytest.approx(after_backward[owner], rel=0.01, abs=padding), (
+                    case,
+                    owner,
+                )
+            assert after_step["gradients"] == 0
 
 
 def test_stage_0_is_ddp() -> None:
@@ -143,9 +143,8 @@ def test_stage_0_is_ddp() -> None:
 
     for told, held in run_ranks(work, 2):
         for owner, size in held.items():
-            assert getattr(told.after_step, owner) == pytest.approx(size, rel=0.01), owner
+            assert getattr(told, owner) == pytest.approx(size, rel=0.01), owner
         assert told.masters == told.wires == told.host.total == 0
-        assert told.after_step == told.after_backward
 
 
 class Alive:
@@ -179,44 +178,18 @@ def test_wires_under_way() -> None:
             optimizer.backward(model(torch.ones(1, 64, dtype=BF16)).float().sum())
             in_backward = reduced.most
             optimizer.step()
-        told = [estimate(model, 8, stage, **options).wires for stage in (2, 1)]
+        told = [estimate(model, 8, stage, "bf16", **options).wires for stage in (2, 1)]
         return told[0], told[1], in_backward, gathered.most
 
     ((stage2, stage1, in_backward, in_step),) = run_ranks(work, 1, init=False)
-    assert stage2 == pytest.approx(in_backward, rel=0.05)
     assert in_backward == pytest.approx(4 * 2 * layer * 4, rel=0.05)
-    assert stage1 == in_step == layers * layer * 2
+    assert in_step <= stage1 == stage2 == layers * layer * 2  # no more than there is
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_wires_of_fp8_under_way(stage: int) -> None:
-    """What a rank hands out, and what it is handed; in stage 1 nothing is summed before all of it has left."""
-    layer, layers = 64 * 64, 12
-    options: dict[str, Any] = {"reduce_bucket_size": 2 * layer, "fp8_communication": True}
-
-    def work(rank: int, world_size: int) -> tuple[int, int]:
-        alive = Alive()
-        swap = Native.swap
-
-        def watched(group: Native, wire: Tensor) -> Any:
-            pending = swap(group, wire)
-            for each in pending.tensors:
-                alive.watch(each)
-            return pending
-
-        Native.swap = watched  # type: ignore[method-assign]  # in this forked rank
-        _Done.is_completed = lambda work: False
-        with fake_world(8):
-            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers)))
-            optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), partition_grad=stage == 2, **options)
-            optimizer.backward(model(torch.ones(1, 64)).sum())
-        setup = Setup(8, optimizer._options, micro_batches=1, plain=False, shared_memory=False)
-        load = load_of_parameters(list(model.parameters()), "sgd", setup)
-        return sum(map(_Bytes(setup, load)._reducing, load.kinds)), alive.most
-
-    ((told, held),) = run_ranks(work, 1, init=False)
-    under_way = 4 if stage == 2 else layers // 2
-    assert told == held == under_way * 2 * 8 * (2 * layer // 8 + 4)
+def test_wires_of_a_large_model() -> None:
+    stage2, stage1 = (estimate(10**10, 64, stage, reduce_bucket_size=10**8) for stage in (2, 1))
+    assert stage2.wires == 4 * 10**8 * 4
+    assert stage1.wires == 3 * 64 * 2**19 * 4  # rows on their way back, which are fewer
 
 
 # Formulas
@@ -240,16 +213,15 @@ def test_what_lies_on_the_host() -> None:
     told = estimate(10**9, 8, 2, "bf16", "adamw", cpu_offload=True)
     assert told.host.total == 10**9 // 8 * (2 + 4 + 8)
     assert told.device == 2 * 10**9 + told.wires
-    assert told.after_backward == estimate(10**9, 8, 2, "bf16", "adamw").after_backward
+    assert told.owners() == estimate(10**9, 8, 2, "bf16", "adamw").owners()
     alone = estimate(10**9, 8, 1, torch.float32, "adamw", cpu_offload=True)
     assert (alone.masters, alone.gradients) == (4 * 10**9 // 8, 4 * 10**9 + 4 * 10**9 // 8)
 
 
-def test_the_sum_is_the_total_and_the_peak_is_above_what_lasts() -> None:
+def test_the_sum_is_the_total() -> None:
     for stage in (0, 1, 2):
         told = estimate(123_456_789, 64, stage, "bf16")
         assert told.total == sum(asdict(told.owners()).values())
-        assert told.peak.total >= told.after_backward.total >= told.after_step.total
         assert json.loads(json.dumps(told.as_dict()))["total"] == told.total
 
 
@@ -346,11 +318,11 @@ def test_the_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split("  ") for line in told.splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert cells[0] == ["7,000,000,000 parameters, bf16, adamw: GiB per rank"]
-    head = "ranks, stage, offload, parameters, gradients, masters, states, wires, total, on host, peak"
+    head = "ranks, stage, offload, parameters, gradients, masters, states, wires, total, on host"
     assert cells[2] == head.split(", ")
-    assert cells[3] == ["8", "0", "no", "13.04", "13.04", "26.08", "52.15", "-", "104.31", "-", "130.39"]
+    assert cells[3] == ["8", "0", "no", "13.04", "13.04", "26.08", "52.15", "-", "104.31", "-"]
     assert cells[7][:7] == ["8", "2", "no", "13.04", "1.63", "3.26", "6.52"]
-    assert cells[8][-2] == "11.41"
+    assert cells[8][-1] == "11.41"
     assert [line[0] for line in cells[3:9]] == ["8"] * 6
     assert cells[9] == []
     assert [line[0] for line in cells[10:16]] == ["64"] * 6
@@ -386,7 +358,6 @@ def test_the_plan_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     (only,) = told["estimates"]
     expected = estimate(10**6, 4, 2, "bf16", "sgd")
     assert only == json.loads(json.dumps(expected.as_dict()))
-    assert Held(**only["after_step"]) == expected.after_step
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

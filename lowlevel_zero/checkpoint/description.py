@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..text import aligned, ranks_text, shape_text
+from ..planning.text import aligned, ranks_text, shape_text
 from .manifest import FORMAT, Manifest
 from .stored import StoredTensor
 from .whole import WholeCheckpoint

@@ -7,10 +7,10 @@ import torch
 from ..alignment import alignment_of
 from ..bookkeeping.bucket_plan import Item, completed, make_plan
 from ..global_names import Ranks
-from ..layout import Layout, Owned, Shared, layout_of
-from ..memory import as_dtype
 from ..options import ZeroOptions
 from ..partition import EvenSplit
+from ..planning.layout import Layout, Owned, Shared, layout_of
+from ..planning.memory import as_dtype
 from ..state import MASTER, SCALARS
 from .manifest import SavedTensor
 from .stored import StoredTensor

@@ -1,19 +1,17 @@
-"""The layout: who owns what of every parameter, and where it lies in the wires; as records, text, JSON, a picture."""
+"""The layout: who owns what of every parameter, and where it lies in the wires; as records, text and JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from .bookkeeping.bucket_plan import Bucket, BucketPlan
-from .layout_picture import Block, Lane, draw
-from .options import ZeroOptions
-from .partition import EvenSplit
+from ..bookkeeping.bucket_plan import Bucket, BucketPlan
+from ..options import ZeroOptions
+from ..partition import EvenSplit
 from .text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
@@ -187,15 +185,6 @@ class Layout:
         """A heading, a line a parameter, and a line a bucket."""
         return "\n\n".join((self._heading(), self._parameter_table(), self._bucket_table()))
 
-    def picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw the buckets by rank into a file, whose suffix says in which format (``.png``, ``.svg``, ``.pdf``).
-
-        Raises:
-            ModuleNotFoundError: matplotlib isn't installed.
-            ValueError, OSError: the file can't be written.
-        """
-        draw([self._lane(bucket) for bucket in self.buckets], self._heading(), path)
-
     # ---- text ----
 
     def _heading(self) -> str:
@@ -233,13 +222,6 @@ class Layout:
             note = "reduced in place" if bucket.in_place else ""
             rows.append((str(bucket.number), ranks_text(bucket.process_group), bucket.dtype, members, *sizes, note))
         return aligned(rows, right=(0, 4, 5, 6))
-
-    def _lane(self, bucket: BucketLayout) -> Lane:
-        by_name = {p.name: p for p in self.parameters}
-        members = [by_name[name] for name in bucket.members]
-        blocks = [Block(p.name, p.offset or 0, p.split, p.group) for p in members]
-        title = f"bucket {bucket.number}, {bucket.dtype}\n{counted(bucket.row, 'column')}"
-        return Lane(title, bucket.rows, bucket.row, blocks)
 
 
 def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None = None) -> Layout:

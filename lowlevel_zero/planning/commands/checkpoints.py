@@ -8,13 +8,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ..checkpoint.consolidate import MODEL, OPTIMIZER, bytes_to_do, consolidate, refuse_existing
-from ..checkpoint.description import as_text, describe
-from ..checkpoint.folders import latest, locate
-from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.progress import Progress
-from ..checkpoint.saved_layout import layout_in
-from ..checkpoint.whole import WholeCheckpoint
+from ...checkpoint.consolidate import MODEL, OPTIMIZER, bytes_to_do, consolidate, refuse_existing
+from ...checkpoint.description import as_text, describe
+from ...checkpoint.folders import latest, locate
+from ...checkpoint.manifest import MANIFEST
+from ...checkpoint.progress import Progress
+from ...checkpoint.saved_layout import layout_in
+from ...checkpoint.whole import WholeCheckpoint
 from .command import Command, whole_number
 
 
@@ -53,7 +53,6 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="read every file first, and compare it with its checksum")
     parser.add_argument("--world-size", metavar="N", help="lay it out for so many ranks (those that saved it)")
     parser.add_argument("--bucket-size", metavar="N", help="lay it out in buckets of so many elements (the run's)")
-    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the buckets by rank into a PNG, SVG or PDF")
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -63,8 +62,6 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.check:
         checkpoint.check_files()
     found, layout = describe(checkpoint), layout_in(checkpoint, ranks, width)
-    if options.picture is not None:
-        layout.picture(options.picture)
     if options.json:
         print(json.dumps({**asdict(found), "layout": layout.as_dict()}, default=str, indent=1))
     else:

@@ -18,11 +18,11 @@ _MOST = 10**18  # elements: what more bytes has than any machine
 
 _HEAD = (
     *("ranks", "stage", "offload", "parameters", "gradients", "masters", "states", "wires"),
-    *("total", "on host", "peak"),
+    *("total", "on host"),
 )
 _NOTES = """\
   Gradients and states as after a backward, wires as many as are under way at once; total is their sum, activations
-  come on top. peak: in the midst of a backward or step. stage 0 is DDP with its gradients in bucket views."""
+  come on top. stage 0 is DDP with its gradients in bucket views."""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def _table(found: list[Estimate], scale: int) -> str:
     for at, each in enumerate(found):
         if at and each.world_size != found[at - 1].world_size:
             rows.append(("",) * len(_HEAD))
-        sizes = (*asdict(each.owners()).values(), each.total, each.host.total, each.peak.total)
+        sizes = (*asdict(each.owners()).values(), each.total, each.host.total)
         kind = (f"{each.world_size:,}", str(each.stage), "yes" if each.cpu_offload else "no")
         rows.append((*kind, *(f"{size / scale:,.2f}" if size else "-" for size in sizes)))
     return aligned(rows, right=(0, 1, *range(3, len(_HEAD))))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .optim.trial import NoTrial, first_states
+from ..optim.trial import NoTrial, first_states
 
 # An optimizer, or what makes one of parameters (a class, a partial), or the name of one of torch's.
 OptimizerLike: TypeAlias = str | Optimizer | Callable[[Any], Optimizer]
