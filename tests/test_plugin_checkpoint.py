@@ -15,6 +15,7 @@ from colossalai.nn.optimizer import HybridAdam, cpu_adam
 from colossalai.utils.safetensors import _flatten_optim_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.support.boosting import (
     Pair,
@@ -263,6 +264,41 @@ def test_the_layout_is_colossalais(tmp_path: Path) -> None:
     check_equal(listed[0][2], listed[1][2])
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_activation_checkpointing_changes_no_names(tmp_path: Path, shard: bool) -> None:
+    """Saved with it and loaded without, and the other way round, by this plugin and by ColossalAI's own."""
+
+    def pair_of(make: Any, wrapped: bool, seed: int) -> Pair:
+        model = model_of(seed, drop=False)
+        if wrapped:
+            model.inward, model.outward = checkpoint_wrapper(model.inward), checkpoint_wrapper(model.outward)
+        booster = Booster(plugin=make(precision="fp32"))
+        return Pair(booster, *booster.boost(model, adamw(groups_of(model)))[:2])
+
+    def values(pair: Pair) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in pair.model.unwrap().state_dict().items()}
+
+    def rank(rank: int, world_size: int, source: Any, target: Any, wrapped: bool, folder: Path) -> None:
+        one, other = pair_of(source, wrapped, 0), pair_of(target, not wrapped, 1)
+        one.train(rank, 0, 2)
+        save(one, folder, shard)
+        load(other, folder)
+        check_equal(values(one), values(other))
+        check_equal(list(values(one)), list(model_of().state_dict()))
+        one.train(rank, 2, 4)
+        other.train(rank, 2, 4)
+        check_close(values(one), values(other), 2e-6)
+
+    def ranks(rank_: int, world_size: int) -> None:
+        for at, (source, target) in enumerate([(ours, ours), (ours, ddp), (ddp, ours)]):
+            for wrapped in (False, True):
+                folder = tmp_path / f"{at} {wrapped}"
+                folder.mkdir(exist_ok=True)
+                rank(rank_, world_size, source, target, wrapped, folder)
+
+    run_ranks(ranks, 2)
+
+
 def test_places_of_trainable_parameters_alone_are_understood(tmp_path: Path) -> None:
     """ColossalAI's ZeRO doesn't count frozen parameters; torch does."""
 
@@ -383,9 +419,9 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
         assert many > 4
         assert names == [
             "notes.txt",
-            "pytorch_optim-00001.bin",
+            "pytorch_optim-00001-00002.bin",  # not a name of the old one, which is whole until this one is
             "pytorch_optim.bin.index.json",
-            "pytorch_optim_group.bin",
+            "pytorch_optim_group-00002.bin",
         ]
         again = boost(ours, seed=1, precision="fp32")
         again.booster.load_optimizer(again.optimizer, folder)

@@ -43,8 +43,9 @@ from .files import all_or_none, check_file_target, check_folder_target, file_bes
 class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
     """Saves and loads boosted models, optimizers and schedulers; every rank calls each method.
 
-    A file or directory appears when it is complete. The fp32 master weights of 16-bit parameters are saved with the
-    optimizer's state, as ``master_param``, and come back exactly, whichever of model and optimizer is loaded first.
+    A file, or a directory's index, is replaced when the new checkpoint is complete: a crash loses none. The fp32 master
+    weights of 16-bit parameters are saved with the optimizer's state, as ``master_param``, and come back exactly,
+    whichever of model and optimizer is loaded first.
 
     Raises (each method, on every rank):
         TypeError: what is to be saved or loaded isn't boosted.
@@ -89,7 +90,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         use_async: bool = False,
     ) -> None:
         """Save a model to a file."""
-        with nullcontext(checkpoint) if use_async else file_beside(checkpoint) as path:
+        alone = self.coordinator.is_master() and not use_async
+        with file_beside(checkpoint) if alone else nullcontext(checkpoint) as path:
             super().save_unsharded_model(model, path, gather_dtensor, use_safetensors, use_async)
 
     def save_sharded_model(
