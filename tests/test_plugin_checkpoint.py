@@ -104,6 +104,50 @@ def test_a_resumed_run_is_the_run(
     assert not list(tmp_path.glob(".*")), "what was written beside is gone"
 
 
+def test_a_sharded_optimizer_keeps_its_loss_scale(tmp_path: Path) -> None:
+    """Files without one, which others write, load too; one that can't be is refused before anything is changed."""
+
+    def scale(pair: Pair) -> dict[str, Any]:
+        return pair.optimizer.state_dict()["lowlevel_zero"]["loss_scale"]
+
+    def rewrite(index: Path, **loss_scale: Any) -> None:
+        dist.barrier()
+        content = json.loads(index.read_text())
+        content["metadata"] = {key: value for key, value in content["metadata"].items() if "loss_scale" not in key}
+        if loss_scale:
+            content["metadata"]["lowlevel_zero.loss_scale"] = loss_scale
+        dist.barrier()
+        if dist.get_rank() == 0:
+            index.write_text(json.dumps(content))
+        dist.barrier()
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp16", hysteresis=2, growth_interval=5)
+        pair.train(rank, 0, 30)  # from 2**32 down to what fits, then up again and down
+        save(pair, tmp_path, shard=True)
+        resumed = boost(ours, seed=1, precision="fp16", hysteresis=2, growth_interval=5)
+        first = scale(resumed)
+        load(resumed, tmp_path)
+        assert scale(resumed) == scale(pair) != first
+        pair.train(rank, 30, 36)
+        resumed.train(rank, 30, 36)
+        check_equal(scale(pair), scale(resumed))
+        check_equal(pair.values(), resumed.values())
+
+        (index,) = (tmp_path / "optimizer").glob("*.json")
+        rewrite(index)
+        without = boost(ours, seed=1, precision="fp16")
+        load(without, tmp_path)
+        assert scale(without) == first
+        rewrite(index, **{**first, "scale": -1.0})
+        untouched = boost(ours, seed=1, precision="fp16")
+        with pytest.raises(ValueError, match="scale"):
+            load(untouched, tmp_path, optimizer_first=True)
+        check_equal(untouched.optimizer.optim.state_dict()["state"], {})
+
+    run_ranks(rank, 2)
+
+
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_masters_keep_their_low_bits(tmp_path: Path, optimizer: Any) -> None:
     """Also those of an optimizer that has no state of its own."""

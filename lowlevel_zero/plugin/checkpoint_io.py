@@ -39,6 +39,9 @@ from .checkpoint_checks import (
 )
 from .files import all_or_none, check_file_target, check_folder_target, file_beside, folder_beside
 
+# Among an index's metadata, of which ColossalAI reads its own keys alone.
+LOSS_SCALE = "lowlevel_zero.loss_scale"
+
 
 class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
     """Saves and loads boosted models, optimizers and schedulers; every rank calls each method.
@@ -242,6 +245,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             self._write(piece, os.path.join(folder, file), use_async)
             total += size
         index.append_meta_data("total_size", total)
+        loss_scale = optimizer.loss_scale_state()
+        if loss_scale is not None:
+            index.append_meta_data(LOSS_SCALE, loss_scale)
         index.write_index_file(index_name)
 
     def _write(self, state_dict: dict[Any, Any], path: str, use_async: bool) -> None:
@@ -293,7 +299,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
         files, _ = index.get_checkpoint_filenames()
         optimizer.load_state_dict_shards(
-            read_optimizer_file(groups_file), (read_optimizer_file(file) for file in files)
+            read_optimizer_file(groups_file),
+            (read_optimizer_file(file) for file in files),
+            index.metadata.get(LOSS_SCALE),
         )
 
     # ---- schedulers ----
