@@ -18,10 +18,10 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo ARGS="--help")
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m lowlevel_zero.demo $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
 booster: $(COLOSSALAI_INSTALLED)  ## train a small Llama through ColossalAI's Booster (options: as for demo)
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m lowlevel_zero.plugin.demo $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_llama_booster.py $(ARGS)
 
 test: $(COLOSSALAI_INSTALLED)  ## run the tests (options: make test ARGS="-k floors")
 	@$(BIN)/python -m pytest $(ARGS)
@@ -37,7 +37,7 @@ bench: $(PEERS_INSTALLED)  ## measure speed and memory beside others, 25 minutes
 lint: $(LINTERS_INSTALLED)  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict lowlevel_zero
+	$(BIN)/mypy --strict lowlevel_zero examples
 
 clean:  ## remove .venv and all that was built or cached
 	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache

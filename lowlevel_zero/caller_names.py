@@ -18,6 +18,7 @@ from .loss_scaler import LossScaler
 from .options import ZeroOptions
 from .planning.layout import Layout, Owned, Shared, layout_of
 from .planning.memory import held_bytes
+from .sharded_state import scale_as_numbers
 from .state import Pinned, State, load_state_shards, packed_groups, whole_gradients, whole_state_shards
 
 
@@ -110,10 +111,27 @@ class CallerNames:
 
     @torch.no_grad()
     def load_state_dict_shards(
-        self, param_groups: Sequence[Mapping[str, Any]], shards: Iterable[Mapping[Any, State]]
+        self,
+        param_groups: Sequence[Mapping[str, Any]],
+        shards: Iterable[Mapping[Any, State]],
+        loss_scale: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load what ``packed_groups()`` and ``state_dict_shard()`` gave, on any number of ranks; no communication."""
+        """Load what ``packed_groups()``, ``state_dict_shard()`` and ``loss_scale_state()`` gave; no communication.
+
+        Any number of ranks may have saved it. Without a ``loss_scale`` the present one stays.
+
+        Raises:
+            ValueError: it is another optimizer's, or no loss scale; nothing has been changed then.
+        """
+        if loss_scale is not None:
+            LossScaler().load_state_dict(loss_scale)
         load_state_shards(self.optim, self._parameters, param_groups, shards)
+        if self._scaler is not None and loss_scale is not None:
+            self._scaler.load_state_dict(loss_scale)
+
+    def loss_scale_state(self) -> State | None:
+        """The loss scale and its counts, as numbers; None unless a parameter is fp16. Waits for the device."""
+        return scale_as_numbers(self._scaler)
 
     def packed_groups(self) -> list[State]:
         """``state_dict()["param_groups"]``."""

@@ -100,7 +100,7 @@ HOUSE = (
     ("floor 6, the plugin", ("plugin.*",)),
     ("the public names", ("__init__",)),
     ("floor 6, its commands", ("commands.*",)),
-    ("floor 6, what a user would write", ("demo.*", "__main__")),
+    ("floor 6, the command line", ("__main__",)),
 )
 ROWS = {file: row for row, (_, files) in enumerate(HOUSE) for file in files}
 
@@ -113,8 +113,6 @@ TALKERS: dict[str, frozenset[str] | None] = {
     "communication.groups": frozenset({"new_group"}),
     "communication.few_numbers": frozenset({"all_reduce"}),
     "communication.exchange": frozenset({"isend", "irecv"}),
-    "plugin.*": frozenset({"destroy_process_group"}),  # its demo's end
-    "demo.*": frozenset({"init_process_group", "destroy_process_group", "all_reduce"}),
 }
 TALK = re.compile(
     r"_?(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|gather|scatter|i?send|i?recv)\w*"
@@ -295,8 +293,8 @@ LEGAL = {
     "checkpoint": "import torch.distributed.checkpoint as dcp\ndcp.utils._broadcast_plan()",
     "plugin/boosted": "import colossalai\nfrom ..optimizer import LowLevelZeroOptimizer",
     "__init__": "from .optimizer import LowLevelZeroOptimizer",
-    "demo/model": "import math",
-    "demo/__main__": DIST + "from lowlevel_zero import x\nfrom .model import GPT\ndist.init_process_group()",
+    "commands/plan": "import math",
+    "__main__": DIST + "from lowlevel_zero import x\nfrom .commands.plan import PLAN\ndist.get_rank()",
 }
 CLIMBS = [
     ("partition", "from .optimizer import x", "partition:1: imports up: optimizer (floor 4) from floor 0"),
@@ -311,7 +309,7 @@ CLIMBS = [
     ("bookkeeping/wire", "from .gather_store import x", "wire:1: imports up: bookkeeping.gather_store"),
     ("bookkeeping/wire", "from ..optimizer import x", "wire:1: imports up: optimizer"),
     ("bookkeeping/bucket_store", "from .gather_store import x", "imports beside: bookkeeping.gather_store"),
-    ("optimizer", "from .demo.model import GPT", "optimizer:1: imports up: demo.model"),
+    ("optimizer", "from .commands.plan import PLAN", "optimizer:1: imports up: commands.plan"),
 ]
 TALKS = [
     ("state", DIST + "dist.all_reduce(x)", "state:2: torch.distributed.all_reduce belongs into communication"),
@@ -319,7 +317,7 @@ TALKS = [
     ("state", "import torch\ntorch.distributed.barrier()", "state:2: torch.distributed.barrier"),
     ("state", "from torch import distributed as d\nd.new_group()", "state:2: torch.distributed.new_group"),
     ("state", "from torch.distributed import send", "state:1: torch.distributed.send"),
-    ("demo/model", DIST + "dist.broadcast_object_list(x)", "demo.model:2: torch.distributed.broadcast_"),
+    ("commands/plan", DIST + "dist.broadcast_object_list(x)", "commands.plan:2: torch.distributed.broadcast_"),
 ]
 STRANGERS = [
     ("gossip", "", "gossip: on no floor: add it to HOUSE"),

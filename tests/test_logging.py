@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
 # Programs, which talk to who has started them.
-PROGRAMS = {"__main__.py", "commands", "demo", "plugin/demo.py", "checkpoint/progress.py"}
+PROGRAMS = {"__main__.py", "commands", "checkpoint/progress.py"}
 
 
 def prints(source: str) -> list[int]:

@@ -15,6 +15,7 @@ from colossalai.nn.optimizer import HybridAdam, cpu_adam
 from colossalai.utils.safetensors import _flatten_optim_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.support.boosting import (
     Pair,
@@ -101,6 +102,50 @@ def test_a_resumed_run_is_the_run(
 
     run_ranks(rank, world_size)
     assert not list(tmp_path.glob(".*")), "what was written beside is gone"
+
+
+def test_a_sharded_optimizer_keeps_its_loss_scale(tmp_path: Path) -> None:
+    """Files without one, which others write, load too; one that can't be is refused before anything is changed."""
+
+    def scale(pair: Pair) -> dict[str, Any]:
+        return pair.optimizer.state_dict()["lowlevel_zero"]["loss_scale"]
+
+    def rewrite(index: Path, **loss_scale: Any) -> None:
+        dist.barrier()
+        content = json.loads(index.read_text())
+        content["metadata"] = {key: value for key, value in content["metadata"].items() if "loss_scale" not in key}
+        if loss_scale:
+            content["metadata"]["lowlevel_zero.loss_scale"] = loss_scale
+        dist.barrier()
+        if dist.get_rank() == 0:
+            index.write_text(json.dumps(content))
+        dist.barrier()
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp16", hysteresis=2, growth_interval=5)
+        pair.train(rank, 0, 30)  # from 2**32 down to what fits, then up again and down
+        save(pair, tmp_path, shard=True)
+        resumed = boost(ours, seed=1, precision="fp16", hysteresis=2, growth_interval=5)
+        first = scale(resumed)
+        load(resumed, tmp_path)
+        assert scale(resumed) == scale(pair) != first
+        pair.train(rank, 30, 36)
+        resumed.train(rank, 30, 36)
+        check_equal(scale(pair), scale(resumed))
+        check_equal(pair.values(), resumed.values())
+
+        (index,) = (tmp_path / "optimizer").glob("*.json")
+        rewrite(index)
+        without = boost(ours, seed=1, precision="fp16")
+        load(without, tmp_path)
+        assert scale(without) == first
+        rewrite(index, **{**first, "scale": -1.0})
+        untouched = boost(ours, seed=1, precision="fp16")
+        with pytest.raises(ValueError, match="scale"):
+            load(untouched, tmp_path, optimizer_first=True)
+        check_equal(untouched.optimizer.optim.state_dict()["state"], {})
+
+    run_ranks(rank, 2)
 
 
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
@@ -263,6 +308,41 @@ def test_the_layout_is_colossalais(tmp_path: Path) -> None:
     check_equal(listed[0][2], listed[1][2])
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_activation_checkpointing_changes_no_names(tmp_path: Path, shard: bool) -> None:
+    """Saved with it and loaded without, and the other way round, by this plugin and by ColossalAI's own."""
+
+    def pair_of(make: Any, wrapped: bool, seed: int) -> Pair:
+        model = model_of(seed, drop=False)
+        if wrapped:
+            model.inward, model.outward = checkpoint_wrapper(model.inward), checkpoint_wrapper(model.outward)
+        booster = Booster(plugin=make(precision="fp32"))
+        return Pair(booster, *booster.boost(model, adamw(groups_of(model)))[:2])
+
+    def values(pair: Pair) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in pair.model.unwrap().state_dict().items()}
+
+    def rank(rank: int, world_size: int, source: Any, target: Any, wrapped: bool, folder: Path) -> None:
+        one, other = pair_of(source, wrapped, 0), pair_of(target, not wrapped, 1)
+        one.train(rank, 0, 2)
+        save(one, folder, shard)
+        load(other, folder)
+        check_equal(values(one), values(other))
+        check_equal(list(values(one)), list(model_of().state_dict()))
+        one.train(rank, 2, 4)
+        other.train(rank, 2, 4)
+        check_close(values(one), values(other), 2e-6)
+
+    def ranks(rank_: int, world_size: int) -> None:
+        for at, (source, target) in enumerate([(ours, ours), (ours, ddp), (ddp, ours)]):
+            for wrapped in (False, True):
+                folder = tmp_path / f"{at} {wrapped}"
+                folder.mkdir(exist_ok=True)
+                rank(rank_, world_size, source, target, wrapped, folder)
+
+    run_ranks(ranks, 2)
+
+
 def test_places_of_trainable_parameters_alone_are_understood(tmp_path: Path) -> None:
     """ColossalAI's ZeRO doesn't count frozen parameters; torch does."""
 
@@ -383,9 +463,9 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
         assert many > 4
         assert names == [
             "notes.txt",
-            "pytorch_optim-00001.bin",
+            "pytorch_optim-00001-00002.bin",  # not a name of the old one, which is whole until this one is
             "pytorch_optim.bin.index.json",
-            "pytorch_optim_group.bin",
+            "pytorch_optim_group-00002.bin",
         ]
         again = boost(ours, seed=1, precision="fp32")
         again.booster.load_optimizer(again.optimizer, folder)

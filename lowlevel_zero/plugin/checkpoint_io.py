@@ -39,12 +39,16 @@ from .checkpoint_checks import (
 )
 from .files import all_or_none, check_file_target, check_folder_target, file_beside, folder_beside
 
+# Among an index's metadata, of which ColossalAI reads its own keys alone.
+LOSS_SCALE = "lowlevel_zero.loss_scale"
+
 
 class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
     """Saves and loads boosted models, optimizers and schedulers; every rank calls each method.
 
-    A file or directory appears when it is complete. The fp32 master weights of 16-bit parameters are saved with the
-    optimizer's state, as ``master_param``, and come back exactly, whichever of model and optimizer is loaded first.
+    A file, or a directory's index, is replaced when the new checkpoint is complete: a crash loses none. The fp32 master
+    weights of 16-bit parameters are saved with the optimizer's state, as ``master_param``, and come back exactly,
+    whichever of model and optimizer is loaded first.
 
     Raises (each method, on every rank):
         TypeError: what is to be saved or loaded isn't boosted.
@@ -89,7 +93,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         use_async: bool = False,
     ) -> None:
         """Save a model to a file."""
-        with nullcontext(checkpoint) if use_async else file_beside(checkpoint) as path:
+        alone = self.coordinator.is_master() and not use_async
+        with file_beside(checkpoint) if alone else nullcontext(checkpoint) as path:
             super().save_unsharded_model(model, path, gather_dtensor, use_safetensors, use_async)
 
     def save_sharded_model(
@@ -240,6 +245,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             self._write(piece, os.path.join(folder, file), use_async)
             total += size
         index.append_meta_data("total_size", total)
+        loss_scale = optimizer.loss_scale_state()
+        if loss_scale is not None:
+            index.append_meta_data(LOSS_SCALE, loss_scale)
         index.write_index_file(index_name)
 
     def _write(self, state_dict: dict[Any, Any], path: str, use_async: bool) -> None:
@@ -291,7 +299,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
         files, _ = index.get_checkpoint_filenames()
         optimizer.load_state_dict_shards(
-            read_optimizer_file(groups_file), (read_optimizer_file(file) for file in files)
+            read_optimizer_file(groups_file),
+            (read_optimizer_file(file) for file in files),
+            index.metadata.get(LOSS_SCALE),
         )
 
     # ---- schedulers ----

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import tests.support.boosting  # noqa: F401  # ColossalAI, before ranks are forked
-from lowlevel_zero.plugin import demo
+import train_llama_booster
 from tests.support.ranks import run_ranks
 
 
 def test_the_command_runs(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "lowlevel_zero.plugin.demo", "--steps", "2", "--save", str(tmp_path)]
+    command = [*torchrun, train_llama_booster.__file__, "--steps", "2", "--save", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_a_run_is_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update(MASTER_ADDR="localhost", GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo")
-        demo.main(arguments)
+        train_llama_booster.main(arguments)
 
     run_ranks(rank, 2, free_port(), ["--steps", "10", "--save", str(tmp_path)], init=False)
     run_ranks(rank, 1, free_port(), ["--steps", "2", "--resume", str(tmp_path), "--stage", "1"], init=False)
@@ -49,5 +49,5 @@ def free_port() -> int:
 def test_it_says_how_to_start_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
-        demo.main([])
-    assert "torchrun --standalone --nproc-per-node 2 -m lowlevel_zero.plugin.demo" in capsys.readouterr().err
+        train_llama_booster.main([])
+    assert "torchrun --standalone --nproc-per-node 2 examples/train_llama_booster.py" in capsys.readouterr().err

@@ -1,0 +1,318 @@
+"""The GPT example: what it refuses, trains, reports and saves; killed at any moment and resumed, it ends the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import report
+import train_gpt
+from lowlevel_zero.checkpoint import latest
+from options import parse
+from tests.support.ranks import run_ranks
+
+SMALL = "--layers=2 --width=32 --heads=4 --context=32 --batch=4 --dtype=fp32 --device=cpu --lr=1e-2".split()  # noqa: SIM905
+SOURCES = train_gpt.library_sources()[:48]
+
+Told = dict[str, Any]
+
+
+def train(out: Path, *arguments: str) -> None:
+    """The example, on a rank that has its process group, on a part of its text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda *_, **__: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        patch.setattr(train_gpt, "library_sources", lambda: SOURCES)
+        patch.setattr(report, "SAMPLE_BYTES", 20)
+        train_gpt.main([*SMALL, "--out", str(out), *arguments])
+
+
+def told(out: Path) -> Told:
+    read: Told = json.loads((out / "summary.json").read_text())
+    return read
+
+
+# What it refuses.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: expected a whole number of at least 1, got '0'"),
+        (["--layers", "two"], "--layers: expected a whole number of at least 1, got 'two'"),
+        (["--layer-drop", "1"], "--layer-drop: expected a rate of at least 0 and below 1, got '1'"),
+        (["--layer-drop", "nan"], "expected a rate of at least 0 and below 1, got 'nan'"),
+        (["--lr", "0"], "--lr: expected a number above 0, got '0'"),
+        (["--lr", "inf"], "--lr: expected a number above 0, got 'inf'"),
+        (["--clip", "-1"], "--clip: expected a number of at least 0, got '-1'"),
+        (["--seed", "-1"], "--seed: expected a whole number from 0"),
+        (["--save-every", "-1"], "--save-every: expected a whole number of at least 0, got '-1'"),
+        (["--keep", "0"], "--keep: expected a whole number of at least 1, got '0'"),
+        (["--stage", "3"], "--stage: invalid choice: 3"),
+        (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
+        (["--width", "100", "--heads", "6"], "--width 100 must be a multiple of twice --heads 6"),
+        (["--stage", "0", "--dtype", "bf16"], "--dtype bf16 needs --stage 1 or 2"),
+        (["--stage", "0", "--resume"], "--resume needs --stage 1 or 2"),
+        (["--out", __file__], "must be a folder"),
+        (["--checkpoint-dir", __file__], "--checkpoint-dir"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        parse(arguments)
+    assert leaving.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_defaults() -> None:
+    options = parse(["--out", "mine"])
+    assert options.stage == 2
+    assert options.layer_drop > 0
+    assert options.checkpoint_dir == Path("mine/checkpoints")
+    assert parse(["--checkpoint-dir", "fast"]).checkpoint_dir == Path("fast")
+    assert parse(["--stage", "0", "--device", "cpu"]).dtype == "fp32"
+    assert parse(["--dtype", "fp16"]).dtype == "fp16"
+
+
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(SystemExit, match=r"needs tqdm: pip install 'lowlevel-zero\[demo\]'"):
+        importlib.reload(report)
+
+
+def test_a_context_longer_than_the_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"0123456789")
+    assert train_gpt.windows_of([tmp_path / "text"], 9).tolist() == [list(b"0123456789")]
+    with pytest.raises(ValueError, match="--context 10 needs a longer text than 10 bytes"):
+        train_gpt.windows_of([tmp_path / "text"], 10)
+
+
+# The network, and the models that need none.
+
+
+def gpt() -> train_gpt.GPT:
+    """One that has left the identity at which its layers start."""
+    model = train_gpt.GPT(layers=3, width=16, heads=2, context=12)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_a_byte_sees_those_before_it_and_their_order() -> None:
+    model, text = gpt(), torch.randint(256, (1, 12))
+    changed = text.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 256
+    difference = (model(text) - model(changed)).abs().amax(-1)[0]
+    assert difference[:7].max() < 1e-6
+    assert difference[7:].min() > 1e-4
+    first, second = model(torch.tensor([[1, 2, 3], [2, 1, 3]]))[:, -1]
+    assert not torch.allclose(first, second, atol=1e-3)
+
+
+def test_a_dropped_layer_gets_no_gradient() -> None:
+    model = gpt()
+    keep = [True, False, True]
+    train_gpt.byte_loss(model, torch.randint(256, (2, 13)), keep).backward()
+    assert [all(p.grad is not None for p in layer.parameters()) for layer in model.layers] == keep
+
+
+def test_the_models_to_beat_against_brute_force() -> None:
+    text = torch.randint(97, 101, (500,), dtype=torch.uint8)
+    windows = torch.randint(96, 101, (4, 11))
+    found = report.baselines(text, windows)
+    assert found["uniform"] == pytest.approx(math.log(256))
+    for name, before in (("unigram", 0), ("bigram", 1)):
+        slow = min(slow_loss(text, windows, before, smoothing) for smoothing in report.SMOOTHINGS)
+        assert found[name] == pytest.approx(slow)
+
+
+def slow_loss(text: torch.Tensor, windows: torch.Tensor, before: int, smoothing: float) -> float:
+    known = bytes(text.tolist())
+    seen = [known[at : at + before + 1] for at in range(len(known) - before)]
+    nats = []
+    for window in map(bytes, windows.tolist()):
+        for at in range(1, len(window)):
+            pair = window[at - before : at + 1]
+            chances = sum(each[:-1] == pair[:-1] for each in seen) + 256 * smoothing
+            nats.append(-math.log((seen.count(pair) + smoothing) / chances))
+    return sum(nats) / len(nats)
+
+
+# Training.
+
+
+def test_the_command_trains_and_reports(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, train_gpt.__file__, *SMALL, "--steps=8", "--layer-drop=0.5", "--layer-drop-per-rank"]
+    # All warnings, but that importing torch 2.4's distributed.checkpoint leaves an empty directory to the interpreter.
+    warnings = {"PYTHONWARNINGS": "default,ignore:Implicitly cleaning up:ResourceWarning", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, **warnings},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert "8/8" in done.stderr, "the progress bar"
+    run = told(tmp_path)
+    assert len(run["train"]) == 8
+    assert run["world_size"] == 2
+    assert run["validation"][-1][1] < run["validation"][0][1] - 0.5
+    assert run["layers_drawn"] == 16
+    assert 0 < run["layers_dropped"] < 16
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for part in ("ZeRO-2, measured", "optimizer state", "together", str(tmp_path / "loss.png"), "after 8 steps"):
+        assert part in done.stdout
+    for name, loss in run["baselines"].items():
+        assert f"{name} " in done.stdout
+        assert f"{loss:.3f}" in done.stdout
+
+
+CASES = {
+    "ddp": ["--stage=0"],
+    "zero-1": ["--stage=1"],
+    "zero-2": ["--stage=2"],
+    "bf16": ["--stage=1", "--dtype=bf16", "--clip=0"],
+    "fp16": ["--stage=2", "--dtype=fp16", "--accumulation=2"],
+}
+
+
+def test_stages_agree_with_ddp_and_hold_a_share(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        for name, arguments in CASES.items():
+            train(
+                tmp_path / name, "--steps=8", "--layer-drop=0.4", "--layer-drop-per-rank", "--save-every=0", *arguments
+            )
+
+    def alone(rank: int, world_size: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "library_sources", lambda: SOURCES)
+            train_gpt.main([*SMALL, "--steps=1", "--out", str(tmp_path / "alone")])
+
+    run_ranks(rank, 2)
+    run_ranks(alone, 1, init=False)
+    runs = {name: told(tmp_path / name) for name in (*CASES, "alone")}
+    for name in ("zero-1", "zero-2"):
+        run, held, ddp = runs[name], runs[name]["held"], runs["ddp"]["held"]
+        assert run["train"] == pytest.approx(runs["ddp"]["train"], abs=1e-4)
+        assert dict(run["validation"]) == pytest.approx(dict(runs["ddp"]["validation"]), abs=1e-4)
+        assert 0.4 * ddp["gradients"] < held["gradients"] < 0.6 * ddp["gradients"]
+        assert held["states"] == pytest.approx(ddp["states"] / 2, rel=0.05)
+        assert held["parameters"] == pytest.approx(ddp["parameters"], rel=0.05)
+        assert held["masters"] == 0, "an fp32 model's are slices of its parameters"
+    for each in ("parameters", "gradients", "states"):
+        assert runs["ddp"]["held"][each] == pytest.approx(runs["ddp"]["ddp"][each], rel=0.01), "computed is measured"
+    for name in ("bf16", "fp16"):
+        assert runs[name]["train"][-1] < runs[name]["train"][0] - 0.5
+    assert runs["alone"]["validation"][0][1] == pytest.approx(runs["ddp"]["validation"][0][1], abs=1e-5)
+    assert not list(tmp_path.glob("[!a]*/checkpoints")), "nothing is saved where nothing is asked, or by DDP"
+
+
+# Resuming.
+
+STEPS, EVERY, KEEP = 24, 4, 2
+ASKED = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--keep={KEEP}", "--layer-drop=0.3", "--accumulation=2"]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing has interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    run_ranks(lambda rank, world_size: train(out, *ASKED), 2)
+    return out
+
+
+def same_run(run: Told, expected: Told) -> None:
+    """Bit for bit: JSON has all digits."""
+    for what in ("train", "validation", "sample", "layers_drawn", "layers_dropped"):
+        assert run[what] == expected[what], what
+
+
+def saved(out: Path) -> int:
+    """The steps of the newest checkpoint."""
+    newest = latest(out / "checkpoints")
+    return int(newest.name.split("-")[1].split(".")[0]) if newest else 0
+
+
+def start(rank: int, meet: Path, out: Path, arguments: list[str]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    train(out, *ASKED, *arguments)
+
+
+def killed_after(step: int, out: Path, *arguments: str) -> None:
+    """Start two ranks, and kill them with SIGKILL at any moment soon after a checkpoint of ``step`` or more."""
+    fork, meet = multiprocessing.get_context("fork"), out.with_name(f"meet-{time.monotonic_ns()}")
+    ranks = [fork.Process(target=start, args=(rank, meet, out, list(arguments)), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while saved(out) < step:
+            assert all(process.is_alive() for process in ranks), "a rank ended by itself"
+            assert time.monotonic() < deadline, f"no checkpoint of step {step}"
+            time.sleep(0.001)
+        time.sleep(random.uniform(0.0, 0.03))  # in a step, in a save, between two renames
+    finally:
+        for process in random.sample(ranks, 2):
+            process.kill()
+        for process in ranks:
+            process.join()
+
+
+def test_killed_again_and_again_it_ends_the_same(tmp_path: Path, whole_run: Path) -> None:
+    out = tmp_path / "out"
+    for step in (EVERY, 2 * EVERY, 4 * EVERY):
+        killed_after(step, out, "--resume")
+        assert not (out / "summary.json").exists(), "it was killed before its end"
+    run_ranks(lambda rank, world_size: train(out, *ASKED, "--resume"), 2)
+    same_run(told(out), told(whole_run))
+    assert len(told(out)["train"]) == STEPS
+    left = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert left == [f"step-{STEPS - EVERY}", f"step-{STEPS}"]
+
+
+def test_another_number_of_ranks_in_the_other_stage_goes_on(tmp_path: Path, whole_run: Path) -> None:
+    out = tmp_path / "out"
+    killed_after(2 * EVERY, out)
+    done = saved(out)
+    run_ranks(lambda rank, world_size: train(out, *ASKED, "--resume", "--stage=1"), 3)
+    run, expected = told(out), told(whole_run)
+    assert run["train"][:done] == expected["train"][:done]
+    assert len(run["train"]) == STEPS
+    assert run["world_size"] == 3
+    assert [step for step, _ in run["validation"]] == [step for step, _ in expected["validation"]]
+    assert run["validation"][-1][1] < run["validation"][0][1] - 0.5
+
+
+def test_what_is_done_is_not_done_again_and_another_run_not_continued(tmp_path: Path, whole_run: Path) -> None:
+    out = shutil.copytree(whole_run, tmp_path / "out")
+
+    def rank(rank: int, world_size: int) -> str:
+        train(out, *ASKED, "--resume")
+        with pytest.raises(ValueError, match="--resume") as refused:
+            train(out, *ASKED, "--resume", "--lr=0.5")
+        return str(refused.value)
+
+    for message in run_ranks(rank, 2):
+        assert f"step-{STEPS} is of a run with --lr 0.01, this one has 0.5: give the same options" in message
+    same_run(told(out), told(whole_run))
+    assert told(out)["seconds"] == told(whole_run)["seconds"]
