@@ -44,7 +44,7 @@ DOUBLE_REDUCTION = (
 )
 
 # Stand for optimizers whose ``backward`` runs, the innermost last.
-_driving: list[object] = []
+driving: list[object] = []
 
 
 class _BackwardCount(threading.local):
@@ -162,19 +162,25 @@ class Reducer:
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
-        reached = self._unused.reached(loss, inputs) if self.sync and self._unused.detecting else None
-        _driving.append(self._driver)
         self._ends_matter = not self._on_host  # there they tell of nested backwards
         self._backwards.value += 1
         if self.sync:
             self._close_sync()
             if self._mode is Mode.NONE:
                 self._mode = Mode.DRIVEN
+            self._open_driven(loss, inputs)
+
+    def _open_driven(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
+        """Open a sync, as all ranks do: even where the graph can't be looked at, as if its backward had failed."""
+        reached = None
+        try:
+            if self._unused.detecting:
+                reached = self._unused.reached(loss, inputs)
+        finally:
             self._open_sync(reached)
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the sync stays open, for ``zero_grad`` to discard."""
-        _driving.remove(self._driver)
         self._ends_matter = True
         if self.sync and not failed:
             self._close_sync()
@@ -186,7 +192,7 @@ class Reducer:
         if self._streams.several:
             self._streams.produced()
         record.arrived = True
-        if not self.sync or (_driving and _driving[-1] is not self._driver):
+        if not self.sync or (driving and driving[-1] is not self._driver):
             return
         if self._open is None:
             self._open_plain(record)
@@ -213,7 +219,7 @@ class Reducer:
 
     def _refuse_unscaled(self, record: ShardedParameter) -> None:
         """A plain backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
-        if self._half and self._driver not in _driving:
+        if self._half and self._driver not in driving:
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
@@ -224,7 +230,7 @@ class Reducer:
         """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the sync."""
         if torch._C._current_autograd_node() is not None:
             self._nested_seen = True
-        elif self._driver not in _driving and not self._waits_its_turn:
+        elif self._driver not in driving and not self._waits_its_turn:
             self._close_sync()
 
     @property
@@ -242,13 +248,13 @@ class Reducer:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
         self._take_in(leave=0)
-        self._warn_of_old_gradients()
         named = None if reached is None else reached.union(self._leftovers())
         self._message = self._unused.open_sync(named)
         self._open = GradientSync(reached, self._repeats)
         self._contributed = 0
         if reached is None:
             self._open.travel(self.plan.whole)
+        self._warn_of_old_gradients()
 
     def _join_sync(self, used: bytes) -> None:
         """A sync that others have opened, of that for which ``used`` has a byte other than 0."""
@@ -308,7 +314,7 @@ class Reducer:
         In a step with plain backwards only those that are done: others may not have begun, and not begin until the
         ranks agree on it.
         """
-        if self._mode is Mode.DRIVEN and self._driver in _driving:
+        if self._mode is Mode.DRIVEN and self._driver in driving:
             leave = self._most_in_flight if leave is None else leave
             if leave is not None:
                 self.buckets.finish(leave)
@@ -410,7 +416,7 @@ class Reducer:
         """Bring all ranks to the same sync, with nothing in flight; ``p.grad`` stays. Communicates."""
         self._close_sync()
         present = self._agree(call, with_leftovers=False)
-        self.drain()
+        self.buckets.finish()
         self._gradients.resolve(present)
 
     def end_step(self) -> None:

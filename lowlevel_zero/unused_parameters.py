@@ -90,7 +90,6 @@ class UnusedParameters:
         self._family = family
         self._records = parameters.families[family]
         self._group = parameters.shard_groups[family]
-        self._group.own_messages()
         self._leaf_type = _leaf_type(self._records[0].p)
         self._learnt: set[int] = set()
         self._unread: list[Message] = []
