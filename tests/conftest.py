@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
 
 import pytest
 import torch
 
-from lowlevel_zero import rounds
-from lowlevel_zero.alignment import Alignment
-from lowlevel_zero.bookkeeping import gather_store
-from lowlevel_zero.forecast import Forecast
+# Before they are imported: so that a failed assert in them shows its values, as in a test.
+pytest.register_assert_rewrite("tests.support")
 
 # peft looks for a model's files on the network, even for one that was made from a config.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,25 +32,20 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
+# What reaches into the package is imported where it is used: a name that is gone fails those tests, not all.
+
+
 @pytest.fixture
 def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices lie end to end in wires, whose rows end with the last."""
-    for module in (rounds, gather_store):
-        monkeypatch.setattr(module, "alignment_of", lambda *_: Alignment())
+    """Slices lie end to end in buckets, whose rows end with the last."""
+    from tests.support.internals import pack_without_alignment
+
+    pack_without_alignment(monkeypatch)
 
 
 @pytest.fixture
 def forecasting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecasts are on from the start, and stay on."""
-    build = Forecast.__init__
+    from tests.support.internals import always_forecast
 
-    def built(self: Forecast, parameters: Any, family: int) -> None:
-        build(self, parameters, family)
-        self._group.own_messages()
-        self.on = True
-
-    def end_step(self: Forecast) -> None:
-        self._begin_step()
-
-    monkeypatch.setattr(Forecast, "__init__", built)
-    monkeypatch.setattr(Forecast, "end_step", end_step)
+    always_forecast(monkeypatch)
