@@ -25,6 +25,7 @@ from tests.support.experts import (
     whole_name,
     wrap,
 )
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 LAYOUTS = {"2 ranks, 2 experts each": (2, 2), "2x2 ranks, 2 experts each": (4, 2), "4 ranks, 1 expert each": (4, 4)}
@@ -198,7 +199,7 @@ def test_on_a_device_groups_take_turns(bare: bool, as_on_device: bool) -> None:
             started.append(group.ranks)
             return start(group, *arguments)
 
-        ShardGroup.all_reduce = noted  # type: ignore[method-assign]  # in this forked rank
+        patch_rank(ShardGroup, "all_reduce", noted)
         run = Run(2, 2, bare=bare, as_on_device=as_on_device, options={"reduce_bucket_size": 1})
         trained = prepare(rank, run)
         train_step(trained, run, 0, rank)

@@ -18,7 +18,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero import forecast as forecasts
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.forecast import CREDIT, PRICE_OF_A_MISS, Forecast
-from tests.support.internals import as_on_a_device
+from tests.support.internals import as_on_a_device, with_and_without_forecasts
 from tests.support.oracle import check_close
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -339,12 +339,9 @@ def test_bare_backwards_alone_never_forecast(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @over_stages
-def test_without_drops_a_forecast_changes_no_bit(stage: str, forecasting: None) -> None:
+def test_without_drops_a_forecast_changes_no_bit(stage: str) -> None:
     run = Training(everything, 3, steps=4, options={"reduce_bucket_size": 50, **STAGES[stage]})
-    foreseen = run_ranks(sharded, 3, run)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Forecast, "on", property(lambda self: False, lambda self, on: None), raising=False)
-        whole = run_ranks(sharded, 3, run)
+    whole, foreseen = zip(*run_ranks(with_and_without_forecasts(sharded), 3, run), strict=True)
     assert not any(whole[0].on)
     assert all(foreseen[0].on)
     assert whole[0].reduced == foreseen[0].reduced

@@ -227,11 +227,10 @@ def slowed(seed: int, rank: int) -> Any:
         nap()
         return forward(layer, x)
 
-    levels._carry_on, nn.Linear.forward = slow_carry_on, slow_forward  # type: ignore[assignment,method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(levels, "_carry_on", slow_carry_on)
+        patch.setattr(nn.Linear, "forward", slow_forward)
         yield
-    finally:
-        levels._carry_on, nn.Linear.forward = carry_on, forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "messages"])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.internals import as_on_a_device
 from tests.support.ranks import run_ranks
 
 EXPERTS = 4
@@ -238,8 +239,8 @@ def prepare(rank: int, run: Run) -> Trained:
     layout = lay_out(rank, run.world_size, run.size)
     model = Mixture(layout, run.behind, run.numbered).to(run.dtype)
     optimizer = wrap(run, model, layout)
-    for family in optimizer._families:
-        family.reducer._on_host &= not run.as_on_device
+    if run.as_on_device:
+        as_on_a_device(optimizer)
     return Trained(model, optimizer, layout)
 
 
