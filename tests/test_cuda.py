@@ -25,10 +25,10 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.offload import Offload
 from lowlevel_zero.communication import collectives
 from lowlevel_zero.communication.transport import Native
+from tests.support.numbers import DROPS, STAGES, adamw, check_movement, joined, momentum, share_of
 from tests.support.oracle import Odd, Run, check_close, emulate, train_alone, train_rank, train_sharded
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
-from tests.test_optimizer_numbers import DROPS, STAGES, adamw, check_movement, joined, momentum, share_of
 
 DEVICE = "cuda"
 LONG = 10**8  # cycles that the device sleeps, about 0.05 s: whoever doesn't wait comes too early

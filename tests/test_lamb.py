@@ -22,9 +22,9 @@ from lowlevel_zero.whole_steps import _STEPS
 from tests.support import experts
 from tests.support.checkpoints import AFTER, BEFORE, Training
 from tests.support.grid import Grid
+from tests.support.numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
 from tests.support.oracle import Run, build, check_close, emulate, groups, train_alone, train_rank, train_sharded
 from tests.support.ranks import run_ranks
-from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

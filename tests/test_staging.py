@@ -10,9 +10,9 @@ from lowlevel_zero.communication import collectives
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.staging import Staged
 from tests.support.buffers import buffer_of, sum_of_buffers
+from tests.support.numbers import DROPS, STAGES
 from tests.support.oracle import Run, check_close, train_sharded
 from tests.support.ranks import run_ranks
-from tests.test_optimizer_numbers import DROPS, STAGES
 
 ROWS = (1, 7, 1001)
 
