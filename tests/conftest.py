@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
 
 import pytest
 import torch
 
-from lowlevel_zero.alignment import Alignment
-from lowlevel_zero.bookkeeping import gather_store, learnt_plan
-from lowlevel_zero.unused_parameters import UnusedParameters
+# Before they are imported: so that a failed assert in them shows its values, as in a test.
+pytest.register_assert_rewrite("tests.support")
 
 # peft looks for a model's files on the network, even for one that was made from a config.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -34,20 +32,20 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
+# What reaches into the package is imported where it is used: a name that is gone fails those tests, not all.
+
+
 @pytest.fixture
 def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices lie end to end in wires, whose rows end with the last."""
-    for module in (learnt_plan, gather_store):
-        monkeypatch.setattr(module, "alignment_of", lambda *_: Alignment())
+    """Slices lie end to end in buckets, whose rows end with the last."""
+    from tests.support.internals import pack_without_alignment
+
+    pack_without_alignment(monkeypatch)
 
 
 @pytest.fixture
 def forecasting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused parameters are detected from the start."""
-    build = UnusedParameters.__init__
+    from tests.support.internals import always_detect
 
-    def built(self: UnusedParameters, parameters: Any, family: int) -> None:
-        build(self, parameters, family)
-        self.detecting = True
-
-    monkeypatch.setattr(UnusedParameters, "__init__", built)
+    always_detect(monkeypatch)

@@ -32,9 +32,9 @@ from lowlevel_zero.accessors import (
     safe_set_local_optimizer_state,
 )
 from lowlevel_zero.communication.collectives import ShardGroup
+from tests.support.grid import Grid
 from tests.support.oracle import Run, _summed_gradients, build, groups, loss_of
 from tests.support.ranks import run_ranks
-from tests.test_two_levels import Grid
 
 STAGES = [False, True]
 STEPS = 3  # until layers that were dropped are foreseen

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
+from tests.support.internals import as_on_a_device, with_and_without_detection
 from tests.support.oracle import check_close
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
@@ -94,9 +95,14 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check(script: Script, world_size: int = 2, tolerance: float = 2e-6, **options: Any) -> None:
+    """The numbers of one process, whether the ranks find out beforehand what a backward will use or not."""
+
+    def train(rank: int, world_size: int) -> dict[str, Tensor]:
+        return parameters_of(script(Together(rank, **options)))
+
     expected = parameters_of(script(Alone(world_size, options.get("clip", 0.0))))
-    ranks = run_ranks(lambda rank, _: parameters_of(script(Together(rank, **options))), world_size, timeout=TIMEOUT)
-    check_close(expected, ranks, tolerance)
+    for ranks in zip(*run_ranks(with_and_without_detection(train), world_size, timeout=TIMEOUT), strict=True):
+        check_close(expected, ranks, tolerance)
 
 
 def net(seed: int = 0, layers: int = 4, width: int = 5) -> nn.Sequential:
@@ -251,12 +257,7 @@ def test_gradients_that_come_with_a_graph_are_reduced_without_it(bucket_size: in
         assert values == [1 - 3 * 1.5] * 8
 
 
-# A device's hosts don't wait to agree in every step: there the wires alone tell of a late gradient.
-
-
-def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
-    optimizer._families[0].reducer._on_host = False
-    return optimizer
+# As on a device, where the wires alone tell of a late gradient
 
 
 @nested_warns

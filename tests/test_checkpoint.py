@@ -422,7 +422,7 @@ def test_a_group_of_some_ranks_saves_and_loads(tmp_path: Path) -> None:
 
 
 def test_a_boosted_model_goes_on_bare(tmp_path: Path) -> None:
-    boosting = pytest.importorskip("boosting", reason="needs ColossalAI")
+    boosting = pytest.importorskip("tests.support.boosting", reason="needs ColossalAI")
 
     def save_and_load(rank: int, world_size: int) -> list[str]:
         from colossalai.booster import Booster

@@ -25,6 +25,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, saving, storage
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
 # Crashes
@@ -45,7 +46,7 @@ class Fuse:
     def light(self) -> None:
         sys.addaudithook(self._audit)
         fsync, write = os.fsync, storage._Summing.write
-        os.fsync = lambda handle: (self._burn("fsync"), fsync(handle))[1]
+        patch_rank(os, "fsync", lambda handle: (self._burn("fsync"), fsync(handle))[1])
 
         def halves(file: Any, data: Any) -> int:
             data = memoryview(data).cast("B")
@@ -54,7 +55,7 @@ class Fuse:
             self._burn("write")
             return write(file, data)
 
-        storage._Summing.write = halves  # type: ignore[method-assign]
+        patch_rank(storage._Summing, "write", halves)
 
     def _audit(self, event: str, args: Any) -> None:
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and self.folder in str(args[0]):
@@ -209,7 +210,7 @@ def test_what_an_asynchronous_save_writes_is_the_state_at_the_call(tmp_path: Pat
             assert goes_on.wait(20)
             return write(writer, plan, planner)
 
-        storage.CommittingWriter.write_data = held  # type: ignore[method-assign]
+        patch_rank(storage.CommittingWriter, "write_data", held)
         pair = Training(dtype=torch.bfloat16).start().train(BEFORE, rank, world_size)
         saving = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
         at_call = pair.whole()
@@ -234,7 +235,7 @@ def test_further_saves_and_loads_wait_for_an_asynchronous_one(tmp_path: Path) ->
             time.sleep(0.3)
             return write(writer, plan, planner)
 
-        storage.CommittingWriter.write_data = slow  # type: ignore[method-assign]
+        patch_rank(storage.CommittingWriter, "write_data", slow)
         first = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra=1, async_save=True)
         second = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra=2, async_save=True)
         done = first.done()
@@ -285,8 +286,9 @@ def test_destroying_the_group_under_an_asynchronous_save_never_leaves_half_a_che
             assert goes_on.wait(20)
             return write(writer, plan, planner)
 
-        saving.async_dcp_save = lambda *args, **options: ThreadPoolExecutor(1).submit(late, *args, **options)
-        storage.CommittingWriter.write_data = held  # type: ignore[method-assign]
+        in_thread = ThreadPoolExecutor(1).submit
+        patch_rank(saving, "async_dcp_save", lambda *args, **options: in_thread(late, *args, **options))
+        patch_rank(storage.CommittingWriter, "write_data", held)
         pair = Training().start().train(BEFORE, rank, world_size)
         under_way = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
         assert not started or planned.wait(20)

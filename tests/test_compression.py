@@ -22,6 +22,7 @@ from lowlevel_zero.communication.compression import BLOCK, decode, encode, encod
 from lowlevel_zero.communication.exchange import Exchange
 from lowlevel_zero.communication.shared_memory import SharedMemory
 from lowlevel_zero.communication.transport import Direct
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 CPU = torch.device("cpu")
@@ -34,8 +35,8 @@ _on_gloo, _send, _view = ShardGroup._on_gloo, Exchange.send_and_receive, SharedM
 def choose(way: str) -> None:
     """How the wires of this rank, a forked process, travel from now on."""
     os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(way == "shared memory"))
-    ShardGroup._on_gloo = (lambda self, device: False) if way == "native" else _on_gloo  # type: ignore[method-assign]
-    collectives._is_staged = lambda device: way == "staged"
+    patch_rank(ShardGroup, "_on_gloo", (lambda self, device: False) if way == "native" else _on_gloo)
+    patch_rank(collectives, "_is_staged", lambda device: way == "staged")
 
 
 def joined(way: str, **options: bool) -> ShardGroup:
@@ -352,8 +353,8 @@ def _count_bytes() -> list[int]:
         counted.extend(numel for _ in theirs if dtype == torch.uint8)
         return _view(self, theirs, numel, dtype, start)
 
-    Exchange.send_and_receive = sending  # type: ignore[method-assign]
-    SharedMemory._views = viewing  # type: ignore[method-assign]
+    patch_rank(Exchange, "send_and_receive", sending)
+    patch_rank(SharedMemory, "_views", viewing)
     return counted
 
 

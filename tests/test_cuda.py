@@ -25,9 +25,10 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.offload import Offload
 from lowlevel_zero.communication import collectives
 from lowlevel_zero.communication.transport import Native
+from tests.support.numbers import DROPS, STAGES, adamw, check_movement, joined, momentum, share_of
 from tests.support.oracle import Odd, Run, check_close, emulate, train_alone, train_rank, train_sharded
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
-from tests.test_optimizer_numbers import DROPS, STAGES, adamw, check_movement, joined, momentum, share_of
 
 DEVICE = "cuda"
 LONG = 10**8  # cycles that the device sleeps, about 0.05 s: whoever doesn't wait comes too early
@@ -49,7 +50,7 @@ def over_nccl(work: Callable[..., Any], *args: Any) -> None:
 
     def alone(rank: int, world_size: int) -> None:
         torch.backends.cudnn.allow_tf32 = False
-        collectives.Alone = lambda rank, size: Native(dist.group.WORLD)
+        patch_rank(collectives, "Alone", lambda rank, size: Native(dist.group.WORLD))
         work(rank, world_size, *args)
         torch.cuda.synchronize()
 
@@ -332,7 +333,7 @@ def test_offloaded_rows_travel_through_pinned_memory_and_masters_rest_in_plain()
             rows.append(copy_down(self, row))
             return rows[-1]
 
-        Offload._copy_down = spy
+        patch_rank(Offload, "_copy_down", spy)
         model = Blocks(width=64).to(DEVICE, torch.bfloat16)
         optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), cpu_offload=True, partition_grad=True)
         optimizer.backward(model(torch.ones(4, 64, device=DEVICE, dtype=torch.bfloat16)))

@@ -17,16 +17,15 @@ from tests.support.experts import (
     TOKENS,
     Mixture,
     Run,
-    Trace,
+    check,
     lay_out,
     loss_of,
     prepare,
-    train_alone,
-    train_spread,
     train_step,
     whole_name,
     wrap,
 )
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 LAYOUTS = {"2 ranks, 2 experts each": (2, 2), "2x2 ranks, 2 experts each": (4, 2), "4 ranks, 1 expert each": (4, 4)}
@@ -36,32 +35,6 @@ SCALING = {"initial_scale": 2.0**7, "hysteresis": 1, "growth_interval": 1}
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
-
-
-def check(run: Run, tolerance: float) -> None:
-    """Gradients, norms, losses and parameters are those of one process."""
-    expected = train_alone(run)
-    ranks: list[Trace] = run_ranks(train_spread, run.world_size, run)
-    assert {name for trace in ranks for name in trace.parameters} == expected.parameters.keys()
-    for trace in ranks:
-        assert trace.norms == pytest.approx(expected.norms, rel=tolerance)
-        for name, gradient in trace.gradients.items():
-            _check_close(name, gradient, expected.gradients[name], tolerance)
-        for name, value in trace.parameters.items():
-            _check_close(name, value, expected.parameters[name], tolerance)
-    losses = torch.tensor([trace.losses for trace in ranks]).mean(0)
-    assert losses.tolist() == pytest.approx(expected.losses, rel=tolerance)
-    held: dict[str, Tensor] = {}
-    for trace in ranks:  # who has the same parameter has the same values
-        for name, value in trace.parameters.items():
-            assert torch.equal(held.setdefault(name, value), value)
-
-
-def _check_close(name: str, got: Tensor | None, expected: Tensor | None, tolerance: float) -> None:
-    if got is None or expected is None:
-        assert got is expected, name
-    elif got.numel():
-        assert (got.float() - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()), name
 
 
 @pytest.mark.parametrize("stage_2", [False, True], ids=["stage 1", "stage 2"])
@@ -226,7 +199,7 @@ def test_on_a_device_groups_take_turns(bare: bool, as_on_device: bool) -> None:
             started.append(group.ranks)
             return start(group, *arguments)
 
-        ShardGroup.all_reduce = noted  # type: ignore[method-assign]  # in this forked rank
+        patch_rank(ShardGroup, "all_reduce", noted)
         run = Run(2, 2, bare=bare, as_on_device=as_on_device, options={"reduce_bucket_size": 1})
         trained = prepare(rank, run)
         train_step(trained, run, 0, rank)

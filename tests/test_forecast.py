@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
-from tests import test_backward, test_layer_drop
+from tests.support.internals import as_on_a_device, with_and_without_detection
 from tests.support.oracle import check_close
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
@@ -173,8 +174,8 @@ def wrapped(run: Training, model: nn.Module) -> LowLevelZeroOptimizer:
     options = {"reduce_bucket_size": 1, "clip_grad_norm": run.clip, **run.options}
     optimizer = LowLevelZeroOptimizer(run.optimizer(model), model=model, **options)
     if run.on_device:
-        test_backward.as_on_a_device(optimizer)
-        optimizer._families[0].gradients.counts = True
+        as_on_a_device(optimizer)
+        patch_rank(optimizer._families[0].gradients, "counts", True)
     return optimizer
 
 
@@ -281,7 +282,7 @@ def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(stage: st
         for _ in range(3):
             events.clear()
             if always_whole:
-                forecast_of(optimizer).on = False
+                patch_rank(forecast_of(optimizer), "on", False)
             with pytest.MonkeyPatch.context() as patch:
                 for name in ("all_reduce", "reduce_scatter"):
                     patch.setattr(ShardGroup, name, telling(getattr(ShardGroup, name), events))
@@ -336,12 +337,9 @@ def test_bare_backwards_alone_never_forecast(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @over_stages
-def test_without_drops_a_forecast_changes_no_bit(stage: str, forecasting: None) -> None:
+def test_without_drops_a_forecast_changes_no_bit(stage: str) -> None:
     run = Training(everything, 3, steps=4, options={"reduce_bucket_size": 50, **STAGES[stage]})
-    foreseen = run_ranks(sharded, 3, run)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Forecast, "on", property(lambda self: False, lambda self, on: None), raising=False)
-        whole = run_ranks(sharded, 3, run)
+    whole, foreseen = zip(*run_ranks(with_and_without_detection(sharded), 3, run), strict=True)
     assert not any(whole[0].on)
     assert all(foreseen[0].on)
     assert whole[0].reduced == foreseen[0].reduced
@@ -486,53 +484,6 @@ def test_any_mixture_of_calls_on_any_rank(stage: str, world_size: int, forecasti
         return "bare" if calls(step, at, rank) == "none" else calls(step, at, rank)
 
     check(Training(kept_if_called, world_size, backwards=3, call=call, options=STAGES[stage]), 5e-6)
-
-
-over_moves = pytest.mark.parametrize("to_none", [True, False], ids=["to_none", "to_zeros"])
-
-
-@over_moves
-@pytest.mark.parametrize("moves", test_backward.ANYWHERE)
-def test_zero_grad_and_step_anywhere(moves: Callable[..., None], to_none: bool, forecasting: None) -> None:
-    test_backward.test_zero_grad_and_step_anywhere(moves, "stage2", False, to_none)
-
-
-@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
-@pytest.mark.parametrize("moves", test_backward.GANS)
-def test_gan(moves: Callable[..., None], bare: bool, forecasting: None) -> None:
-    test_backward.test_gan(moves, "stage2", bare)
-
-
-@pytest.mark.parametrize("drop", test_backward.HALVES.values(), ids=test_backward.HALVES.keys())
-@pytest.mark.parametrize("drive", ["first", "second", "bare"])
-def test_two_optimizers_over_halves_of_a_model(drive: str, drop: Callable[[int], Any], forecasting: None) -> None:
-    test_backward.test_two_optimizers_over_halves_of_a_model(drive, drop)
-
-
-@pytest.mark.parametrize("script", [test_backward.two_losses, test_backward.same_loss_twice, test_backward.some_inputs])
-@over_stages
-def test_several_backwards_before_a_step(script: Any, stage: str, forecasting: None) -> None:
-    test_backward.check(script, 3, **STAGES[stage])
-
-
-@over_stages
-def test_backward_by_grad(stage: str, forecasting: None) -> None:
-    test_backward.test_backward_by_grad(stage)
-
-
-@over_stages
-def test_training_goes_on_after_an_exception_in_backward(stage: str, forecasting: None) -> None:
-    test_backward.test_training_goes_on_after_an_exception_in_backward(stage, False)
-
-
-@over_stages
-def test_a_group_can_be_added(stage: str, forecasting: None) -> None:
-    test_layer_drop.test_a_group_can_be_added_while_one_rank_alone_has_gradients(stage)
-
-
-@pytest.mark.parametrize("pattern", test_layer_drop.PATTERNS)
-def test_pattern(pattern: str, forecasting: None) -> None:
-    test_layer_drop.test_pattern(pattern, 3, "stage2", False)
 
 
 # The walk

@@ -21,11 +21,10 @@ from lowlevel_zero.optim.elementwise import TOGETHER
 from lowlevel_zero.optim.whole_steps import _STEPS
 from tests.support import experts
 from tests.support.checkpoints import AFTER, BEFORE, Training
+from tests.support.grid import Grid
+from tests.support.numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
 from tests.support.oracle import Run, build, check_close, emulate, groups, train_alone, train_rank, train_sharded
 from tests.support.ranks import run_ranks
-from tests.test_experts import check as check_experts
-from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
-from tests.test_two_levels import Grid
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -301,4 +300,4 @@ def test_two_levels_of_ranks(form: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_norms_of_experts_are_those_of_the_ranks_that_share_them(size: int) -> None:
-    check_experts(experts.Run(4, size, optimizer=lamb(eps=1e-3)), 2e-5)
+    experts.check(experts.Run(4, size, optimizer=lamb(eps=1e-3)), 2e-5)

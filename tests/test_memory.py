@@ -22,6 +22,7 @@ from lowlevel_zero.communication.transport import Native
 from lowlevel_zero.planning.memory import Estimate, estimate, held_bytes
 from lowlevel_zero.planning.state_sizes import NAMES, state_sizes
 from tests.support.oracle import Odd
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
 OWNERS = ("parameters", "gradients", "masters", "states")
@@ -169,9 +170,9 @@ def test_wires_under_way() -> None:
         """Estimates, and what was alive at most in a backward and in a step; in a process that nobody else uses."""
         reduced, gathered = Alive(), Alive()
         new_wire, all_gather = ShardGroup.new_wire, Native.all_gather
-        ShardGroup.new_wire = lambda *args: reduced.watch(new_wire(*args))
-        Native.all_gather = lambda group, wire: all_gather(group, gathered.watch(wire))
-        _Done.is_completed = lambda work: False
+        patch_rank(ShardGroup, "new_wire", lambda *args: reduced.watch(new_wire(*args)))
+        patch_rank(Native, "all_gather", lambda group, wire: all_gather(group, gathered.watch(wire)))
+        patch_rank(_Done, "is_completed", lambda work: False)
         with fake_world(8):
             model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).bfloat16()
             optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), partition_grad=True, **options)

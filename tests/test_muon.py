@@ -17,10 +17,10 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.optim import muon
 from lowlevel_zero.optim.newton_schulz import adjusted_rate, newton_schulz, orthogonalise, rate_for
+from tests.support.grid import Grid
+from tests.support.numbers import DROPS, STAGES, check_movement, joined, masters_of
 from tests.support.oracle import Run, check_close, emulate, loss_of, train_alone, train_rank, train_sharded
 from tests.support.ranks import run_ranks, run_ranks_expecting
-from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of
-from tests.test_two_levels import Grid
 
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("torch has Muon from 2.9 on", allow_module_level=True)

@@ -28,10 +28,10 @@ from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.stepping import Stepper
 from lowlevel_zero.streams import Mark, Streams
+from tests.support.numbers import DROPS, STAGES, adagrad, adamw, check_sixteen_bits, momentum, share_of
 from tests.support.oracle import Run, build, check_close, groups, loss_of, train_alone, train_rank, train_sharded
 from tests.support.ranks import run_ranks, run_ranks_expecting
 from tests.support.two_devices import DEVICE, HOST, TwoDevices
-from tests.test_optimizer_numbers import DROPS, STAGES, adagrad, adamw, check_sixteen_bits, momentum, share_of
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"optimizer": momentum},

@@ -11,6 +11,7 @@ import torch
 from colossalai.checkpoint_io import CheckpointIndexFile
 
 from tests.support.boosting import Pair, adamw, boost, check_equal, model_of, ours, sgd
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks_expecting
 
 SMALL = 0.001  # MiB: every parameter in a shard of its own
@@ -174,7 +175,7 @@ def test_what_rank_zero_cannot_write_is_told_to_all(tmp_path: Path) -> None:
                 raise OSError("disk full")
             written(state, path, use_async)
 
-        io._write = full
+        patch_rank(io, "_write", full)
         pair.booster.save_optimizer(pair.optimizer, str(tmp_path / "o"), shard=True, size_per_shard=SMALL)
 
     first, second = run_ranks_expecting(rank, 2)

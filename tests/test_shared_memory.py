@@ -289,7 +289,7 @@ def test_a_killed_rank_is_an_error_to_the_others() -> None:
     assert issubclass(LostRank, RuntimeError)
 
 
-def test_mail_is_looked_at_only_if_what_is_known_doesn_t_do() -> None:
+def test_mail_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Arena()
     box = OthersArena(own.address).mail
     looks = 0
@@ -299,7 +299,8 @@ def test_mail_is_looked_at_only_if_what_is_known_doesn_t_do() -> None:
         looks += 1
         collect()
 
-    collect, own.mail.collect = own.mail.collect, count  # type: ignore[method-assign]
+    collect = own.mail.collect
+    monkeypatch.setattr(own.mail, "collect", count)
     first, second = own.take(5000, readers=1), own.take(5000, readers=2)
     own.finish(first)
     box.tell_read(second.number)

@@ -9,10 +9,10 @@ from torch import Tensor
 from lowlevel_zero.communication import collectives
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.staging import Staged
+from tests.support.buffers import buffer_of, sum_of_buffers
+from tests.support.numbers import DROPS, STAGES
 from tests.support.oracle import Run, check_close, train_sharded
 from tests.support.ranks import run_ranks
-from tests.test_collectives import sum_of_wires, wire_of
-from tests.test_optimizer_numbers import DROPS, STAGES
 
 ROWS = (1, 7, 1001)
 
@@ -33,22 +33,22 @@ def test_wires_come_back_as_they_would_have(world_size: int, dtype: torch.dtype,
             group.own_wires()
         assert isinstance(group._transport(torch.device("cpu")), Staged)
         for row in ROWS:
-            mine = wire_of(rank, world_size, row, dtype)
+            mine = buffer_of(rank, world_size, row, dtype)
             kept = mine.clone()
-            expected = sum_of_wires(world_size, row, dtype)
+            expected = sum_of_buffers(world_size, row, dtype)
             assert torch.equal(group.reduce_scatter(mine).wait(), expected[rank])
             assert torch.equal(group.all_reduce(mine).wait().columns(0, row), expected)
             assert torch.equal(mine, kept)  # nothing was summed in the device's memory
             gathered = torch.zeros_like(mine)
             gathered[rank] = mine[rank]
-            everyones = torch.stack([wire_of(of, world_size, row, dtype)[of] for of in range(world_size)])
+            everyones = torch.stack([buffer_of(of, world_size, row, dtype)[of] for of in range(world_size)])
             assert group.all_gather(gathered).wait() is gathered
             assert torch.equal(gathered, everyones)
             into = torch.zeros_like(mine)
             sizes = [row] * world_size
             assert group.all_to_all(mine.view(-1), sizes, into.view(-1), sizes).wait().shape == (world_size * row,)
             assert torch.equal(
-                into, torch.stack([wire_of(of, world_size, row, dtype)[rank] for of in range(world_size)])
+                into, torch.stack([buffer_of(of, world_size, row, dtype)[rank] for of in range(world_size)])
             )
         assert group.sum_scalar(torch.tensor(float(rank))).wait().item() == world_size * (world_size - 1) / 2
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -31,36 +31,9 @@ from lowlevel_zero.communication.transport import Pending
 from lowlevel_zero.communication.two_levels import TwoLevels, shard_group
 from lowlevel_zero.streams import Streams
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
+from tests.support.grid import Grid, group_among
 from tests.support.oracle import Run, check_close, train_alone, train_rank, worst
 from tests.support.ranks import run_ranks, run_ranks_expecting
-
-
-class Grid(NamedTuple):
-    """The outer and the inner process group of a rank, of ``shape`` ``(outer, inner)``."""
-
-    outer: Any
-    inner: Any
-
-    @classmethod
-    def of(cls, rank: int, shape: tuple[int, int], first: int = 0, turned: bool = False) -> Grid:
-        """``turned``: ranks are counted from column to column."""
-        ranks = torch.arange(first, first + shape[0] * shape[1])
-        ranks = ranks.view(shape[::-1]).t() if turned else ranks.view(shape)
-        (outer,) = [group for line in ranks.t().tolist() if rank in line for group in [_group(line)]]
-        (inner,) = [group for line in ranks.tolist() if rank in line for group in [_group(line)]]
-        return cls(outer, inner)
-
-    def options(self, form: str) -> dict[str, Any]:
-        if form == "flat":
-            return {}
-        if form == "pair":
-            return {"dp_process_group": (self.outer, self.inner)}
-        options = {"dp_process_group": self.inner, "extra_dp_group": self.outer}
-        return options | ({"hybrid_shard": True} if form == "hybrid" else {})
-
-
-def _group(ranks: list[int]) -> Any:
-    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def drop_on_one_rank(step: int, rank: int) -> set[int]:
@@ -254,11 +227,10 @@ def slowed(seed: int, rank: int) -> Any:
         nap()
         return forward(layer, x)
 
-    levels._carry_on, nn.Linear.forward = slow_carry_on, slow_forward  # type: ignore[assignment,method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(levels, "_carry_on", slow_carry_on)
+        patch.setattr(nn.Linear, "forward", slow_forward)
         yield
-    finally:
-        levels._carry_on, nn.Linear.forward = carry_on, forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "messages"])
@@ -494,14 +466,14 @@ def another_s(grid: Grid, rank: int) -> dict[str, Any]:
 def ragged(grid: Grid, rank: int) -> dict[str, Any]:
     inner = {0: [0], 1: [1, 2, 3]}
     outer = {0: [0, 1], 1: [0, 1], 2: [2], 3: [3]}
-    return {"dp_process_group": (_group(outer[rank]), _group(inner[min(rank, 1)]))}
+    return {"dp_process_group": (group_among(outer[rank]), group_among(inner[min(rank, 1)]))}
 
 
 def crossed(grid: Grid, rank: int) -> dict[str, Any]:
     """Rows and columns meet once each, but a place in a row isn't the same in all of a column's."""
     inner = {0: [0, 3], 3: [0, 3], 1: [1, 2], 2: [1, 2]}
     outer = {0: [0, 2], 2: [0, 2], 1: [1, 3], 3: [1, 3]}
-    return {"dp_process_group": (_group(outer[rank]), _group(inner[rank]))}
+    return {"dp_process_group": (group_among(outer[rank]), group_among(inner[rank]))}
 
 
 def hybrid_of_one_level(grid: Grid, rank: int) -> dict[str, Any]:

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.internals import as_on_a_device
+from tests.support.ranks import run_ranks
 
 EXPERTS = 4
 TOKENS = 6
@@ -236,8 +239,8 @@ def prepare(rank: int, run: Run) -> Trained:
     layout = lay_out(rank, run.world_size, run.size)
     model = Mixture(layout, run.behind, run.numbered).to(run.dtype)
     optimizer = wrap(run, model, layout)
-    for family in optimizer._families:
-        family.reducer._on_host &= not run.as_on_device
+    if run.as_on_device:
+        as_on_a_device(optimizer)
     return Trained(model, optimizer, layout)
 
 
@@ -294,3 +297,29 @@ def _backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, bare: bool) -> Non
         loss.backward()
     else:
         optimizer.backward(loss)
+
+
+def check(run: Run, tolerance: float) -> None:
+    """Gradients, norms, losses and parameters are those of one process."""
+    expected = train_alone(run)
+    ranks: list[Trace] = run_ranks(train_spread, run.world_size, run)
+    assert {name for trace in ranks for name in trace.parameters} == expected.parameters.keys()
+    for trace in ranks:
+        assert trace.norms == pytest.approx(expected.norms, rel=tolerance)
+        for name, gradient in trace.gradients.items():
+            _check_close(name, gradient, expected.gradients[name], tolerance)
+        for name, value in trace.parameters.items():
+            _check_close(name, value, expected.parameters[name], tolerance)
+    losses = torch.tensor([trace.losses for trace in ranks]).mean(0)
+    assert losses.tolist() == pytest.approx(expected.losses, rel=tolerance)
+    held: dict[str, Tensor] = {}
+    for trace in ranks:  # who has the same parameter has the same values
+        for name, value in trace.parameters.items():
+            assert torch.equal(held.setdefault(name, value), value)
+
+
+def _check_close(name: str, got: Tensor | None, expected: Tensor | None, tolerance: float) -> None:
+    if got is None or expected is None:
+        assert got is expected, name
+    elif got.numel():
+        assert (got.float() - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()), name

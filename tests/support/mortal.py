@@ -15,6 +15,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -98,7 +99,7 @@ def die_at(place: str, times: int, model: nn.Sequential, inner: torch.optim.Opti
     elif place == GATHER:
         inner.register_step_post_hook(come)
     elif place == SAVE:
-        storage.CommittingWriter.write_data = lambda *args: (come(), write(*args))[1]  # type: ignore[method-assign]
+        pytest.MonkeyPatch().setattr(storage.CommittingWriter, "write_data", lambda *args: (come(), write(*args))[1])
 
 
 def _await_death(task: Task, start: int, model: nn.Sequential, inner: torch.optim.Optimizer) -> None:

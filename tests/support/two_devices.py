@@ -30,11 +30,11 @@ class TwoDevices(TorchDispatchMode):
 
     def put(self, tensor: Tensor, side: str) -> Tensor:
         """Say on which side a tensor's memory is."""
-        tensor.untyped_storage()._side = side
+        tensor.untyped_storage().side = side
         return tensor
 
     def side(self, tensor: Tensor) -> str | None:
-        return getattr(tensor.untyped_storage(), "_side", None)
+        return getattr(tensor.untyped_storage(), "side", None)
 
     def crossing(self, side: str, move: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``move``, which may touch both sides, with its result on ``side``."""

@@ -1,0 +1,52 @@
+"""What tests switch in the package that no option does. Each of these raises if what it replaces is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.alignment import Alignment
+from lowlevel_zero.bookkeeping import gather_store, learnt_plan
+from lowlevel_zero.unused_parameters import UnusedParameters
+from tests.support.patching import patch_rank
+
+T = TypeVar("T")
+
+
+def pack_without_alignment(patch: pytest.MonkeyPatch) -> None:
+    """Slices lie end to end in buckets, whose rows end with the last."""
+    for module in (learnt_plan, gather_store):
+        patch.setattr(module, "alignment_of", lambda *_: Alignment())
+
+
+def always_detect(patch: pytest.MonkeyPatch) -> None:
+    """Unused parameters are detected from the start."""
+    build = UnusedParameters.__init__
+
+    def built(self: UnusedParameters, parameters: Any, family: int) -> None:
+        build(self, parameters, family)
+        self.detecting = True
+
+    patch.setattr(UnusedParameters, "__init__", built)
+
+
+def with_and_without_detection(train: Callable[..., T]) -> Callable[..., tuple[T, T]]:
+    """For ``run_ranks``: ``train`` done by each rank as it is, and once more with detection from the start."""
+
+    def both(rank: int, world_size: int, *args: Any) -> tuple[T, T]:
+        plain = train(rank, world_size, *args)
+        with pytest.MonkeyPatch.context() as patch:
+            always_detect(patch)
+            return plain, train(rank, world_size, *args)
+
+    return both
+
+
+def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
+    """A device's hosts don't wait to agree in every step: there the buckets alone tell of a late gradient."""
+    for family in optimizer._families:
+        patch_rank(family.reducer, "_on_host", False)
+    return optimizer
