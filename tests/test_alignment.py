@@ -1,4 +1,4 @@
-"""Alignment: where slices start in a row, as tables, as plans and in the wires of a run, which nothing else changes."""
+"""Alignment: how wide rows are, as a table, in plans and in the buffers of a run, of which nothing else changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.alignment import SLICE_BYTES, WIDE_ROW, Alignment, RowLayout, alignment_of, laid_out
-from lowlevel_zero.bookkeeping.bucket_plan import FLAG_SHARE, Bucket, Item, make_plan, narrowed
+from lowlevel_zero.alignment import ROW_BYTES, WIDE_ROW, Alignment, alignment_of
+from lowlevel_zero.bookkeeping.bucket_plan import Bucket, BucketPlan, Item, make_plan, narrowed
 from lowlevel_zero.bookkeeping.bucket_store import BucketStore
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.partition import EvenSplit
@@ -22,54 +22,39 @@ from tests.support.ranks import run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)
-FOUR = Alignment(4, 4)
 
 
 # A row
 
 
 @pytest.mark.parametrize(
-    ("sizes", "alignment", "fillers", "tail"),
+    ("columns", "alignment", "padded"),
     [
-        ([5, 4, 1, 2], FOUR, (0, 3, 0, 0), 1),
-        ([4, 8], FOUR, (), 0),
-        ([1, 2, 3], FOUR, (), 2),
-        ([1, 4], FOUR, (0, 3), 0),
-        ([3], FOUR, (), 1),
-        ([], FOUR, (), 0),
-        ([5, 3, 2], Alignment(), (), 0),
-        ([5, 4], Alignment(4, 16), (0, 3), 0),
-        ([5, 6], Alignment(4, 8), (0, 3), 2),
+        (0, Alignment(4, 4), 0),
+        (1, Alignment(4, 4), 4),
+        (4, Alignment(4, 4), 4),
+        (5, Alignment(4, 4), 8),
+        (5, Alignment(), 5),
+        (15, Alignment(4, 16), 16),
+        (16, Alignment(4, 16), 16),
+        (17, Alignment(4, 16), 32),
     ],
 )
-def test_fillers_stand_before_what_would_start_between(
-    sizes: list[int], alignment: Alignment, fillers: tuple[int, ...], tail: int
-) -> None:
-    layout = laid_out(sizes, alignment)
-    assert (layout.fillers, layout.tail) == (fillers, tail)
-    assert layout.columns == sum(sizes) + sum(fillers)
-
-
-def test_a_row_is_cut_where_it_was_laid_out() -> None:
-    layout = laid_out([5, 4, 1, 2], FOUR)
-    assert layout.pieces == [5, 3, 4, 1, 2]
-    row = torch.arange(15)
-    assert [each.tolist() for each in layout.cut(row)] == [[0, 1, 2, 3, 4], [8, 9, 10, 11], [12], [13, 14]]
-    assert layout.starts == [0, 8, 12, 13]
-    assert RowLayout((2, 3)).cut(torch.arange(5))[1].tolist() == [2, 3, 4]
+def test_a_row_is_padded_at_its_end(columns: int, alignment: Alignment, padded: int) -> None:
+    assert alignment.padded(columns) == padded
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_units_are_of_128_bytes(dtype: torch.dtype) -> None:
-    assert alignment_of(dtype).slices * dtype.itemsize == SLICE_BYTES == 128
-    assert alignment_of(dtype).rows == alignment_of(dtype).slices
-    assert alignment_of(dtype, wide_rows=True).rows == WIDE_ROW == 2**16
+    assert alignment_of(dtype).short * dtype.itemsize == ROW_BYTES == 128
+    assert alignment_of(dtype).wide == alignment_of(dtype).short
+    assert alignment_of(dtype, wide_rows=True) == (alignment_of(dtype).short, 2**16)
 
 
 # A plan
 
 
-def random_plan(seed: int, alignment: Alignment) -> tuple[list[Item], Any]:
+def random_plan(seed: int, alignment: Alignment) -> tuple[list[Item], BucketPlan]:
     draw = random.Random(seed)
     world_size = draw.choice([1, 2, 3, 4, 8])
     numels = [draw.choice([1, 3, 17, 64, 1000, 4096, 65_537, 2**17]) for _ in range(draw.randint(1, 30))]
@@ -79,47 +64,28 @@ def random_plan(seed: int, alignment: Alignment) -> tuple[list[Item], Any]:
 
 def check_bucket(bucket: Bucket, items: list[Item], alignment: Alignment) -> None:
     assert bucket.sizes == tuple(items[index].split.slice_size for index in bucket.members)
-    for place, size in enumerate(bucket.sizes):
-        assert size < alignment.slices or bucket.layout.starts[place] % alignment.slices == 0
-    assert list(bucket.sizes) == sorted(bucket.sizes, key=lambda size: size < alignment.slices)
-    assert bucket.row % (alignment.rows if bucket.row > alignment.rows else alignment.slices) == 0
+    unit = alignment.wide if bucket.body > alignment.wide else alignment.short
+    assert bucket.row % unit == 0
+    assert 0 <= bucket.row - bucket.body < unit
     assert not bucket.in_place or bucket.row == bucket.body == bucket.sizes[0]
-    spare = alignment.padded(bucket.body) - bucket.body
-    assert len(bucket.flags) <= max(FLAG_SHARE * bucket.body, spare)
 
 
 @pytest.mark.parametrize("alignment", [alignment_of(torch.float32), alignment_of(torch.float32, wide_rows=True)])
 @pytest.mark.parametrize("seed", range(20))
 def test_any_plan_is_aligned_and_so_is_what_is_left_of_it(seed: int, alignment: Alignment) -> None:
     items, plan = random_plan(seed, alignment)
+    alignments = [alignment] * len(items)
     used = [random.Random(seed * 100 + index).random() < 0.5 for index in range(len(items))]
-    for one in (plan, narrowed(plan, used)):
+    for one in (plan, narrowed(plan, used, alignments)):
         for bucket in one.buckets:
-            if bucket.members:
-                check_bucket(bucket, items, alignment)
-    assert narrowed(plan, [True] * len(items)) == plan
-    flagged = sorted(index for bucket in plan.buckets for index in bucket.flags)
-    assert flagged == list(range(len(items)))
-
-
-def test_flags_ride_where_the_row_is_padded_anyway() -> None:
-    items = [Item(EvenSplit(numel, 2), "a", True, alignment=alignment_of(torch.float32)) for numel in (200, 10)]
-    (bucket,) = make_plan(items, [1, 0], 1000).buckets
-    assert (bucket.members, bucket.sizes, bucket.flags) == ((0, 1), (100, 5), (1, 0)) or bucket.flags == (0, 1)
-    assert (bucket.body, bucket.row, bucket.last) == (105, 128, True)
-
-
-def test_flags_do_not_lengthen_a_wide_row() -> None:
-    items = [Item(EvenSplit(2**18, 2), "a", False, alignment=alignment_of(torch.float32, wide_rows=True))]
-    first, second = make_plan(items, [0], 2**18).buckets
-    assert (first.row, first.flags, first.last) == (2**17, (), False)
-    assert (second.members, second.flags, second.row) == ((), (0,), 2)
+            check_bucket(bucket, items, alignment)
+    assert narrowed(plan, [True] * len(items), alignments) == plan
 
 
 def test_a_gradient_of_unaligned_slices_is_packed() -> None:
     items = [Item(EvenSplit(numel, 2), "a", True, alignment=alignment_of(torch.float32)) for numel in (2000, 2048)]
     buckets = make_plan(items, [0, 1], 1000).buckets
-    assert [(bucket.in_place, bucket.row) for bucket in buckets[:2]] == [(False, 1024), (True, 1024)]
+    assert [(bucket.in_place, bucket.row) for bucket in buckets] == [(False, 1024), (True, 1024)]
 
 
 # A run
@@ -143,7 +109,7 @@ def packed_wires() -> Iterator[list[tuple[Bucket, Tensor, list[Tensor | None]]]]
 
 
 class Mixed(nn.Module):
-    """Slices of more and of fewer than 128 bytes, at and off multiples of them; the last is used on rank 0 alone."""
+    """Slices of more and of fewer than 128 bytes; the last parameter is used on rank 0 alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,51 +121,38 @@ class Mixed(nn.Module):
 
 
 def check_wire(bucket: Bucket, wire: Tensor, gradients: list[Tensor | None]) -> None:
-    """Each slice where the layout says, which is aligned, and nothing between."""
-    rest = torch.ones(wire.shape[1], dtype=torch.bool)
-    rest[bucket.body : bucket.late + bucket.last] = False
-    for place, (size, gradient) in enumerate(zip(bucket.sizes, gradients, strict=True)):
-        start = bucket.layout.starts[place]
-        for row in range(len(wire)):
-            at = (row * wire.shape[1] + start) * wire.element_size()
-            assert size * wire.element_size() < SLICE_BYTES or at % SLICE_BYTES == 0
-        rest[start : start + size] = False
-        flat = wire[:, start : start + size].reshape(-1)
+    """Each slice behind the one before it, and zeros behind the last; every row starts at a round address."""
+    assert wire.shape[1] * wire.element_size() % ROW_BYTES == 0
+    end = 0
+    for size, gradient in zip(bucket.sizes, gradients, strict=True):
+        flat = wire[:, end : end + size].reshape(-1)
         expected = torch.zeros_like(flat)
         if gradient is not None:
             expected[: gradient.numel()] = gradient
         assert torch.equal(flat, expected)
-    assert wire[:, rest].eq(0).all()
+        end += size
+    assert wire[:, end:].eq(0).all()
 
 
 @pytest.mark.parametrize(
     ("world_size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (4, torch.bfloat16)], ids=str
 )
 @over_stages
-def test_slices_start_at_multiples_of_128_bytes_in_wires_and_gradients(
-    stage: str, world_size: int, dtype: torch.dtype
-) -> None:
+def test_rows_are_multiples_of_128_bytes_in_buffers(stage: str, world_size: int, dtype: torch.dtype) -> None:
     def train(rank: int, world_size: int) -> None:
         model = Mixed().to(dtype)
         adam = torch.optim.AdamW(model.parameters(), lr=0.1)
         optimizer = LowLevelZeroOptimizer(adam, model=model, reduce_bucket_size=1300, **STAGES[stage])
-        fillers = 0
+        padding = 0
         for _ in range(3):
             with packed_wires() as wires:
                 optimizer.backward(model(rank))
             for wire in wires:
                 check_wire(*wire)
-                fillers += sum(wire[0].layout.fillers)
-            optimizer.synchronize()
-            for p32 in optimizer.get_working_to_master_map().values():
-                gradient = p32.grad
-                assert gradient is not None
-                start = gradient.storage_offset() * gradient.element_size()
-                assert p32.numel() * dtype.itemsize < SLICE_BYTES or start % SLICE_BYTES == 0
-            with optimizer.skip_synchronize():
-                optimizer.step()
+                padding += wire[0].row - wire[0].body
+            optimizer.step()
             optimizer.zero_grad()
-        assert fillers > 0
+        assert padding > 0
 
     run_ranks(train, world_size)
 

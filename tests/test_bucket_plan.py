@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from lowlevel_zero.bookkeeping.bucket_plan import FLAG_SHARE, Bucket, BucketPlan, Item, completed, make_plan, narrowed
+from lowlevel_zero.alignment import END_TO_END, Alignment
+from lowlevel_zero.bookkeeping.bucket_plan import Bucket, BucketPlan, Item, completed, make_plan, narrowed
 from lowlevel_zero.partition import EvenSplit
 
 
@@ -16,9 +17,7 @@ class Row(NamedTuple):
 
     members: tuple[int, ...]
     sizes: tuple[int, ...]
-    flags: tuple[int, ...] = ()
     in_place: bool = False
-    last: bool = False
 
 
 class Case(NamedTuple):
@@ -41,65 +40,52 @@ def plan_of(case: Case) -> BucketPlan:
 
 
 TABLE = {
-    "one bucket, whose 1% has room for all flags": Case([300, 300], 1000, [Row((0, 1), (150, 150), (0, 1), last=True)]),
-    "flags that would be more than 1% get a wire at the end": Case(
-        [4, 6], 1000, [Row((0, 1), (2, 3)), Row((), (), (0, 1), last=True)]
-    ),
-    "1% exactly is room enough": Case([200], 1000, [Row((0,), (100,), (0,), last=True)]),
-    "a hair more than 1% is too much": Case([198], 1000, [Row((0,), (99,)), Row((), (), (0,), last=True)]),
-    "flags without room wait for a later wire that has it": Case(
-        [4, 6, 600],
-        12,
-        [Row((0, 1), (2, 3)), Row((2,), (300,), in_place=True), Row((), (), (0, 1, 2), last=True)],
-    ),
-    "flags without room ride in a packed wire": Case(
-        [8, (601, "a", True)], 8, [Row((0,), (4,), in_place=True), Row((1,), (301,), (0, 1), last=True)]
-    ),
+    "one bucket": Case([4, 6], 1000, [Row((0, 1), (2, 3))]),
     "a bucket closes before it would overfill": Case(
-        [400, 600, 200], 1000, [Row((0, 1), (200, 300), (0, 1)), Row((2,), (100,), (2,), last=True)]
+        [400, 600, 200], 1000, [Row((0, 1), (200, 300)), Row((2,), (100,))]
     ),
-    "padding counts when a bucket fills": Case(
-        [301, 301, 398], 1000, [Row((0, 1), (151, 151), (0, 1)), Row((2,), (199,), (2,), last=True)]
-    ),
+    "padding counts when a bucket fills": Case([301, 301, 398], 1000, [Row((0, 1), (151, 151)), Row((2,), (199,))]),
     "larger than a bucket: alone and in place": Case(
-        [2000, 300],
-        1000,
-        [Row((0,), (1000,), in_place=True), Row((1,), (150,)), Row((), (), (0, 1), last=True)],
+        [2000, 300], 1000, [Row((0,), (1000,), in_place=True), Row((1,), (150,))]
     ),
-    "larger, but with padding: packed": Case([2001], 1000, [Row((0,), (1001,), (0,), last=True)]),
-    "larger, but cast on the way: packed": Case([(2000, "a", False)], 1000, [Row((0,), (1000,), (0,), last=True)]),
-    "as large as a bucket: in place": Case(
-        [1000], 1000, [Row((0,), (500,), in_place=True), Row((), (), (0,), last=True)]
+    "larger, behind others: alone and in place": Case(
+        [4, 6, 600], 12, [Row((0, 1), (2, 3)), Row((2,), (300,), in_place=True)]
     ),
-    "alone, but smaller than a bucket: packed": Case([998], 1000, [Row((0,), (499,), (0,), last=True)]),
+    "larger, but with padding: packed": Case([2001], 1000, [Row((0,), (1001,))]),
+    "larger, but cast on the way: packed": Case([(2000, "a", False)], 1000, [Row((0,), (1000,))]),
+    "as large as a bucket: in place": Case([1000], 1000, [Row((0,), (500,), in_place=True)]),
+    "alone, but smaller than a bucket: packed": Case([998], 1000, [Row((0,), (499,))]),
     "alternating kinds fill side by side": Case(
         [(300, "a", True), (300, "b", True), (300, "a", True), (300, "b", True)],
         1000,
-        [Row((0, 2), (150, 150), (0, 2)), Row((1, 3), (150, 150), (1, 3), last=True)],
+        [Row((0, 2), (150, 150)), Row((1, 3), (150, 150))],
     ),
     "open buckets close in the order of their last member": Case(
         [(300, "a", True), (300, "b", True), (300, "a", True)],
         1000,
-        [Row((1,), (150,), (1,)), Row((0, 2), (150, 150), (0, 2), last=True)],
+        [Row((1,), (150,)), Row((0, 2), (150, 150))],
     ),
     "a full bucket of one kind leaves the other open": Case(
         [(800, "a", True), (300, "b", True), (800, "a", True), (300, "b", True)],
         1000,
-        [Row((0,), (400,), (0,)), Row((2,), (400,), (2,)), Row((1, 3), (150, 150), (1, 3), last=True)],
+        [Row((0,), (400,)), Row((2,), (400,)), Row((1, 3), (150, 150))],
     ),
     "order is the caller's": Case(
-        [300, 300, 300], 600, [Row((2, 0), (150, 150), (2, 0)), Row((1,), (150,), (1,), last=True)], order=[2, 0, 1]
+        [300, 300, 300], 600, [Row((2, 0), (150, 150)), Row((1,), (150,))], order=[2, 0, 1]
     ),
-    "empty parameters have no bucket": Case([0, 300, 0], 1000, [Row((1,), (150,), (1,), last=True)]),
-    "nothing to reduce: still one wire, for the late flag": Case([0], 1000, [Row((), (), (), last=True)]),
-    "one element": Case([1], 1, [Row((0,), (1,)), Row((), (), (0,), last=True)]),
+    "empty parameters have no bucket": Case([0, 300, 0], 1000, [Row((1,), (150,))]),
+    "nothing to reduce: no bucket": Case([0], 1000, []),
+    "one element": Case([1], 1, [Row((0,), (1,))]),
 }
+
+
+def rows_of(plan: BucketPlan) -> list[Row]:
+    return [Row(each.members, each.sizes, each.in_place) for each in plan.buckets]
 
 
 @pytest.mark.parametrize("case", TABLE.values(), ids=TABLE.keys())
 def test_plan_is_the_table_s(case: Case) -> None:
-    got = [Row(each.members, each.sizes, each.flags, each.in_place, each.last) for each in plan_of(case).buckets]
-    assert got == case.plan
+    assert rows_of(plan_of(case)) == case.plan
 
 
 @pytest.mark.parametrize("case", TABLE.values(), ids=TABLE.keys())
@@ -112,11 +98,14 @@ def test_every_parameter_finds_its_bucket(case: Case) -> None:
             assert index in plan.buckets[position].members
 
 
-def test_a_row_is_body_flags_and_late() -> None:
-    bucket = Bucket(0, (3, 1), (5, 2), flags=(3, 1), last=True)
-    assert (bucket.body, bucket.row) == (7, 10)
-    assert Bucket(0, (3, 1), (5, 2), flags=(3,)).row == 8
-    assert Bucket(0, (3, 1), (5, 2)).row == 7
+def test_slices_lie_end_to_end_and_the_row_is_padded_behind_them() -> None:
+    """Slices of 5, 3 and 2 elements, on one rank, in a row of a multiple of 4."""
+    items = [item(numel, 1)._replace(alignment=Alignment(4, 4)) for numel in (5, 3, 2)]
+    (bucket,) = make_plan(items, range(3), 1000).buckets
+    assert (bucket.sizes, bucket.starts, bucket.body, bucket.row) == ((5, 3, 2), [0, 5, 8], 10, 12)
+    (narrow,) = narrowed(make_plan(items, range(3), 1000), (0, 1, 1), [each.alignment for each in items]).buckets
+    assert (narrow.sizes, narrow.starts, narrow.body, narrow.row) == ((3, 2), [0, 3], 5, 8)
+    assert Bucket(0, (3, 1), (5, 2), row=7).starts == [0, 5]
 
 
 def random_items(seed: int) -> tuple[list[Item], list[int], int]:
@@ -129,24 +118,12 @@ def random_items(seed: int) -> tuple[list[Item], list[int], int]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_plan_holds_every_parameter_and_flag_once(seed: int) -> None:
+def test_any_plan_holds_every_parameter_once(seed: int) -> None:
     items, order, bucket_size = random_items(seed)
     buckets = make_plan(items, order, bucket_size).buckets
     full = sorted(index for index, each in enumerate(items) if each.split.numel)
     assert sorted(index for bucket in buckets for index in bucket.members) == full
-    assert sorted(index for bucket in buckets for index in bucket.flags) == full
     assert [bucket.position for bucket in buckets] == list(range(len(buckets)))
-    assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_any_plan_keeps_flags_small_and_not_before_their_parameter(seed: int) -> None:
-    items, order, bucket_size = random_items(seed)
-    plan = make_plan(items, order, bucket_size)
-    for bucket in plan.buckets:
-        assert all(plan.bucket_of[index] <= bucket.position for index in bucket.flags)
-        assert not bucket.members or len(bucket.flags) <= FLAG_SHARE * bucket.body
-        assert not (bucket.in_place and bucket.row > bucket.body)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -158,23 +135,21 @@ def test_any_plan_fills_buckets_of_one_kind_to_their_size(seed: int) -> None:
         held = sum(items[index].split.padded_numel for index in bucket.members)
         assert held <= bucket_size or len(bucket.members) == 1
         assert [index for index in order if index in bucket.members] == list(bucket.members)
+        assert bucket.row == bucket.body == sum(bucket.sizes)
 
 
 NARROWED = {
-    "a member leaves its bucket": ((0, 1, 1), [Row((1,), (150,), (1,)), Row((2,), (200,), (2,), last=True)]),
-    "a bucket that is empty goes": ((0, 0, 1), [Row((2,), (200,), (2,), last=True)]),
-    "the last one goes": ((1, 1, 0), [Row((0, 1), (150, 150), (0, 1), last=True)]),
-    "all of it": ((0, 0, 0), [Row((), (), (), last=True)]),
+    "a member leaves its bucket": ((0, 1, 1), [Row((1,), (150,)), Row((2,), (200,))]),
+    "a bucket that is empty goes": ((0, 0, 1), [Row((2,), (200,))]),
+    "the last one goes": ((1, 1, 0), [Row((0, 1), (150, 150))]),
+    "all of it": ((0, 0, 0), []),
 }
 
 
 @pytest.mark.parametrize(("used", "expected"), NARROWED.values(), ids=NARROWED.keys())
 def test_a_narrowed_plan_is_the_table_s(used: tuple[int, ...], expected: list[Row]) -> None:
     plan = plan_of(Case([300, 300, 400], 700, []))
-    rows = [
-        Row(each.members, each.sizes, each.flags, each.in_place, each.last) for each in narrowed(plan, used).buckets
-    ]
-    assert rows == expected
+    assert rows_of(narrowed(plan, used, [END_TO_END] * 3)) == expected
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -182,15 +157,16 @@ def test_a_narrowed_plan_has_what_is_used_in_the_same_order_and_company(seed: in
     items, order, bucket_size = random_items(seed)
     plan = make_plan(items, order, bucket_size)
     used = [random.Random(seed * 100 + index).random() < 0.5 for index in range(len(items))]
-    narrow = narrowed(plan, used)
+    alignments = [each.alignment for each in items]
+    narrow = narrowed(plan, used, alignments)
     kept = [tuple(index for index in bucket.members if used[index]) for bucket in plan.buckets]
-    assert [bucket.members for bucket in narrow.buckets if bucket.members] == [members for members in kept if members]
-    assert sorted(index for bucket in narrow.buckets for index in bucket.flags) == sorted(sum(kept, ()))
-    for bucket in narrow.buckets:
+    assert [bucket.members for bucket in narrow.buckets] == [members for members in kept if members]
+    for at, bucket in enumerate(narrow.buckets):
+        assert bucket.position == at
         assert bucket.sizes == tuple(items[index].split.slice_size for index in bucket.members)
         assert all(narrow.bucket_of[index] == bucket.position for index in bucket.members)
     assert all(position < 0 for index, position in enumerate(narrow.bucket_of) if not used[index])
-    assert narrowed(plan, [True] * len(items)) == plan
+    assert narrowed(plan, [True] * len(items), alignments) == plan
 
 
 @pytest.mark.parametrize(
@@ -208,32 +184,15 @@ def test_an_order_is_completed_where_backward_would_have_come_by(came: list[int]
     assert completed(came, 5) == expected
 
 
-# Tiny parameters
+@pytest.mark.parametrize("world_size", [16, 512, 4096])
+def test_tiny_parameters_travel_with_their_padding(world_size: int) -> None:
+    """2,000 of 8 elements are one element a rank each, whatever the number of ranks."""
+    plan = make_plan([item(8, world_size)] * 2000, range(2000), 2**20)
+    most = 2**20 // world_size
+    assert [len(bucket.members) for bucket in plan.buckets] == [most] * (2000 // most) + [2000 % most] * (2000 % most > 0)
+    assert all(bucket.sizes == (1,) * len(bucket.members) for bucket in plan.buckets)
 
 
-def test_tiny_parameters_cost_what_travels_at_any_world_size() -> None:
-    """2,000 of 8 elements at 4,096 ranks: one wire of 8 rows, and their flags, once."""
-    for world_size in (16, 512, 4096):
-        plan = make_plan([item(8, world_size)] * 2000, range(2000), 2**20)
-        assert [(len(bucket.members), bucket.compact) for bucket in plan.buckets] == [(2000, 8), (0, 1)]
-        assert [bucket.row for bucket in plan.buckets] == [2000, 2001]
-    assert [bucket.compact for bucket in make_plan([item(8, 8)] * 2000, range(2000), 2**20).buckets] == [0, 1]
-
-
-def test_a_wire_s_tiny_parameters_have_as_many_rows() -> None:
-    items = [item(numel, 4096) for numel in (8, 7, 1, 5000, 5, 9, 1)]
-    plan = make_plan(items, range(7), 2**20)
-    rows = {bucket.members: bucket.compact for bucket in plan.buckets}
-    assert rows == {(3,): 0, (0, 1, 4): 8, (5,): 16, (2, 6): 1, (): 1}
-    narrow = narrowed(plan, (0, 1, 1, 1, 0, 1, 0))
-    assert {bucket.members: bucket.compact for bucket in narrow.buckets} == {(3,): 0, (1,): 8, (5,): 16, (2,): 1, (): 1}
-
-
-def test_what_travels_counts_when_a_bucket_of_tiny_parameters_fills() -> None:
-    plan = make_plan([item(8, 4096)] * 5, range(5), 16)
-    assert [bucket.members for bucket in plan.buckets] == [(0, 1), (2, 3), (4,), ()]
-
-
-def test_what_travels_in_fp8_has_all_rows() -> None:
-    (bucket, _) = make_plan([item(2, 8)._replace(fp8=True)], [0], 100).buckets
-    assert (bucket.compact, bucket.fp8) == (0, True)
+def test_what_travels_in_fp8_says_so() -> None:
+    items = [item((20, "a", False), 8)._replace(fp8=True), item((20, "b", False), 8)]
+    assert [bucket.fp8 for bucket in make_plan(items, range(2), 100).buckets] == [True, False]

@@ -52,16 +52,3 @@ def test_impossible_split_is_refused(numel: int, world_size: int) -> None:
 def test_equal_splits_are_equal_values() -> None:
     assert EvenSplit(5, 2) == EvenSplit(5, 2)
     assert len({EvenSplit(5, 2), EvenSplit(5, 2), EvenSplit(6, 2)}) == 2
-
-
-@pytest.mark.parametrize(
-    ("numel", "world_size", "compact"),
-    [
-        *((1, 1, 0), (1, 2, 1), (2, 2, 0), (1, 4, 1), (2, 4, 2), (2, 5, 2), (3, 4, 0), (3, 8, 4), (4, 8, 4), (5, 8, 0)),
-        *((8, 4096, 8), (9, 4096, 16), (2048, 4096, 2048), (2049, 4096, 0), (10_000, 4096, 0)),
-    ],
-)
-def test_rows_of_padding_are_not_worth_sending(numel: int, world_size: int, compact: int) -> None:
-    split = EvenSplit(numel, world_size)
-    assert split.compact == compact
-    assert compact == 0 or all(start == stop for start, stop in map(split.span, range(compact, world_size)))

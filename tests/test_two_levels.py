@@ -162,17 +162,14 @@ def test_slices_are_those_of_the_form() -> None:
     for form in ("pair", "keywords"):
         assert [each[form][:2] for each in ranks] == [(at, 20) for at in (0, 40, 80, 20, 60, 100)]
     assert [each["hybrid"][:2] for each in ranks] == [(at, 40) for at in (0, 40, 80, 0, 40, 80)]
-    wire = 480 + 4 * 2 * 6  # and two flags a row
     for each in ranks:
         sent = {form: each[form][2] for form in each}
-        assert sent["flat"] == {"reduce": wire * 5 // 6, "gather": 480 * 5 // 6}
+        assert sent["flat"] == {"reduce": 480 * 5 // 6, "gather": 480 * 5 // 6}
         assert sent["keywords"] == sent["pair"] == {
-            "reduce": wire * 5 // 6, "gather": 480 * 5 // 6, "reduce_outer": wire // 6, "gather_outer": 480 // 6
+            "reduce": 480 * 5 // 6, "gather": 480 * 5 // 6, "reduce_outer": 480 // 6, "gather_outer": 480 // 6
         }  # fmt: skip
-        share = 4  # two flags, once, all-reduced as one number of each rank
         assert sent["hybrid"] == {
-            "reduce": 2 * 160 + 2 * 2 * share + 160 + share, "gather": 2 * 160,
-            "reduce_outer": 160 + share, "gather_outer": 0,
+            "reduce": 2 * 160 + 160, "gather": 2 * 160, "reduce_outer": 160, "gather_outer": 0
         }  # fmt: skip
     assert [each["hybrid"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
     assert [each["pair"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]

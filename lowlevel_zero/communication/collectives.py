@@ -22,7 +22,7 @@ from torch import Tensor
 from ..alignment import END_TO_END, Alignment
 from .byte_messages import as_message, batches, read_message
 from .compression import Fp8, encoded_size
-from .exchange import ADDED, AGREED, FORETOLD, Exchange
+from .exchange import ADDED, AGREED, PRESENT, Exchange
 from .few_numbers import reduce_few
 from .groups import backends_by_device, control_group, group_apart, is_fake, message_group
 from .lost_ranks import LostRank, enter, naming_lost
@@ -194,8 +194,7 @@ class ShardGroup:
         """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
 
         ``rows`` are on one device and of one dtype. Where it takes a wire to carry them they lie end to end in its row,
-        whose width is aligned. All of
-        ``own`` may be their very rows; else they are free again when this returns.
+        whose width is aligned. All of ``own`` may be their very rows; else they are free again when this returns.
         """
         numel = sum(each.numel() for each in own)
         row = alignment.padded(numel) if len(own) > 1 else numel
@@ -279,7 +278,7 @@ class ShardGroup:
 
         def start() -> Pending[Tensor]:
             fast = self._wires.fast
-            pending = reduce_few(values, dist.ReduceOp.MAX, self._messages, fast, FORETOLD)
+            pending = reduce_few(values, dist.ReduceOp.MAX, self._messages, fast, PRESENT)
             keep([pending] if fast is None else [])
             return pending
 

@@ -16,9 +16,9 @@ from .transport import Native, Pending
 # Elements that fit a core's cache several times.
 _BLOCK = 2**16
 
-# Tags of messages between two ranks: reductions, gathers and the rest have an order of their own each. (Of what is
-# said of a reduction's sums, and of a few numbers, there are no messages.)
-REDUCE, GATHER, SUMMED, HAND_OUT, AGREED, ADDED, FORETOLD = 7001, 7002, 7003, 7004, 7005, 7006, 7007
+# Tags of messages between two ranks: reductions, gathers and the rest have an order of their own each. (Of a few
+# numbers there are no messages.)
+REDUCE, GATHER, HAND_OUT, AGREED, ADDED, PRESENT = 7001, 7002, 7003, 7004, 7005, 7006
 
 
 class Exchange(Native):
