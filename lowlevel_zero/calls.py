@@ -1,8 +1,7 @@
-"""Calls: with their rounds the ranks tell each other what they have been called for, and whether it can be done."""
+"""Calls: before they do it, the ranks tell each other what they have been called for, and whether it can be done."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from .communication.collectives import ShardGroup
@@ -20,11 +19,8 @@ _NAMES = (
     "state_dict",
     "read or write state",
 )
-# Numbers travel as bytes, and their maximum comes back.
-_MOST = 255
-_OPTIMIZERS = (_MOST - 1) // len(_NAMES)
-
-WORDS = 3
+# What numbers stay below, of which the maximum comes back.
+_MOST = 2**31
 
 
 class Call(NamedTuple):
@@ -38,28 +34,28 @@ class Call(NamedTuple):
     name: str
     error: Exception | None = None
 
-    def words(self, group: ShardGroup) -> tuple[int, int, int]:
-        """What is told of it, in bytes, of which all ranks get the largest; zeros say nothing.
-
-        ``group`` tells optimizers apart, as far as a byte goes.
-        """
-        number = group.number % _OPTIMIZERS * len(_NAMES) + _NAMES.index(self.name) + 1
-        return number, _MOST - number, int(self.error is not None)
+    @property
+    def looks(self) -> bool:
+        """Whether its caller wants to see a gradient, for which a device's host waits anyway."""
+        return self.name in ("get_param_grad", "look at gradients")
 
     def check(self) -> None:
         """Raise this rank's ``error``, if there is one."""
         if self.error is not None:
             raise self.error
 
-    def settle(self, largest: Sequence[int], group: ShardGroup) -> None:
+    def agree(self, group: ShardGroup) -> None:
         """Raise, on all ranks of ``group``, if one of them can't do what it was called for, or was called for another.
+
+        In one order with the calls of other optimizers over the same ranks. Communicates.
 
         Raises:
             Exception: this rank's own ``error``.
             RuntimeError: another rank's, or who was called for what.
         """
-        number, inverse, failed = largest
-        if failed or number + inverse != _MOST:
+        number = group.number * len(_NAMES) + _NAMES.index(self.name)
+        most, inverse, failed = group.largest([number, _MOST - number, self.error is not None])
+        if failed or most + inverse != _MOST:
             self._raise(group)
 
     def _raise(self, group: ShardGroup) -> NoReturn:
@@ -87,7 +83,3 @@ class _Told(NamedTuple):
     name: str
     optimizer: int
     reason: str | None
-
-
-# Said within a backward, which isn't a call that ranks agree on.
-SILENT = (0,) * WORDS

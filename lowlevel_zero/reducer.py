@@ -352,37 +352,35 @@ class Reducer:
             self.drain()
             return
         self._close_sync()
-        if self._has_to_agree:
+        if self._has_to_agree(call):
             present = self._agree(call, with_leftovers=True)
             self.drain()
             self._gradients.resolve(present)
         else:
             call.check()
             self._refuse_unforeseen()
-            self._unused.no_sync(call.words(self._group))
+            self._unused.no_sync()
             self.drain()
             if self._absent:
                 self._gradients.resolve(self._unused.presence())
 
-    @property
-    def _has_to_agree(self) -> bool:
-        """Ranks may have run different syncs, as far as this one knows; or it costs no wait for a device."""
+    def _has_to_agree(self, call: Call) -> bool:
+        """Ranks may have run different syncs, as far as this one knows; or a host that waits for them is no loss."""
         alike = self._mode is Mode.DRIVEN and self._last_backward == self._backwards.value
-        return self._on_host or self._unused.detecting or self._watch_late or not alike
+        free = self._on_host or self._options.debug or call.looks
+        return free or self._unused.detecting or self._watch_late or not alike
 
     def _agree(self, call: Call, with_leftovers: bool) -> bytes:
         """Run the syncs that others have opened, and those of leftovers, until no rank opens another.
 
         Returns the presence map.
         """
+        call.agree(self._group)
         while True:
             leftovers = self._leftovers() if with_leftovers else []
-            words = call.words(self._group)
-            message = self._unused.open_sync(leftovers, words) if leftovers else self._unused.no_sync(words)
-            said = message.wait()
+            message = self._unused.open_sync(leftovers) if leftovers else self._unused.no_sync()
+            said = self._unused.read_up_to(message)
             if not said.opens:
-                self._unused.read_all()
-                call.settle(said.call, self._group)
                 return said.used
             self._join_sync(said.used)
 

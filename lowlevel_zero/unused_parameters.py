@@ -18,6 +18,7 @@ parameter is named from then on. More: the presence map tells.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -26,12 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .bookkeeping.parameter_store import ParameterStore
-from .calls import SILENT, WORDS
 from .communication.transport import Pending
 
-# A message: whether its sender opens a sync, and has lacked a gradient in this step; what it has been called for, but
-# within a backward; and a byte a parameter.
-_OPENS, _LACKED, _CALL, _MAP = 0, 1, 2, 2 + WORDS
+# A message: whether its sender opens a sync, and has lacked a gradient in this step; and a byte a parameter.
+_MAP = 2
 
 
 class Agreed(NamedTuple):
@@ -40,13 +39,11 @@ class Agreed(NamedTuple):
     Attributes:
         opens: a rank opens a sync, so all run one.
         lacked: a rank has lacked a gradient.
-        call: the largest of what ranks have said that they were called for.
         used: by index, a byte that is 1 where a rank may have a gradient, or, if no sync is opened, has had one.
     """
 
     opens: bool
     lacked: bool
-    call: tuple[int, ...]
     used: bytes
 
 
@@ -60,16 +57,21 @@ class Message:
         self._pending = pending
         self._agreed: Agreed | None = None
 
+    @property
+    def read(self) -> bool:
+        """Whether it has been waited for."""
+        return self._agreed is not None
+
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return self._agreed is not None or self._pending.done()
+        return self.read or self._pending.done()
 
     def wait(self) -> Agreed:
         """What all have said; returns when all have. May be called again."""
         if self._agreed is None:
             self._pending.wait()
-            opens, lacked = map(bool, self._buffer[:_CALL])
-            self._agreed = Agreed(opens, lacked, tuple(self._buffer[_CALL:_MAP]), bytes(self._buffer[_MAP:]))
+            opens, lacked = map(bool, self._buffer[:_MAP])
+            self._agreed = Agreed(opens, lacked, bytes(self._buffer[_MAP:]))
         return self._agreed
 
 
@@ -92,7 +94,7 @@ class UnusedParameters:
         self._group = parameters.shard_groups[family]
         self._leaf_type = _leaf_type(self._records[0].p)
         self._learnt: set[int] = set()
-        self._unread: list[Message] = []
+        self._unread: deque[Message] = deque()
         self._before: Message | None = None
         self._last: Message | None = None
         self.detecting = False
@@ -120,34 +122,34 @@ class UnusedParameters:
 
     # ---- what the ranks say ----
 
-    def open_sync(self, named: Collection[int] | None, call: Sequence[int] = SILENT) -> Message:
+    def open_sync(self, named: Collection[int] | None) -> Message:
         """Start telling the others of a sync, and of what it may carry; None: anything."""
         used = bytearray(b"\1" * len(self._records) if named is None else len(self._records))
         for index in named or ():
             used[index] = 1
-        return self._tell(1, call, used)
+        return self._tell(1, used)
 
-    def no_sync(self, call: Sequence[int]) -> Message:
+    def no_sync(self) -> Message:
         """Start telling the others that this rank has no sync to open, and its presence map."""
-        self._last = self._tell(0, call, bytearray([record.worked for record in self._records]))
+        self._last = self._tell(0, bytearray([record.worked for record in self._records]))
         return self._last
 
-    def _tell(self, opens: int, call: Sequence[int], used: bytearray) -> Message:
-        buffer = bytearray((opens, self.lacked, *call)) + used
+    def _tell(self, opens: int, used: bytearray) -> Message:
+        buffer = bytearray((opens, self.lacked)) + used
         message = Message(buffer, self._group.maximum(torch.frombuffer(buffer, dtype=torch.uint8)))
         self._unread.append(message)
         return message
 
-    def read_all(self) -> None:
-        """Take in all messages so far; returns when all ranks have sent theirs."""
-        for message in self._unread:
-            message.wait()
-        self._unread.clear()
+    def read_up_to(self, last: Message) -> Agreed:
+        """Take in all messages up to ``last``, one of them, and return what it said; waits for the ranks."""
+        while self._unread and not last.read:
+            self._unread.popleft().wait()
+        return last.wait()
 
     def presence(self) -> bytes:
         """By index, a byte that isn't 0 where some rank has had a gradient since ``zero_grad``; waits for the ranks."""
         assert self._last is not None
-        return self._last.wait().used
+        return self.read_up_to(self._last).used
 
     # ---- when ----
 
@@ -160,7 +162,7 @@ class UnusedParameters:
         """
         told = self._last if wait else self._before
         self._before, self._last = (None, None) if wait else (self._last, None)
-        if told is not None and told.wait().lacked:
+        if told is not None and self.read_up_to(told).lacked:
             self.detecting = True
         self.lacked = False
 

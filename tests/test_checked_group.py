@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.checked_group import CheckedGroup, CheckedLevels
+from tests.support.internals import as_on_a_device
 from tests.support.oracle import Run, check_close, train_alone, train_rank, train_sharded
 from tests.support.ranks import Raised, run_ranks, run_ranks_expecting
 
@@ -62,7 +64,7 @@ def test_legal_training_is_as_ever(way: str, world_size: int) -> None:
 
 
 @pytest.mark.usefixtures("forecasting")
-def test_legal_training_with_forecasts_is_as_ever() -> None:
+def test_legal_training_with_unused_parameters_detected_is_as_ever() -> None:
     run = Run(steps=3, drop=drop, micro_batches=2).with_options(reduce_bucket_size=30, debug=True)
     expected, _ = train_alone(run)
     check_close(expected, [params for params, _ in run_ranks(train_sharded, 2, run)], 2e-6)
@@ -84,20 +86,40 @@ def test_legal_training_over_two_levels_is_as_ever(hybrid: bool) -> None:
     check_close(expected, run_ranks(live, 4), 2e-6)
 
 
-def test_who_drains_alone_waits_for_nobody_who_waits_for_it() -> None:
-    """Rank 0 looks at gradients, which no other rank needs to: reductions must get through while rank 1 steps."""
+def test_a_rank_that_looks_at_gradients_alone_is_an_error_on_all() -> None:
+    """Reductions get through meanwhile: rank 0 doesn't wait for one that rank 1 begins when it steps."""
 
     def live(rank: int, world_size: int) -> None:
         model = net()
-        optimizer = wrap(model, reduce_bucket_size=4)
-        for _ in range(2):
-            optimizer.backward(loss_of(model))
-            if rank == 0:
-                assert len(optimizer.get_working_grads_by_group_id(0)) == 4
+        optimizer = wrap(model, stall_timeout=50.0, reduce_bucket_size=4)
+        optimizer.backward(loss_of(model))
+        if rank == 0:
+            optimizer.get_working_grads_by_group_id(0)
+        optimizer.step()
+
+    message = refused(run_ranks_expecting(live, 2, timeout=20.0))
+    assert "expected the same call on every rank" in message
+    assert "rank 0 came to «agreement (step 1, in get_working_grads_by_group_id)" in message
+    assert "rank 1 to «agreement (step 1, in step)" in message
+
+
+@pytest.mark.parametrize("lacking", [0, None], ids=["detected", "all used"])
+def test_a_device_s_hosts_meet_in_every_step(lacking: int | None) -> None:
+    """What they tell each other of gradients is compared in the step it is said in, as long as it is there."""
+
+    def live(rank: int, world_size: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = net()
+        optimizer = as_on_a_device(wrap(model))
+        for step in range(5):
+            some = rank == lacking and step > 0
+            optimizer.backward(loss_of(model[:1] if some else model))
             optimizer.step()
             optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    run_ranks(live, 2)
+    first, second = run_ranks(live, 2)
+    check_close(first, [second], 0.0)
 
 
 def test_a_rank_that_steps_twice_is_an_error_on_all_at_once() -> None:
@@ -159,7 +181,8 @@ def test_a_rank_that_never_comes_is_named_and_told_later() -> None:
         optimizer.step()
 
     message = refused(run_ranks_expecting(live, 3))
-    assert "has waited 1 s: rank 2 last came to «agreement (step 2, in zero_grad)" in message
+    assert re.search(r"rank [01] came to «agreement \(step 2, in step\)", message)
+    assert "has waited 1 s: rank 2 last came to «presence map (step 2, in zero_grad)" in message
 
 
 def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:

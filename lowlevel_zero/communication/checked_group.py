@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Meeting:
-    """One collective's, as this rank has published it: where all ranks' signatures are, and this one's."""
+    """One collective's, as this rank has published it: where all ranks' signatures are, and what errors call it."""
 
     keys: tuple[str, ...]
-    signature: str
+    name: str
 
 
 class Meetings:
@@ -70,15 +70,15 @@ class Meetings:
         self._published: dict[str, int] = {}
         self._own: list[str] = []
 
-    def publish(self, kind: str, signature: str, payload: object = None) -> Meeting:
-        """Say that this rank has come to the next collective of ``kind``, and what with."""
+    def publish(self, kind: str, signature: str, payload: object = None, name: str | None = None) -> Meeting:
+        """Say that this rank has come to the next collective of ``kind``, and what with; errors call it ``name``."""
         self._raise_if_failed()
         serial = self._published.get(kind, 0)
         self._published[kind] = serial + 1
-        meeting = Meeting(tuple(f"{kind}/{serial}/{rank}" for rank in range(self._size)), signature)
+        meeting = Meeting(tuple(f"{kind}/{serial}/{rank}" for rank in range(self._size)), name or signature)
         own = meeting.keys[self._rank]
         self._store.set(own, json.dumps([signature, payload]))
-        self._store.set(f"last/{self._rank}", signature)
+        self._store.set(f"last/{self._rank}", meeting.name)
         self._own.append(own)
         return meeting
 
@@ -93,7 +93,7 @@ class Meetings:
             self._raise_if_failed()
             gone = lookout.lost()
             if gone:
-                self._fail(str(farewell(gone, meeting.signature)))
+                self._fail(str(farewell(gone, meeting.name)))
             if time.monotonic() > deadline:
                 self._fail(self._who_is_missing(meeting))
             meanwhile()
@@ -114,7 +114,7 @@ class Meetings:
         missing = [rank for rank, key in enumerate(meeting.keys) if not self._store.check([key])]
         where = "; ".join(f"rank {rank} {self._last_of(rank)}" for rank in missing)
         return (
-            f"expected all ranks at the same call, rank {self._rank} came to «{meeting.signature}» and has waited "
+            f"expected all ranks at the same call, rank {self._rank} came to «{meeting.name}» and has waited "
             f"{self._patience:g} s: {where}"
         )
 
@@ -219,8 +219,10 @@ class CheckedGroup(ShardGroup):
         return [pickle.loads(base64.b64decode(theirs)) for theirs in self._meet(AGREEMENT, "objects", payload=payload)]
 
     def maximum(self, values: Tensor) -> Pending[Tensor]:
-        """As ever: published at once, compared when it is waited for."""
-        meeting = self._meetings.publish(MESSAGE, f"{MESSAGE} of {len(values)} bytes", values.tolist())
+        """As ever: published at once, compared when it is waited for. One rank's backward may meet another's step."""
+        size = f"{len(values)} bytes"
+        name = self._signature(MESSAGE, size, None)
+        meeting = self._meetings.publish(MESSAGE, f"{MESSAGE}: {size}", values.tolist(), name)
 
         def finish() -> Tensor:
             told = self._wait_at(MESSAGE, meeting)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 REDUCTION, GATHER, NORM, EXCHANGE = "reduction", "gather", "sum of the norm", "exchange of updates"
-AGREEMENT, MESSAGE, BROADCAST = "agreement", "presence map of others", "broadcast"
+AGREEMENT, MESSAGE, BROADCAST = "agreement", "presence map", "broadcast"
 KINDS = (REDUCTION, GATHER, NORM, EXCHANGE, AGREEMENT, MESSAGE, BROADCAST)
 
 # Names of parameters that a message lists.
