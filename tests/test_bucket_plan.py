@@ -70,9 +70,7 @@ TABLE = {
         1000,
         [Row((0,), (400,)), Row((2,), (400,)), Row((1, 3), (150, 150))],
     ),
-    "order is the caller's": Case(
-        [300, 300, 300], 600, [Row((2, 0), (150, 150)), Row((1,), (150,))], order=[2, 0, 1]
-    ),
+    "order is the caller's": Case([300, 300, 300], 600, [Row((2, 0), (150, 150)), Row((1,), (150,))], order=[2, 0, 1]),
     "empty parameters have no bucket": Case([0, 300, 0], 1000, [Row((1,), (150,))]),
     "nothing to reduce: no bucket": Case([0], 1000, []),
     "one element": Case([1], 1, [Row((0,), (1,))]),
@@ -189,7 +187,8 @@ def test_tiny_parameters_travel_with_their_padding(world_size: int) -> None:
     """2,000 of 8 elements are one element a rank each, whatever the number of ranks."""
     plan = make_plan([item(8, world_size)] * 2000, range(2000), 2**20)
     most = 2**20 // world_size
-    assert [len(bucket.members) for bucket in plan.buckets] == [most] * (2000 // most) + [2000 % most] * (2000 % most > 0)
+    full, rest = divmod(2000, most)
+    assert [len(bucket.members) for bucket in plan.buckets] == [most] * full + [rest] * bool(rest)
     assert all(bucket.sizes == (1,) * len(bucket.members) for bucket in plan.buckets)
 
 
