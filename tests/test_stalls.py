@@ -36,8 +36,8 @@ class Told(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+def net(layers: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers - 1)), nn.Linear(4, 2))
 
 
 def wrap(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
@@ -58,12 +58,14 @@ def wait_until(said: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def run_stalled(world_size: int, stall: Callable[[int, nn.Module, LowLevelZeroOptimizer], None], **options: Any) -> Any:
+def run_stalled(
+    world_size: int, stall: Callable[[int, nn.Module, LowLevelZeroOptimizer], None], layers: int = 2, **options: Any
+) -> Any:
     """What each rank has logged when ``stall`` has ended, after a step that went well."""
 
     def live(rank: int, world_size: int) -> list[str]:
         told = Told()
-        model = net()
+        model = net(layers)
         optimizer = wrap(model, **options)
         train(model, optimizer)
         stall(rank, model, optimizer)
@@ -90,19 +92,15 @@ def test_all_that_wait_say_for_whom_and_for_what(stage: int) -> None:
 
 
 def test_a_reduction_is_named_by_bucket_and_parameters() -> None:
-    """One rank waits for a wire in backward, where the other has sent none."""
+    """One rank has many buckets under way, and waits in backward for one that the other hasn't sent."""
 
     def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-        loss = model(torch.ones(2, 4)).sum()
         if rank == 1:
             time.sleep(4 * TIMEOUT)
-        optimizer.backward(loss)
-        optimizer.get_working_grads_by_group_id(0)  # waits for this rank's reductions, and agrees on nothing
-        optimizer.zero_grad()
 
-    (line,), late = run_stalled(2, stall)
+    (line,), late = run_stalled(2, stall, layers=12, partition_grad=True, reduce_bucket_size=32)
     assert late == []
-    assert "for the reduction of bucket 0 (step 2, micro-batch 1): 1.bias, 1.weight, 0.bias, 0.weight." in line
+    assert "for the reduction of bucket 0 (step 2, micro-batch 1): 11.bias, 11.weight, 10.bias, 10.weight." in line
     assert "rank 1 (outside of the optimizer, after 1 steps)" in line
 
 
