@@ -198,7 +198,7 @@ def test_calls_in_any_order(case: Case) -> None:
 
 @drawn(30)
 @given(cases())
-def test_calls_in_any_order_with_forecasts(forecasting: None, case: Case) -> None:
+def test_calls_in_any_order_with_unused_parameters_detected(forecasting: None, case: Case) -> None:
     check(case)
 
 
@@ -214,5 +214,5 @@ def test_many_new_calls_in_any_order(case: Case) -> None:
 @pytest.mark.timeout(0)
 @drawn(MANY, new=True)
 @given(cases(most_calls=30))
-def test_many_new_calls_in_any_order_with_forecasts(forecasting: None, case: Case) -> None:
+def test_many_new_calls_in_any_order_with_unused_parameters_detected(forecasting: None, case: Case) -> None:
     check(case)

@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -104,7 +104,7 @@ Kept = Callable[[int, int, int], "set[int] | None"]
 class Training:
     """``backwards`` a step, of which ``call(step, at, rank)`` says how: driven, bare, or driven under no_sync.
 
-    ``to_none``: how gradients are cleared behind each step.
+    ``to_none``: how gradients are cleared behind each step; ``discarded``: also before the last backward of each.
     """
 
     kept: Kept
@@ -117,6 +117,7 @@ class Training:
     clip: float = 0.0
     width: int = 6
     to_none: bool = True
+    discarded: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> Tower:
@@ -139,6 +140,8 @@ def alone(run: Training) -> dict[str, Tensor]:
     optimizer = run.optimizer(model)
     for step in range(run.steps):
         for at in range(run.backwards):
+            if run.discarded and at == run.backwards - 1:
+                optimizer.zero_grad(run.to_none)
             for rank in range(run.world_size):
                 loss = run.loss(model, step, at, rank) / run.world_size
                 if loss.requires_grad:
@@ -175,6 +178,8 @@ def sharded(rank: int, world_size: int, run: Training) -> Seen:
             sizes_of("maximum") as messages,
         ):
             for at in range(run.backwards):
+                if run.discarded and at == run.backwards - 1:
+                    optimizer.zero_grad(run.to_none)
                 backward(optimizer, run.loss(model, step, at, rank), run.call(step, at, rank))
             optimizer.step()
         optimizer.zero_grad(run.to_none)
@@ -455,14 +460,13 @@ def test_a_dropped_parameter_has_no_gradient_when_gradients_become_zeros(
     def kept(step: int, at: int, rank: int) -> set[int]:
         return {0, 1} if (step, rank) == (1, 1) else {0}
 
-    def some(step: int, at: int, rank: int) -> set[int]:
-        return {0, 1, 3} if step == 2 and rank == 0 else random_layers(step, at, rank)
-
-    random_layers = random_kept(5)
     runs = [
-        Training(each, 2, 4, call=lambda *_: call, on_device=on_device, to_none=False, options=STAGES[stage])
-        for each in (kept, some)
+        Training(kept, 2, 4, to_none=False),
+        Training(random_kept(5), 2, 4, to_none=False),
+        Training(random_kept(6), 2, 4, backwards=2, to_none=False, discarded=True),
+        Training(random_kept(7), 2, 4, backwards=2, discarded=True),
     ]
+    runs = [replace(run, call=lambda *_: call, on_device=on_device, options=STAGES[stage]) for run in runs]
 
     def train(rank: int, world_size: int) -> list[Seen]:
         return [sharded(rank, world_size, run) for run in runs]
@@ -474,6 +478,26 @@ def test_a_dropped_parameter_has_no_gradient_when_gradients_become_zeros(
             for seen in ranks:
                 assert torch.equal(seen.parameters["layers.2.weight"], start["layers.2.weight"])
                 assert not torch.equal(seen.parameters["layers.1.weight"], start["layers.1.weight"])
+
+
+@on_host_and_device
+@over_stages
+def test_whoever_looks_at_gradients_sees_those_that_another_rank_had(stage: str, on_device: bool) -> None:
+    run = Training(lambda step, at, rank: {0, 4} if rank else {0}, 2, 4, on_device=on_device, options=STAGES[stage])
+
+    def train(rank: int, world_size: int) -> dict[str, Tensor]:
+        model = run.model()
+        optimizer = wrapped(run, model)
+        for step in range(run.steps):
+            optimizer.backward(run.loss(model, step, 0, rank))
+            seen = {name for name, p in model.named_parameters() if optimizer.get_param_grad(p) is not None}
+            assert {name.rpartition(".")[0] for name in seen} == {"first", "layers.0", "layers.4", "last"}
+            assert len(optimizer.get_working_grads_by_group_id(0)) == len(seen) == 8
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(model)
+
+    check_close(alone(run), run_ranks(train, 2, timeout=TIMEOUT), 2e-6)
 
 
 # What the graph doesn't show
