@@ -145,10 +145,10 @@ class Families:
         for family in self:
             family.reducer.finish(call)
 
-    def settle(self, keep: bool) -> None:
+    def settle(self) -> None:
         """Finish what is in flight, for the other ranks' sake too, and count rounds anew. Communicates."""
         for family in self:
-            family.reducer.settle(keep)
+            family.reducer.settle()
 
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight. Communicates."""

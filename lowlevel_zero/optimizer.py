@@ -389,7 +389,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
         self._guard.enter("zero_grad")
-        self._families.settle(keep=not set_to_none)
+        self._families.settle()
         if set_to_none:
             self._families.clear()
         else:

@@ -371,11 +371,23 @@ class Reducer:
         return free or self._unused.detecting or self._watch_late or not alike
 
     def _agree(self, call: Call, with_leftovers: bool) -> bytes:
+        """Agree on the call, and have run the same syncs as all; returns the presence map.
+
+        The call comes first, before anything has been done. But where unused parameters are detected others may be in
+        a backward, waiting to be told what this rank will use: then the syncs do.
+        """
+        if not self._unused.detecting:
+            call.agree(self._group)
+        present = self._run_missing(with_leftovers and call.error is None)
+        if self._unused.detecting:
+            call.agree(self._group)
+        return present
+
+    def _run_missing(self, with_leftovers: bool) -> bytes:
         """Run the syncs that others have opened, and those of leftovers, until no rank opens another.
 
         Returns the presence map.
         """
-        call.agree(self._group)
         while True:
             leftovers = self._leftovers() if with_leftovers else []
             message = self._unused.open_sync(leftovers) if leftovers else self._unused.no_sync()
@@ -393,18 +405,16 @@ class Reducer:
                 "pass overlap_communication=False"
             )
 
-    def settle(self, keep: bool) -> None:
+    def settle(self) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
 
-        Communicates as ``finish`` does: on the host always, on a device where backwards have been plain.
-
-        Args:
-            keep: it must be known which parameters have a gradient.
+        Communicates as ``finish`` does: on the host always, on a device where backwards have been plain. Who had
+        which gradient, the next presence map tells.
         """
         self._gradients.conceal()
         self._stepped = False
         mode = self._mode_before if self._mode is Mode.NONE else self._mode
-        if self._on_host or keep or mode is not Mode.DRIVEN:
+        if self._on_host or mode is not Mode.DRIVEN:
             self.even_out(Call("zero_grad"))
         self.drain()
         self._begin_anew()

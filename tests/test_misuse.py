@@ -1038,6 +1038,27 @@ def test_wrong_calls(wrong: Wrong, world_size: int, tmp_path: Path, monkeypatch:
     try_out(wrong, world_size)
 
 
+# Those in which ranks run other syncs than others, or one can't.
+UNEVEN = (
+    "zero_grad for step",
+    "a backward that one rank leaves out",
+    "a bare backward on one rank",
+    "an exception in one rank's backward",
+    "a parameter that is unfrozen on one rank",
+    "a sparse gradient on one rank",
+)
+
+
+@pytest.mark.usefixtures("forecasting")
+@pytest.mark.parametrize("wrong", [wrong for wrong in RANKS if wrong.what in UNEVEN], ids=lambda wrong: wrong.what)
+def test_wrong_calls_where_unused_parameters_are_detected(wrong: Wrong) -> None:
+    try_out(wrong, 2)
+
+
+def test_the_uneven_ones_are_among_them() -> None:
+    assert {wrong.what for wrong in RANKS}.issuperset(UNEVEN)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_wrong_keywords(world_size: int) -> None:
     """All in one go: none leaves anything behind."""
