@@ -95,7 +95,7 @@ def test_a_gradient_of_unaligned_slices_is_packed() -> None:
 def packed_wires() -> Iterator[list[tuple[Bucket, Tensor, list[Tensor | None]]]]:
     """Buckets that are packed, their wires, as they leave, and the gradients in them."""
     seen: list[tuple[Bucket, Tensor, list[Tensor | None]]] = []
-    pack = BucketStore._packed_wire
+    pack = BucketStore._packed
 
     def packed(store: BucketStore, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
         kept = [None if gradient is None else gradient.clone() for gradient in gradients]
@@ -104,7 +104,7 @@ def packed_wires() -> Iterator[list[tuple[Bucket, Tensor, list[Tensor | None]]]]
         return wire
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketStore, "_packed_wire", packed)
+        patch.setattr(BucketStore, "_packed", packed)
         yield seen
 
 

@@ -15,37 +15,30 @@ PACKAGE = "lowlevel_zero"
 # From the ground up: a file imports files of rows above its own in this table, never one of its own row (but
 # the files of a package listed as "name.*" share one place, and import each other as they like).
 HOUSE = (
-    ("floor 0, under the others", ("trial", "deepspeed_keys", "communication.__init__")),
+    ("floor 0, under the others", ("optim.trial", "optim.lamb", "communication.__init__")),
     (
         "floor 0",
         (
             "partition",
             "alignment",
             "loss_scaler",
-            "elementwise",
             "options",
             "wrapping",
             "version",
             "streams",
-            "deepspeed_config",
-            "state_sizes",
-            "text",
-            "pictures",
-            "optim",
-            "orthogonal",
-            "work_shares",
+            "deepspeed.config",
+            "optim.__init__",
+            "optim.elementwise",
+            "optim.newton_schulz",
+            "optim.work_shares",
+            "planning.state_sizes",
+            "planning.text",
+            "planning.pictures",
         ),
     ),
     ("floor 0, for those who watch", ("communication.progress", "communication.process_group", "later_read")),
     ("floor 0, for those who are left", ("communication.lost_ranks",)),
-    (
-        "floor 1, without wires",
-        (
-            "communication.mail",
-            "communication.byte_messages",
-            "communication.groups",
-        ),
-    ),
+    ("floor 1, without wires", ("communication.mail", "communication.byte_messages", "communication.groups")),
     ("floor 1, under the others", ("communication.transport", "communication.arena")),
     (
         "floor 1, without the backend's collectives",
@@ -77,26 +70,34 @@ HOUSE = (
     ),
     (
         "floor 2, the stores",
-        ("bookkeeping.bucket_store", "bookkeeping.gradient_store", "bookkeeping.gather_store"),
+        (
+            "bookkeeping.learnt_plan",
+            "bookkeeping.gradient_sync",
+            "bookkeeping.bucket_store",
+            "bookkeeping.gradient_store",
+            "bookkeeping.gather_store",
+        ),
     ),
     ("floor 2, its public names", ("bookkeeping.__init__",)),
-    ("floor 3, at the bottom", ("muon", "calls", "guards")),
-    (
-        "floor 3, under the others",
-        ("unused_parameters", "arrival_order", "grad_norm", "rank_share", "layout_picture", "whole_steps"),
-    ),
-    ("floor 3, under the reducer", ("rounds",)),
-    ("floor 3", ("state", "reducer", "construction", "layout")),
+    ("floor 3, at the bottom", ("optim.muon", "calls", "guards", "planning.layout")),
+    ("floor 3, under the others", ("unused_parameters", "grad_norm", "optim.whole_steps")),
+    ("floor 3", ("state", "reducer", "construction")),
     ("floor 3, over the reducer", ("families", "assignment")),
     ("floor 3, thin over the others", ("sharding", "stepping", "sharded_state", "bad_numbers", "verification")),
-    ("floor 3, over stepping", ("memory",)),
+    ("floor 3, over stepping", ("planning.memory",)),
+    ("floor 3, its public names", ("planning.__init__",)),
     ("floor 3, thinner still", ("state_methods", "group_methods", "gradient_methods", "caller_names")),
     ("floor 4", ("optimizer",)),
     ("floor 5, under the others", ("owners",)),
     ("floor 5", ("checkpoint.*", "accessors")),
+    ("floor 5, its public names", ("deepspeed.__init__",)),
     ("floor 6, the plugin", ("plugin.*",)),
     ("the public names", ("__init__",)),
-    ("floor 6, its commands", ("commands.*",)),
+    (
+        "floor 6, the command line's own",
+        ("planning.commands.__init__", "planning.commands.command", "planning.commands.plan_picture"),
+    ),
+    ("floor 6, its commands", ("planning.commands.plan", "planning.commands.checkpoints")),
     ("floor 6, the command line", ("__main__",)),
 )
 ROWS = {file: row for row, (_, files) in enumerate(HOUSE) for file in files}
@@ -296,8 +297,8 @@ LEGAL = {
     "checkpoint": "import torch.distributed.checkpoint as dcp\ndcp.utils._broadcast_plan()",
     "plugin/boosted": "import colossalai\nfrom ..optimizer import LowLevelZeroOptimizer",
     "__init__": "from .optimizer import LowLevelZeroOptimizer",
-    "commands/plan": "import math",
-    "__main__": DIST + "from lowlevel_zero import x\nfrom .commands.plan import PLAN\ndist.get_rank()",
+    "planning/commands/plan": "import math",
+    "__main__": DIST + "from lowlevel_zero import x\nfrom .planning.commands.plan import PLAN\ndist.get_rank()",
 }
 CLIMBS = [
     ("partition", "from .optimizer import x", "partition:1: imports up: optimizer (floor 4) from floor 0"),
@@ -312,7 +313,7 @@ CLIMBS = [
     ("bookkeeping/wire", "from .gather_store import x", "wire:1: imports up: bookkeeping.gather_store"),
     ("bookkeeping/wire", "from ..optimizer import x", "wire:1: imports up: optimizer"),
     ("bookkeeping/bucket_store", "from .gather_store import x", "imports beside: bookkeeping.gather_store"),
-    ("optimizer", "from .commands.plan import PLAN", "optimizer:1: imports up: commands.plan"),
+    ("optimizer", "from .planning.commands.plan import PLAN", "optimizer:1: imports up: planning.commands.plan"),
 ]
 TALKS = [
     ("state", DIST + "dist.all_reduce(x)", "state:2: torch.distributed.all_reduce belongs into communication"),
@@ -320,7 +321,7 @@ TALKS = [
     ("state", "import torch\ntorch.distributed.barrier()", "state:2: torch.distributed.barrier"),
     ("state", "from torch import distributed as d\nd.new_group()", "state:2: torch.distributed.new_group"),
     ("state", "from torch.distributed import send", "state:1: torch.distributed.send"),
-    ("commands/plan", DIST + "dist.broadcast_object_list(x)", "commands.plan:2: torch.distributed.broadcast_"),
+    ("planning/commands/plan", DIST + "dist.broadcast_object_list(x)", "planning.commands.plan:2: torch.distributed.broadcast_"),
 ]
 STRANGERS = [
     ("gossip", "", "gossip: on no floor: add it to HOUSE"),
