@@ -321,7 +321,11 @@ TALKS = [
     ("state", "import torch\ntorch.distributed.barrier()", "state:2: torch.distributed.barrier"),
     ("state", "from torch import distributed as d\nd.new_group()", "state:2: torch.distributed.new_group"),
     ("state", "from torch.distributed import send", "state:1: torch.distributed.send"),
-    ("planning/commands/plan", DIST + "dist.broadcast_object_list(x)", "planning.commands.plan:2: torch.distributed.broadcast_"),
+    (
+        "planning/commands/plan",
+        DIST + "dist.broadcast_object_list(x)",
+        "planning.commands.plan:2: torch.distributed.broadcast_",
+    ),
 ]
 STRANGERS = [
     ("gossip", "", "gossip: on no floor: add it to HOUSE"),
