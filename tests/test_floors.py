@@ -34,6 +34,7 @@ HOUSE = (
             "optim",
             "orthogonal",
             "work_shares",
+            "module_names",
         ),
     ),
     ("floor 0, for those who watch", ("communication.progress", "communication.process_group", "later_read")),

@@ -46,7 +46,7 @@ class ShardedParameter:
 
     Attributes:
         index: place in its family, whose order is that of registration.
-        name: as ``model.named_parameters()`` calls it, for messages.
+        name: the model's own, without those of wrappers, for messages.
         group: index of its param group.
         family: number of the shard family it belongs to, whose ranks share it.
         is_flat: ``p`` is 1-D.
