@@ -142,11 +142,6 @@ class Families:
         for family in self:
             family.reducer.finish(call)
 
-    def drain(self) -> None:
-        """Finish what this rank has started."""
-        for family in self:
-            family.reducer.drain()
-
     def settle(self) -> None:
         """Finish what is in flight, for the other ranks' sake too, and count rounds anew. Communicates."""
         for family in self:
@@ -154,8 +149,9 @@ class Families:
 
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight. Communicates."""
-        for family in self:
-            family.reducer.even_out(call)
+        with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
+            for family in self:
+                family.reducer.even_out(call)
 
     def end_step(self) -> None:
         """Between steps: let what this one has taught take effect, and rest."""
@@ -198,11 +194,6 @@ class Families:
     def exposed(self) -> bool:
         """Gradients are complete, and their caller's to edit."""
         return self[0].gradients.exposed
-
-    def resolve(self) -> None:
-        """Drop the gradients of parameters that no rank used."""
-        for family in self:
-            family.gradients.resolve()
 
     def zero(self) -> None:
         """Make all gradients zeros; a parameter that has one goes on having one."""

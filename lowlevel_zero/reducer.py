@@ -319,10 +319,11 @@ class Reducer:
         self.drain()
         self._forget_rounds()
 
+    @at_home
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight; ``p.grad`` stays. Communicates."""
         self._complete_rounds(call, with_leftovers=False)
-        self.drain()
+        self.rounds.drain()
 
     def end_step(self) -> None:
         """Between steps: forecast or not, and once take over the order in which gradients came on rank 0."""

@@ -58,6 +58,7 @@ class StateMethods:
             pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
             only_on_master: leave the states empty on all ranks but the first.
         """
+        self._families.even_out(Call("state_dict"))
         state = whole_state_dict(self.optim, self._parameters, pinned_state_dicts, only_on_master)
         plan, *others = [None if plan is None else plan._asdict() for plan in self._families.plan_states()]
         extras = {"loss_scale": scale_as_numbers(self._scaler), "plan": plan}
