@@ -23,7 +23,7 @@ from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
 from .communication.collectives import ShardGroup
 from .options import ZeroOptions
-from .reducer import Reducer
+from .reducer import Reducer, driving
 from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")
@@ -127,12 +127,15 @@ class Families:
             family.reducer.sync = sync
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
-        """``optimizer.backward`` starts."""
-        for family in self:
-            family.reducer.begin(loss, inputs)
+        """``optimizer.backward`` starts, for every family, whatever one of them raises; ``end`` has to follow."""
+        driving.append(self.driver)
+        with ExitStack() as begins:
+            for family in reversed(self._families):
+                begins.callback(family.reducer.begin, loss, inputs)
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended, for every family, whatever one of them raises."""
+        driving.remove(self.driver)
         with ExitStack() as ends:
             for family in reversed(self._families):
                 ends.callback(family.reducer.end, failed)

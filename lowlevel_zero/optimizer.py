@@ -288,8 +288,8 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         """One backward of this optimizer's own, and the reductions that go with it."""
         context = self._options.backward_context
         failed = True
-        self._families.begin(loss, inputs)
         try:
+            self._families.begin(loss, inputs)
             with nullcontext() if context is None else context():
                 yield
             failed = False
