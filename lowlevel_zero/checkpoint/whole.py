@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..state import SCALARS
-from ..state_methods import EXTRAS
+from ..state_methods import EXTRAS, FP8
 from .loading import read_objects
 from .manifest import METADATA, OBJECTS, read_manifest
 from .reading import TensorReader
@@ -76,7 +76,11 @@ class WholeCheckpoint:
         return {
             "state": {place: state for place, state in states.items() if state},
             "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
-            EXTRAS: {"loss_scale": self.objects["loss_scale"], "plan": self._plan(list(places))},
+            EXTRAS: {
+                "loss_scale": self.objects["loss_scale"],
+                "plan": self._plan(list(places)),
+                FP8: self.objects.get("options", {}).get("fp8_communication", True),
+            },
         }
 
     def _plan(self, names: list[str]) -> dict[str, Any] | None:
