@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, Place, ShardedParameter
+from .bookkeeping.storages import memory_of
 from .options import ZeroOptions
 from .partition import EvenSplit
 from .state import slice_state
+
+_log = logging.getLogger("lowlevel_zero")
 
 
 class Sharding:
@@ -36,6 +41,7 @@ class Sharding:
         self._options = options
         self._known = len(parameters.groups)
         self._records: list[ShardedParameter] = []
+        self._left: list[tuple[int, int, str]] = []
         numbers = [len(family) for family in parameters.families]
         for at, settings in enumerate(optimizer.param_groups[self._known :], start=self._known):
             for p in settings["params"]:
@@ -49,10 +55,17 @@ class Sharding:
         ranks, options = self._parameters.shard_groups[place.family], self._options
         split = EvenSplit(p.numel(), ranks.size)
         fp8 = options.in_fp8(p.numel(), ranks.size)
-        return ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8)
+        before = memory_of(p)
+        record = ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8)
+        if record.address != before[0]:
+            self._left.append((*before, place.name))
+        return record
 
     def untrained(self, model: nn.Module | None) -> list[Tensor]:
-        """What isn't sharded of these groups and of ``model``: buffers, and parameters that aren't trained."""
+        """What isn't sharded of these groups and of ``model``: buffers, and parameters that aren't trained.
+
+        Warns of what looked at the memory of a trained one, which has left it.
+        """
         rest: dict[Tensor, None] = dict.fromkeys(
             p for settings in self._optimizer.param_groups[self._known :] for p in settings["params"]
         )
@@ -60,7 +73,19 @@ class Sharding:
             rest.update(dict.fromkeys(model.parameters()))
             rest.update(dict.fromkeys(model.buffers()))
         sharded = {record.p for record in self._records}
-        return [tensor for tensor in rest if tensor not in sharded]
+        others = [tensor for tensor in rest if tensor not in sharded]
+        left = next(self._left_by(others), None)
+        if left is not None and self._parameters.shard_groups[0].place == 0:
+            _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
+        return others
+
+    def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
+        """Names of parameters that have left memory which one of ``others`` goes on looking at."""
+        left = sorted(self._left)
+        for start, stop in (memory_of(other) for other in others if other.layout == torch.strided):
+            at = bisect_left(left, (stop, 0, "")) - 1  # the last that begins before its end
+            if start < stop and at >= 0 and left[at][1] > start:
+                yield left[at][2]
 
     @torch.no_grad()
     def start_alike(self, rest: Sequence[Tensor] = ()) -> None:
