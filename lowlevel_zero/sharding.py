@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,11 @@ class Sharding:
                     family = parameters.family_of(p)
                     self._records.append(self._record(p, Place(numbers[family], at, names[p], family)))
                     numbers[family] += 1
-        self._states = [list(_state_tensors(optimizer, record.p)) for record in self._records]
+        self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
+        for record in self._records:
+            self._alike[record.family].append(record.padded)
+        for record in self._records:
+            self._alike[record.family] += _state_tensors(optimizer, record.p)
 
     def _record(self, p: nn.Parameter, place: Place) -> ShardedParameter:
         ranks, options = self._parameters.shard_groups[place.family], self._options
@@ -61,8 +65,9 @@ class Sharding:
             self._left.append((*before, place.name))
         return record
 
-    def untrained(self, model: nn.Module | None) -> list[Tensor]:
-        """What isn't sharded of these groups and of ``model``: buffers, and parameters that aren't trained.
+    @torch.no_grad()
+    def include_untrained(self, model: nn.Module | None) -> None:
+        """Have the ranks start alike in buffers too, and parameters that aren't trained, of these groups and ``model``.
 
         Warns of what looked at the memory of a trained one, which has left it.
         """
@@ -77,7 +82,8 @@ class Sharding:
         left = next(self._left_by(others), None)
         if left is not None and self._parameters.shard_groups[0].place == 0:
             _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
-        return others
+        for tensor in others:
+            self._alike[self._parameters.family_of(tensor)].append(_distinct(tensor.detach()))
 
     def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
         """Names of parameters that have left memory which one of ``others`` goes on looking at."""
@@ -88,17 +94,11 @@ class Sharding:
                 yield left[at][2]
 
     @torch.no_grad()
-    def start_alike(self, rest: Sequence[Tensor] = ()) -> None:
-        """Give all ranks that share a parameter, and what belongs to it of ``rest``, the first one's values and state.
-
-        Communicates, and does nothing else.
-        """
-        for family, ranks in enumerate(self._parameters.shard_groups):
-            own = [place for place, record in enumerate(self._records) if record.family == family]
-            ranks.broadcast([self._records[place].padded for place in own])
-            ranks.broadcast([value for place in own for value in self._states[place]])
-            others = [tensor for tensor in rest if self._parameters.family_of(tensor) == family]
-            ranks.broadcast([_distinct(tensor.detach()) for tensor in others])
+    def start_alike(self) -> None:
+        """Give all ranks that share a parameter the first one's values and state. Communicates, and no more."""
+        for ranks, tensors in zip(self._parameters.shard_groups, self._alike, strict=True):
+            ranks.broadcast(tensors)
+            tensors.clear()
 
     @torch.no_grad()
     def take_slices(self) -> None:
@@ -106,7 +106,6 @@ class Sharding:
         optimizer, parameters = self._optimizer, self._parameters
         for settings in optimizer.param_groups[self._known :]:
             parameters.move_to_new_group(list(settings["params"]))
-        self._states.clear()
         for record in self._records:
             record.make_master(precise=self._options.master_weights, on_host=self._options.cpu_offload)
             parameters.add(record)
