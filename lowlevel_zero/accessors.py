@@ -32,6 +32,9 @@ from .state import at_least_fp32, copied_state, fill_slice, is_slice, whole_grad
 # Seconds to wait for the other ranks.
 TIMEOUT = 18.0
 
+# Gathers travel beside reductions, of which a plain backward may have started more on one rank than on another.
+_STATE = Call("read or write state")
+
 
 class _What(NamedTuple):
     """What may be read.
@@ -261,6 +264,7 @@ def _gradients(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[T
 
 
 def _masters(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
+    optimizer._families.even_out(_STATE)
     optimizer._force_wait_all_gather()
     for record in records:
         record.follow_edits()
@@ -269,6 +273,7 @@ def _masters(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Ten
 
 
 def _states(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> Iterator[Tensor | None]:
+    optimizer._families.even_out(_STATE)
     for family, own in optimizer._families.parted(records):
         yield from whole_states(own, optimizer.optim, key, family.group)
 
@@ -288,6 +293,7 @@ def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[s
 @torch.no_grad()
 def _put_master(optimizer: LowLevelZeroOptimizer, record: ShardedParameter, own: Tensor) -> None:
     """Let ``p32`` be a slice ``[s]``, and ``p`` what all ranks' round to. Communicates."""
+    optimizer._families.even_out(_STATE)
     optimizer._force_wait_all_gather()
     start, stop = record.split.span(record.rank)
     with optimizer._families.streams.home():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .communication.collectives import ShardGroup
-from .construction import agree
+from .construction import CONSTRUCT, agree
 from .module_names import own_names
 from .options import ZeroOptions
 
@@ -51,13 +51,20 @@ NOTHING_APART = Assignment((), {})
 
 
 def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> Any:
-    """The group of all data-parallel ranks; None: the default one. Looks at nothing that may be wrong.
+    """The group of all data-parallel ranks; None: the default one. Raises nothing: there is nobody to agree with yet.
 
     It is the ``given`` one, else that of the mapping's groups which has the others' ranks, if all parameters that are
     to be trained are listed under one: ColossalAI's callers name it so.
     """
     if given is not None or not isinstance(pg_to_param_list, Mapping) or not isinstance(optimizer, Optimizer):
         return given
+    try:
+        return _covering_group(pg_to_param_list, optimizer)
+    except Exception:  # whatever is wrong with the arguments, the checks find it, where the ranks agree on it
+        return None
+
+
+def _covering_group(pg_to_param_list: Mapping[Any, Any], optimizer: Optimizer) -> Any:
     lists = [members for members in pg_to_param_list.values() if isinstance(members, (list, tuple))]
     listed = {p for members in lists for p in members if isinstance(p, Tensor)}
     if any(p.requires_grad and p not in listed for group in optimizer.param_groups for p in group["params"]):
@@ -174,7 +181,7 @@ def make_groups(
         return [dp]
     _check_parts(dp, groups)
     made = [dp, *map(ShardGroup, groups)]
-    agree_apart(made, lines, "construct its LowLevelZeroOptimizer")
+    agree_apart(made, lines, CONSTRUCT)
     return made
 
 

@@ -14,6 +14,7 @@ from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
 from .families import Families, Family
 from .grad_norm import GlobalNorm
+from .guards import Guard
 from .layout import Layout, Owned, Shared, layout_of
 from .loss_scaler import LossScaler
 from .memory import held_bytes
@@ -23,7 +24,11 @@ from .state import Pinned, State, load_state_shards, packed_groups, whole_gradie
 
 
 class CallerNames:
-    """Look-ups under ColossalAI 0.5.0's names. Maps are keyed by ``id()`` because its callers look up so."""
+    """Look-ups under ColossalAI 0.5.0's names. Maps are keyed by ``id()`` because its callers look up so.
+
+    Those of gradients and of the state dict communicate: every rank calls them, in the same order. The others tell what
+    this rank has, and may be asked of one rank alone.
+    """
 
     optim: Optimizer
     _options: ZeroOptions
@@ -31,11 +36,12 @@ class CallerNames:
     _scaler: LossScaler | None
     _parameters: ParameterStore
     _families: Families
+    _guard: Guard
 
     def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
         """Global L2 norm of the last step's gradients, unscaled, before clipping; None before the first step.
 
-        Waits for the device. inf or NaN if the step was skipped.
+        Waits for the device, and for the others to take that step. inf or NaN if the step was skipped.
         """
         if norm_type != 2:
             raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
@@ -45,9 +51,10 @@ class CallerNames:
     def get_param_grad(self, working_param: Tensor) -> Tensor | None:
         """The whole averaged, unscaled gradient of a parameter, of its shape and dtype, or None if no rank has one.
 
-        Every rank calls it: in stage 2 the slices are gathered.
+        Every rank calls it, after backward: reductions are finished, and in stage 2 the slices are gathered.
         """
         record = self._parameters[working_param]
+        self._guard.enter("get_param_grad")
         self._families.finish(Call("get_param_grad"))
         family = self._families.of(record)
         (whole,) = whole_gradients([record], family.gradients, family.group)
@@ -85,16 +92,26 @@ class CallerNames:
         return self._parameters[param].split.padding
 
     def get_working_grads_by_group_id(self, group_id: int) -> list[Tensor]:
-        """This rank's slices ``[s]`` of the averaged gradients of one param group; dropped layers are left out."""
-        return [grad for record in self._settled() if record.group == group_id for grad in [self._own(record)]]
+        """This rank's slices ``[s]`` of the averaged gradients of one param group; dropped layers are left out.
+
+        Every rank calls it, after backward: reductions are finished.
+        """
+        return [self._own(record) for record in self._finished() if record.group == group_id]
 
     def get_working_grad_by_param_id(self, param_id: int) -> Tensor | None:
-        """This rank's slice ``[s]`` of the averaged gradient of the parameter with that ``id()``, or None."""
-        return next((self._own(record) for record in self._settled() if id(record.p) == param_id), None)
+        """This rank's slice ``[s]`` of the averaged gradient of the parameter with that ``id()``, or None.
+
+        Every rank calls it, after backward: reductions are finished.
+        """
+        return next((self._own(record) for record in self._finished() if id(record.p) == param_id), None)
 
     def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[Tensor]:
-        """The averaged gradient's slices that this rank holds: every rank's in stage 1, its own in stage 2."""
-        for record in self._settled():
+        """The averaged gradient's slices that this rank holds: every rank's in stage 1, its own in stage 2.
+
+        Stage 1 has the others' until a step or a second ``clip_grad_norm_``. Every rank calls it, after backward:
+        reductions are finished.
+        """
+        for record in self._finished():
             if record.group == group_id and id(record.p) == param_id:
                 rows = self._families.of(record).gradients.averaged_rows(record)
                 return [self._own(record)] if rows is None else list(rows.to(record.p.dtype).unbind())
@@ -105,8 +122,9 @@ class CallerNames:
     ) -> Iterator[tuple[dict[int, State], float]]:
         """``state_dict()["state"]`` in pieces of at most ``max_shard_size`` MiB, each with its size in MiB.
 
-        Every rank iterates to the end. The other arguments are ``state_dict``'s.
+        Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
         """
+        self._families.even_out(Call("state_dict"))
         return whole_state_shards(self.optim, self._parameters, max_shard_size, pinned_state_dicts, only_on_master)
 
     @torch.no_grad()
@@ -154,7 +172,7 @@ class CallerNames:
         self._families.finish_gathers()
 
     def memory_held(self) -> dict[str, int]:
-        """Bytes held on this rank now, by owner, every storage counted once."""
+        """Bytes held on this rank now, by owner, every storage counted once. No communication."""
         records = self._parameters.records
         members = [p for group in self._parameters.groups for p in group]
         kept = [record.p.grad for record in records if record.p.grad is not None]
@@ -204,10 +222,10 @@ class CallerNames:
         purposes = dict.fromkeys(purpose for sent in by_group for purpose in sent)
         return {purpose: sum(sent.get(purpose, 0) for sent in by_group) for purpose in purposes}
 
-    def _settled(self) -> list[ShardedParameter]:
-        """Records with a gradient, as far as this rank's own rounds tell; doesn't communicate."""
-        self._families.drain()
-        self._families.resolve()
+    def _finished(self) -> list[ShardedParameter]:
+        """Records with a gradient, all of which are complete. Communicates: how many rounds there are, others know."""
+        self._guard.enter("look at gradients")
+        self._families.finish(Call("look at gradients"))
         return self._parameters.working()
 
     def _own(self, record: ShardedParameter) -> Tensor:

@@ -17,6 +17,8 @@ _NAMES = (
     "load_state_dict",
     "get_param_grad",
     "look at gradients",
+    "state_dict",
+    "read or write state",
 )
 # Numbers travel as bytes, and their maximum comes back.
 _MOST = 255

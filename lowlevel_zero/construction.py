@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -81,19 +81,41 @@ def parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tenso
     }
 
 
-def check_parameters(parameters: Sequence[Tensor], names: dict[Tensor, str], group: ShardGroup, fp8: bool) -> None:
-    """Raise for the first parameter that can't be sharded over ``group``, or sent in fp8 if that is wanted."""
+def check_parameters(
+    parameters: Sequence[Tensor],
+    names: Mapping[Tensor, str],
+    group: ShardGroup,
+    fp8: bool,
+    known: Mapping[Tensor, str] | None = None,
+) -> None:
+    """Raise for the first parameter that can't be sharded over ``group``, or sent in fp8 if that is wanted.
+
+    ``known`` are those, by name, that the optimizer shards already.
+    """
     for p in parameters:
         _check_parameter(p, names[p], group)
+    everything = {**(known or {}), **{p: names[p] for p in parameters}}
+    _check_one_device(everything)
     if fp8:
         check_fp8(dict.fromkeys(p.device for p in parameters))
-    pair = overlapping(parameters)
+    pair = overlapping(list(everything))
     if pair is not None:
-        one, other = (names[parameters[place]] for place in pair)
+        one, other = (list(everything.values())[place] for place in pair)
         raise ValueError(
             f"{other}: expected memory of its own, got some that {one} holds too: "
             "tie weights by using one Parameter object in both places"
         )
+
+
+def _check_one_device(named: Mapping[Tensor, str]) -> None:
+    """Raise for the first parameter that isn't on the first one's device: hooks run on one thread a device."""
+    first, device = next(((name, p.device) for p, name in named.items()), ("", None))
+    for p, name in named.items():
+        if p.device != device:
+            raise ValueError(
+                f"{name}: expected it on {device}, where {first} is, got it on {p.device}: an optimizer trains the "
+                "parameters of one device: move the model to one (model.to(device)), or freeze what is elsewhere"
+            )
 
 
 def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
@@ -122,6 +144,13 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
             f"got one on {p.device}: move the model first, or initialise the group with a backend for "
             f"{p.device.type}"
         )
+
+
+def check_has_values(model: nn.Module | None) -> None:
+    """Raise for a parameter or buffer of ``model`` that has no values, trained or not: ranks start from rank 0's."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
+        if tensor.is_meta:
+            raise ValueError(f"{name}: expected values, got a tensor on meta: materialise the model first (to_empty)")
 
 
 def check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> None:
@@ -185,6 +214,8 @@ class Alike(NamedTuple):
     remedy: str
 
 
+CONSTRUCT = "construct its LowLevelZeroOptimizer"
+
 BUILDS = Alike(
     "the same model, optimizer and options", "build them alike, in the same order, before constructing the optimizer"
 )
@@ -194,7 +225,7 @@ def agree(
     group: ShardGroup,
     lines: Sequence[str],
     error: Exception | None,
-    doing: str = "construct its LowLevelZeroOptimizer",
+    doing: str = CONSTRUCT,
     alike: Alike = BUILDS,
 ) -> None:
     """Raise on every rank if one has an error, or if their ``lines`` differ.
@@ -215,7 +246,10 @@ def agree(
         return
     told = group.exchange((None if error is None else f"{type(error).__name__}: {error}", list(lines)))
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
     for rank, (message, _) in enumerate(told):
         if message is not None:
             raise RuntimeError(f"rank {rank} could not {doing}: {message}")
@@ -233,9 +267,12 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
     error: Exception | None = None
     try:
         yield lines
-    except Exception as raised:
+    except Exception as raised:  # of whatever type: the others would wait for ever
         error = raised
-    agree(group, lines, error, doing, alike)
+    try:
+        agree(group, lines, error, doing, alike)
+    finally:
+        error = None  # as in agree
 
 
 def _first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:

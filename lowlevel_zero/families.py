@@ -23,7 +23,7 @@ from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
 from .communication.collectives import ShardGroup
 from .options import ZeroOptions
-from .reducer import Reducer
+from .reducer import Reducer, driving
 from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")
@@ -127,12 +127,15 @@ class Families:
             family.reducer.sync = sync
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
-        """``optimizer.backward`` starts."""
-        for family in self:
-            family.reducer.begin(loss, inputs)
+        """``optimizer.backward`` starts, for every family, whatever one of them raises; ``end`` has to follow."""
+        driving.append(self.driver)
+        with ExitStack() as begins:
+            for family in reversed(self._families):
+                begins.callback(family.reducer.begin, loss, inputs)
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended, for every family, whatever one of them raises."""
+        driving.remove(self.driver)
         with ExitStack() as ends:
             for family in reversed(self._families):
                 ends.callback(family.reducer.end, failed)
@@ -142,11 +145,6 @@ class Families:
         for family in self:
             family.reducer.finish(call)
 
-    def drain(self) -> None:
-        """Finish what this rank has started."""
-        for family in self:
-            family.reducer.drain()
-
     def settle(self) -> None:
         """Finish what is in flight, for the other ranks' sake too, and count rounds anew. Communicates."""
         for family in self:
@@ -154,8 +152,9 @@ class Families:
 
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight. Communicates."""
-        for family in self:
-            family.reducer.even_out(call)
+        with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
+            for family in self:
+                family.reducer.even_out(call)
 
     def end_step(self) -> None:
         """Between steps: let what this one has taught take effect, and rest."""
@@ -198,11 +197,6 @@ class Families:
     def exposed(self) -> bool:
         """Gradients are complete, and their caller's to edit."""
         return self[0].gradients.exposed
-
-    def resolve(self) -> None:
-        """Drop the gradients of parameters that no rank used."""
-        for family in self:
-            family.gradients.resolve()
 
     def zero(self) -> None:
         """Make all gradients zeros; a parameter that has one goes on having one."""

@@ -14,19 +14,21 @@ from .bookkeeping.parameter_store import ParameterStore
 from .calls import Call
 from .communication.collectives import ShardGroup
 from .construction import (
-    agree,
     check_matrices,
     check_parameters,
     check_steps_on_host,
     describe,
     parameter_names,
+    together,
 )
 from .elementwise import check_elementwise
 from .families import Families
 from .guards import Guard
 from .loss_scaler import LossScaler
 from .options import ZeroOptions
-from .sharding import shard_groups
+from .sharding import Sharding
+
+_ADD = "add a param group"
 
 
 class GroupMethods:
@@ -53,34 +55,35 @@ class GroupMethods:
         with ExitStack() as undo:
             undo.callback(lambda: self.optim.param_groups.__delitem__(slice(known, None)))
             names = self._try_group(param_group)
+            with together(self._group, _ADD):
+                sharding = Sharding(self.optim, self._parameters, self._options, names)
             undo.pop_all()
-        shard_groups(self.optim, self._parameters, self._options, names)
-        self._families.extend()
+        sharding.start_alike()
+        with together(self._group, _ADD):
+            sharding.take_slices()
+            self._families.extend()
 
     def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
         """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""
-        names: dict[Tensor, str] = {}
         parameters = self._parameters
-        lines: list[list[str]] = [[] for _ in parameters.shard_groups]
-        error: Exception | None = None
-        try:
+        with together(self._group, _ADD) as agreed:
             _check_group(param_group)
             self._refuse_known(param_group)
             self.optim.add_param_group(param_group)
             names = parameter_names(self.optim, self._model)
             new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
-            check_parameters(new, names, self._group, self._options.fp8_communication)
+            known: dict[Tensor, str] = {record.p: record.name for record in parameters}
+            check_parameters(new, names, self._group, self._options.fp8_communication, known)
             check_matrices(self.optim, new, names)
             check_elementwise(self.optim, assume_elementwise=self._options.assume_elementwise)
             if self._options.cpu_offload:
                 check_steps_on_host(self.optim)
             self._refuse_first_half(new)
-            lines = [list(describe(self.optim, names, None, parameters.family_of, at)) for at in range(len(lines))]
-        except (TypeError, ValueError, RuntimeError) as raised:
-            error = raised
-        agree(self._group, lines[0], error, doing="add a param group")
+            families = range(len(parameters.shard_groups))
+            lines = [list(describe(self.optim, names, None, parameters.family_of, at)) for at in families]
+            agreed += lines[0]
         if self._families.several:
-            agree_apart(parameters.shard_groups, lines[1:], "add a param group")
+            agree_apart(parameters.shard_groups, lines[1:], _ADD)
         return names
 
     def _refuse_known(self, param_group: dict[str, Any]) -> None:

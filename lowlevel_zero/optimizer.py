@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .assignment import NOTHING_APART, assign, data_parallel_group, make_groups
+from .assignment import assign, data_parallel_group, make_groups
 from .bad_numbers import BadNumbers
 from .bookkeeping.gradient_sum import Scale
 from .bookkeeping.offload import Offload
@@ -21,13 +21,15 @@ from .caller_names import CallerNames
 from .communication.checked_group import checked
 from .communication.two_levels import Ranks, check_hybrid, shard_group
 from .construction import (
-    agree,
+    CONSTRUCT,
     check_dense_gradients,
+    check_has_values,
     check_optimizer,
     check_parameters,
     check_steps_on_host,
     describe,
     parameter_names,
+    together,
 )
 from .elementwise import check_elementwise
 from .families import Families, log_start
@@ -37,7 +39,7 @@ from .group_methods import GroupMethods
 from .guards import Guard
 from .loss_scaler import LossScaler
 from .options import BackwardContext, ZeroOptions, debugging
-from .sharding import broadcast_rest, convert, shard_groups
+from .sharding import Sharding, convert
 from .state_methods import StateMethods
 from .stepping import Stepper, scales_gradients
 from .streams import streams_of
@@ -53,7 +55,8 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
     Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
     parameter with ``optimizer`` and gathers the updated rows. The scheme is ColossalAI's low-level ZeRO, whose
     keywords it takes. All ranks construct it alike; rank 0's parameters, buffers and optimizer state are
-    broadcast. From then on ``optimizer`` holds slices, not parameters.
+    broadcast. From then on ``optimizer`` holds slices, not parameters. A parameter that needs padding, or shares its
+    storage, moves to one of its own: other tensors over the old memory stay as they were, and don't follow it.
 
     Args:
         optimizer: an elementwise torch optimizer over the parameters.
@@ -98,7 +101,8 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         error_if_nonfinite: without fp16, refuse to step by a gradient norm that is inf or NaN; the host waits for it.
 
     Raises:
-        RuntimeError: no process group is initialised, or another rank could not construct its optimizer.
+        RuntimeError: no process group is initialised, or another rank could not construct its optimizer, whatever its
+            error was. (One that comes late, as of memory, leaves ``optimizer`` with slices: make another.)
         TypeError: an argument of the wrong type, or an optimizer that isn't elementwise.
         ValueError: a value out of range, contradictory options, a parameter that can't be sharded, or ranks
             that differ; the message names the parameter. Nothing has been changed then.
@@ -156,11 +160,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             "hysteresis": hysteresis,
             "max_scale": max_scale,
         }
-        names: dict[Tensor, str] = {}
-        assignment = NOTHING_APART
-        lines: list[list[str]] = [[]]
-        error: Exception | None = None
-        try:
+        with together(self._group, CONSTRUCT) as agreed:
             self._options = ZeroOptions(
                 partition_grad=partition_grad,
                 reduce_scatter=reduce_scatter,
@@ -194,10 +194,8 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             names = self._check(optimizer, model)
             assignment = assign(pg_to_param_list, self._group, names, model)
             lines = [list(describe(optimizer, names, model, assignment.of, whose)) for whose in assignment.families]
-            lines[0] += [f"{self._options}", f"loss scale {scaling}", *assignment.in_common(names, self._options)]
-        except (TypeError, ValueError, RuntimeError) as raised:
-            error = raised
-        agree(self._group, lines[0], error)
+            agreed += [*lines[0], f"{self._options}", f"loss scale {scaling}"]
+            agreed += assignment.in_common(names, self._options)
         groups = [checked(each, self._options) for each in make_groups(self._group, assignment.groups, lines[1:])]
         self._group = groups[0]
         self._parameters = ParameterStore(groups, assignment.family_of)
@@ -210,6 +208,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         check_optimizer(optimizer, model)
         names = parameter_names(optimizer, model)
         check_parameters([p for p in names if p.requires_grad], names, self._group, self._options.fp8_communication)
+        check_has_values(model)
         check_dense_gradients(model, names)
         check_elementwise(optimizer, assume_elementwise=self._options.assume_elementwise)
         if self._options.cpu_offload:
@@ -221,12 +220,21 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
     ) -> None:
         for group in self._parameters.shard_groups:
             group.own_wires(sums_in_fp32=self._options.reduce_scatter_with_fp32_accumulation)
-        if self._options.forced_dtype is not None:
-            convert(optimizer, self._options.forced_dtype)
+        with together(self._group, CONSTRUCT):
+            if self._options.forced_dtype is not None:
+                convert(optimizer, self._options.forced_dtype)
+            sharding = Sharding(optimizer, self._parameters, self._options, names)
+            sharding.include_untrained(model)
+        sharding.start_alike()
+        with together(self._group, CONSTRUCT):
+            sharding.take_slices()
+            super().__init__(optimizer)
+            self._assemble(model, scaling)
+        log_start(self._families, self._group)
+
+    def _assemble(self, model: nn.Module | None, scaling: dict[str, Any]) -> None:
+        """Put the parts together that a step is made of, on this rank; hooks on parameters come with them."""
         self._model = model
-        shard_groups(optimizer, self._parameters, self._options, names)
-        broadcast_rest(model, self._parameters)
-        super().__init__(optimizer)
         records = self._parameters.records
         self._device = records[0].padded.device
         half = any(record.p.dtype == torch.float16 for record in records)
@@ -236,11 +244,10 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         offload = Offload(streams) if self._options.cpu_offload else None
         self._families = Families(self._parameters, self._options, streams, self._raw_unit, offload)
         self._stepper = Stepper(self.optim, self._families, on_host=offload is not None)
-        self._guard = Guard(self.optim, self._parameters, model)
         self._norm: GlobalNorm | None = None
         self._bad_numbers = BadNumbers(self._families, self._scaler)
         self._warned = False
-        log_start(self._families, self._group)
+        self._guard = Guard(self.optim, self._parameters, model)
 
     def __del__(self) -> None:
         if "_guard" in self.__dict__ and not self._guard.forked:
@@ -288,8 +295,8 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         """One backward of this optimizer's own, and the reductions that go with it."""
         context = self._options.backward_context
         failed = True
-        self._families.begin(loss, inputs)
         try:
+            self._families.begin(loss, inputs)
             with nullcontext() if context is None else context():
                 yield
             failed = False

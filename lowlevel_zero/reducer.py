@@ -41,7 +41,7 @@ DOUBLE_REDUCTION = (
 )
 
 # Stand for optimizers whose ``backward`` runs, the innermost last.
-_driving: list[object] = []
+driving: list[object] = []
 
 
 class _BackwardCount(threading.local):
@@ -155,21 +155,27 @@ class Reducer:
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a round of its own, after one that an error may have left open."""
-        reached = self._forecast.reached(loss, inputs) if self.sync and self._forecast.on else None
-        _driving.append(self._driver)
         self._ends_matter = not self._on_host  # there they tell of nested backwards
         self.rounds.paced = not self._uneven
         self._backwards.value += 1
         if self.sync:
             self.rounds.close()
             self._driven = True
+            self._open_driven(loss, inputs)
+
+    def _open_driven(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
+        """Open a round, as all ranks do: even where the graph can't be looked at, as if its backward had failed."""
+        reached = None
+        try:
+            if self._forecast.on:
+                reached = self._forecast.reached(loss, inputs)
+        finally:
             self._open(reached)
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the round stays open, for ``zero_grad`` to discard."""
-        _driving.remove(self._driver)
         self._ends_matter = True
-        self.rounds.paced = self._driver in _driving and not self._uneven
+        self.rounds.paced = self._driver in driving and not self._uneven
         if self.sync and not failed:
             self.rounds.close()
             self._forecast.lacked |= self.rounds.lacking
@@ -180,7 +186,7 @@ class Reducer:
         if self._several_streams:
             self._streams.produced()
         record.arrived = True
-        if not self.sync or (_driving and _driving[-1] is not self._driver):
+        if not self.sync or (driving and driving[-1] is not self._driver):
             return
         if not self._buckets.open:
             self._open_bare(record)
@@ -207,7 +213,7 @@ class Reducer:
 
     def _refuse_unscaled(self, record: ShardedParameter) -> None:
         """A bare backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
-        if self._half and self._driver not in _driving:
+        if self._half and self._driver not in driving:
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
@@ -218,7 +224,7 @@ class Reducer:
         """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the round."""
         if torch._C._current_autograd_node() is not None:
             self._nested_seen = True
-        elif self._driver not in _driving and not self._waits_its_turn:
+        elif self._driver not in driving and not self._waits_its_turn:
             self.rounds.close()
 
     @property
@@ -319,10 +325,11 @@ class Reducer:
         self.drain()
         self._forget_rounds()
 
+    @at_home
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same round, with nothing in flight; ``p.grad`` stays. Communicates."""
         self._complete_rounds(call, with_leftovers=False)
-        self.drain()
+        self.rounds.drain()
 
     def end_step(self) -> None:
         """Between steps: forecast or not, and once take over the order in which gradients came on rank 0."""

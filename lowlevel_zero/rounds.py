@@ -88,7 +88,6 @@ class Rounds:
     def open(self, reached: set[int] | None = None) -> None:
         """Open a round in whose backward these gradients are foreseen; None: any may come."""
         self.take_some(leave=0)
-        self._tell_of_old_gradients()
         self.buckets.open_round(reached)
         message = None
         if self.forecast.on:
@@ -97,6 +96,7 @@ class Rounds:
             self.buckets.choose()
         else:
             self._message = message
+        self._tell_of_old_gradients()
 
     def _tell_of_old_gradients(self) -> None:
         """Warn once that a backward adds to what has been stepped already: most often that isn't meant."""

@@ -2,55 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, Place, ShardedParameter
+from .bookkeeping.storages import memory_of
 from .options import ZeroOptions
 from .partition import EvenSplit
 from .state import slice_state
 
+_log = logging.getLogger("lowlevel_zero")
 
-@torch.no_grad()
-def shard_groups(
-    optimizer: Optimizer,
-    parameters: ParameterStore,
-    options: ZeroOptions,
-    names: Mapping[Tensor, str],
-) -> None:
-    """Shard the param groups of ``optimizer`` that ``parameters`` doesn't know yet.
 
-    Makes a record of each trainable parameter, starts all ranks that share it from the first one's values and
-    state, cuts the state and leaves slices in place of parameters. Frozen parameters get no record and no state.
+class Sharding:
+    """The param groups of an optimizer that ``parameters`` doesn't know yet, on their way to slices.
+
+    Made on each rank by itself: every trainable parameter gets a record, and moves over padded storage; frozen ones get
+    neither record nor state. Then all ranks start alike, then each takes its slices.
+
+    Args:
+        optimizer: the wrapped one.
+        parameters: the records so far.
+        options: the caller's choices.
+        names: of the optimizer's parameters.
     """
-    known = len(parameters.groups)
-    records: list[ShardedParameter] = []
-    numbers = [len(family) for family in parameters.families]
-    for at, settings in enumerate(optimizer.param_groups[known:], start=known):
-        members = list(settings["params"])
-        parameters.move_to_new_group(members)
-        for p in members:
-            if p.requires_grad:
-                family = parameters.family_of(p)
-                ranks = parameters.shard_groups[family]
-                place = Place(numbers[family], at, names[p], family)
-                numbers[family] += 1
-                split = EvenSplit(p.numel(), ranks.size)
-                fp8 = options.in_fp8(p.numel(), ranks.size)
-                records.append(ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8))
-    for family, ranks in enumerate(parameters.shard_groups):
-        own = [record for record in records if record.family == family]
-        ranks.broadcast([record.padded for record in own])
-        ranks.broadcast([value for record in own for value in _state_tensors(optimizer, record.p)])
-    for record in records:
-        record.make_master(precise=options.master_weights, on_host=options.cpu_offload)
-        parameters.add(record)
-        if record.p in optimizer.state:
-            optimizer.state[record.p32] = slice_state(optimizer.state.pop(record.p), record)
-    _leave_slices(optimizer, parameters, known)
+
+    @torch.no_grad()
+    def __init__(
+        self, optimizer: Optimizer, parameters: ParameterStore, options: ZeroOptions, names: Mapping[Tensor, str]
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._options = options
+        self._known = len(parameters.groups)
+        self._records: list[ShardedParameter] = []
+        self._left: list[tuple[int, int, str]] = []
+        numbers = [len(family) for family in parameters.families]
+        for at, settings in enumerate(optimizer.param_groups[self._known :], start=self._known):
+            for p in settings["params"]:
+                if p.requires_grad:
+                    family = parameters.family_of(p)
+                    self._records.append(self._record(p, Place(numbers[family], at, names[p], family)))
+                    numbers[family] += 1
+        self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
+        for record in self._records:
+            self._alike[record.family].append(record.padded)
+        for record in self._records:
+            self._alike[record.family] += _state_tensors(optimizer, record.p)
+
+    def _record(self, p: nn.Parameter, place: Place) -> ShardedParameter:
+        ranks, options = self._parameters.shard_groups[place.family], self._options
+        split = EvenSplit(p.numel(), ranks.size)
+        fp8 = options.in_fp8(p.numel(), ranks.size)
+        before = memory_of(p)
+        record = ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8)
+        if record.address != before[0]:
+            self._left.append((*before, place.name))
+        return record
+
+    @torch.no_grad()
+    def include_untrained(self, model: nn.Module | None) -> None:
+        """Have the ranks start alike in buffers too, and parameters that aren't trained, of these groups and ``model``.
+
+        Warns of what looked at the memory of a trained one, which has left it.
+        """
+        rest: dict[Tensor, None] = dict.fromkeys(
+            p for settings in self._optimizer.param_groups[self._known :] for p in settings["params"]
+        )
+        if model is not None:
+            rest.update(dict.fromkeys(model.parameters()))
+            rest.update(dict.fromkeys(model.buffers()))
+        sharded = {record.p for record in self._records}
+        others = [tensor for tensor in rest if tensor not in sharded]
+        left = next(self._left_by(others), None)
+        if left is not None and self._parameters.shard_groups[0].place == 0:
+            _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
+        for tensor in others:
+            self._alike[self._parameters.family_of(tensor)].append(_distinct(tensor.detach()))
+
+    def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
+        """Names of parameters that have left memory which one of ``others`` goes on looking at."""
+        left = sorted(self._left)
+        for start, stop in (memory_of(other) for other in others if other.layout == torch.strided):
+            at = bisect_left(left, (stop, 0, "")) - 1  # the last that begins before its end
+            if start < stop and at >= 0 and left[at][1] > start:
+                yield left[at][2]
+
+    @torch.no_grad()
+    def start_alike(self) -> None:
+        """Give all ranks that share a parameter the first one's values and state. Communicates, and no more."""
+        for ranks, tensors in zip(self._parameters.shard_groups, self._alike, strict=True):
+            ranks.broadcast(tensors)
+            tensors.clear()
+
+    @torch.no_grad()
+    def take_slices(self) -> None:
+        """Enter the records; put slices, and their state, where the optimizer has whole parameters."""
+        optimizer, parameters = self._optimizer, self._parameters
+        for settings in optimizer.param_groups[self._known :]:
+            parameters.move_to_new_group(list(settings["params"]))
+        for record in self._records:
+            record.make_master(precise=self._options.master_weights, on_host=self._options.cpu_offload)
+            parameters.add(record)
+            if record.p in optimizer.state:
+                optimizer.state[record.p32] = slice_state(optimizer.state.pop(record.p), record)
+        _leave_slices(optimizer, parameters, self._known)
 
 
 def convert(optimizer: Optimizer, dtype: torch.dtype) -> None:
@@ -60,18 +121,6 @@ def convert(optimizer: Optimizer, dtype: torch.dtype) -> None:
             if p.dtype != dtype:
                 p.grad = None
                 p.data = p.data.to(dtype)
-
-
-@torch.no_grad()
-def broadcast_rest(model: nn.Module | None, parameters: ParameterStore) -> None:
-    """Start the ranks alike also in what isn't sharded: buffers, and parameters that aren't trained."""
-    rest: dict[Tensor, None] = dict.fromkeys(p for members in parameters.groups for p in members)
-    if model is not None:
-        rest.update(dict.fromkeys(model.parameters()))
-        rest.update(dict.fromkeys(model.buffers()))
-    rest = dict.fromkeys(tensor for tensor in rest if parameters.find(tensor) is None)
-    for family, ranks in enumerate(parameters.shard_groups):
-        ranks.broadcast([_distinct(tensor.detach()) for tensor in rest if parameters.family_of(tensor) == family])
 
 
 def _distinct(tensor: Tensor) -> Tensor:

@@ -200,15 +200,20 @@ def _check_kind(state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def load_whole_state_dict(optim: Optimizer, parameters: ParameterStore, state_dict: Mapping[str, Any]) -> None:
+def load_whole_state_dict(
+    optim: Optimizer, parameters: ParameterStore, state_dict: Mapping[str, Any], fp8: bool
+) -> None:
     """Load a plain torch optimizer's state dict (or ``whole_state_dict``'s) into slices; no communication.
+
+    Args:
+        fp8: it is, or may be, of a run whose parameters travelled in fp8.
 
     Raises:
         TypeError: not a mapping.
         ValueError: its groups or shapes aren't this optimizer's; nothing has been changed then.
     """
     _check_kind(state_dict)
-    load_state_shards(optim, parameters, state_dict["param_groups"], [state_dict["state"]])
+    load_state_shards(optim, parameters, state_dict["param_groups"], [state_dict["state"]], fp8)
 
 
 def load_state_shards(
@@ -216,8 +221,12 @@ def load_state_shards(
     parameters: ParameterStore,
     param_groups: Sequence[Mapping[str, Any]],
     shards: Iterable[Mapping[Any, State]],
+    fp8: bool = True,
 ) -> None:
     """Load whole states that come in pieces, by place; of each piece only slices are kept.
+
+    Args:
+        fp8: they are, or may be, of a run whose parameters travelled in fp8.
 
     Raises:
         ValueError: groups or shapes aren't this optimizer's; nothing has been changed then.
@@ -238,7 +247,7 @@ def load_state_shards(
             slices[renumbered[record]] = slice_state(rest, record)
     load_slices(optim, param_groups, slices)
     for record, master in masters:
-        record.offer_master(master)
+        record.offer_master(master, fp8)
 
 
 def in_group_order(optim: Optimizer, parameters: ParameterStore) -> list[ShardedParameter]:

@@ -19,12 +19,16 @@ from .global_names import GlobalNames
 from .guards import Guard
 from .loss_scaler import LossScaler
 from .module_names import own_names
+from .options import ZeroOptions
 from .sharded_state import ShardedState, packed, renamed_settings, scale_as_numbers, unpacked
 from .state import Pinned, State, described, load_whole_state_dict, whole_state_dict
 
 # What a plain optimizer's state dict doesn't have, and doesn't mind.
 EXTRAS = "lowlevel_zero"
 OTHER_PLANS = "other_plans"
+# Whether parameters travelled in fp8, so that they are more than their dtype's rounding away from their masters. What
+# was saved without it may be of such a run.
+FP8 = "fp8"
 
 SETTINGS = "settings"
 _LENGTH_BYTES = 8
@@ -46,6 +50,7 @@ class StateMethods:
     optim: Optimizer
     _model: nn.Module | None
     _group: ShardGroup
+    _options: ZeroOptions
     _scaler: LossScaler | None
     _parameters: ParameterStore
     _families: Families
@@ -58,16 +63,17 @@ class StateMethods:
         """A plain torch optimizer's state dict with whole tensors on the host; every rank calls it.
 
         Tensors are gathered one at a time. fp32 masters of 16-bit parameters are one more state of each,
-        ``master_param``; the loss scale and the bucket order are under the key ``lowlevel_zero``. Plain torch
-        ignores both.
+        ``master_param``; the loss scale, the bucket order and whether parameters travelled in fp8 are under the key
+        ``lowlevel_zero``. Plain torch ignores both.
 
         Args:
             pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
             only_on_master: leave the states empty on all ranks but the first.
         """
+        self._families.even_out(Call("state_dict"))
         state = whole_state_dict(self.optim, self._parameters, pinned_state_dicts, only_on_master)
         plan, *others = [None if plan is None else plan._asdict() for plan in self._families.plan_states()]
-        extras = {"loss_scale": scale_as_numbers(self._scaler), "plan": plan}
+        extras = {"loss_scale": scale_as_numbers(self._scaler), "plan": plan, FP8: self._options.fp8_communication}
         return {**state, EXTRAS: {**extras, OTHER_PLANS: others} if others else extras}
 
     @torch.no_grad()
@@ -86,8 +92,8 @@ class StateMethods:
         with together(self._group, "load a state dict", _SAVED) as lines:
             if not self._families.several:
                 lines += described(state_dict)
-        load_whole_state_dict(self.optim, self._parameters, state_dict)
         extras = state_dict.get(EXTRAS) or {}
+        load_whole_state_dict(self.optim, self._parameters, state_dict, extras.get(FP8, True))
         if self._scaler is not None and extras.get("loss_scale") is not None:
             self._scaler.load_state_dict(extras["loss_scale"])
         if self._families.idle:
@@ -127,6 +133,7 @@ class StateMethods:
             room = sharded.room()
             absent = self._group.exchange(list(room)) if self._families.several else [list(room)]
             settings = {**sharded.settings(), "shapes": sharded.shapes(), "absent": sorted(set().union(*absent))}
+            settings[FP8] = self._options.fp8_communication
             data = packed(settings, "the optimizer's settings")
             return {**sharded.tensors(), **room, SETTINGS: _framed(data, sharded.group_names())}
         saved = {
@@ -169,7 +176,7 @@ class StateMethods:
             if record in masters:
                 whole = record.p32.new_zeros(record.split.slice_size)
                 whole[: len(masters[record])].copy_(masters[record])
-                record.offer_master(whole)
+                record.offer_master(whole, settings.get(FP8, True))
 
     def sharded_state(self, names: Mapping[Tensor, str] | None = None) -> ShardedState:
         """The optimizer's state by global ``names`` of its parameters; None: by those it has for messages.

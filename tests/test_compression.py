@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_fp32_params
+from lowlevel_zero.checkpoint import read_metadata
 from lowlevel_zero.communication import collectives, compression
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.compression import BLOCK, decode, encode, encoded_size
@@ -428,6 +431,65 @@ def test_masters_are_exact_in_a_run_without_fp8_too() -> None:
                     it.load_state_dict(copy.deepcopy(saved))
                 for name, master in full_fp32_params(model).items():
                     assert torch.equal(master, expected[name]), name
+
+    run_ranks(work, 2)
+
+
+class Pieces(nn.Module):
+    """A long vector and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(3000))
+        self.matrix = nn.Parameter(torch.randn(16, 16))
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["with fp8", "without"])
+def test_what_a_run_sent_is_saved_with_its_state(fp8: bool, tmp_path: Path) -> None:
+    """Values alone don't tell: a model may have been changed in a few places, or rounded to fp8 on purpose."""
+
+    def built(seed: int, **options: Any) -> tuple[Pieces, LowLevelZeroOptimizer]:
+        torch.manual_seed(seed)
+        model = Pieces().bfloat16()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, LowLevelZeroOptimizer(inner, model=model, partition_grad=True, **options)
+
+    def work(rank: int, world_size: int) -> None:
+        model, optimizer = built(0, fp8_communication=fp8, fp8_min_numel=1)
+        for _ in range(3):
+            optimizer.backward(sum((p.float() * torch.randn(p.shape)).sum() for p in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        exact = full_fp32_params(model)
+        whole = copy.deepcopy(optimizer.state_dict())
+        dcp.save({"optim": optimizer.sharded_state_dict()}, checkpoint_id=tmp_path)
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if fp8:
+            values["matrix"][2, 3] += 1.0
+        else:
+            values = {name: there_and_back(value.view(1, -1)).view_as(value) for name, value in values.items()}
+        kept = {name: values[name] == p for name, p in model.named_parameters()}
+        assert all(same.any() for same in kept.values())
+        assert not all(same.all() for same in kept.values())
+
+        def load_whole(other: LowLevelZeroOptimizer) -> None:
+            other.load_state_dict(whole)
+
+        def load_sharded(other: LowLevelZeroOptimizer) -> None:
+            state = {"optim": other.sharded_state_dict(read_metadata(tmp_path), "optim.")}
+            dcp.load(state, checkpoint_id=tmp_path)
+            other.load_sharded_state_dict(state["optim"])
+
+        for load in (load_whole, load_sharded):
+            for model_first in (True, False):
+                again, resumed = built(1)
+                if model_first:
+                    again.load_state_dict(values)
+                load(resumed)
+                if not model_first:
+                    again.load_state_dict(values)
+                for name, master in full_fp32_params(again).items():
+                    assert torch.equal(master, torch.where(kept[name], exact[name], values[name].float())), name
 
     run_ranks(work, 2)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.grad_norm import GlobalNorm, clip_factor
 from tests.support.ranks import run_ranks
@@ -111,3 +114,42 @@ def test_clip_factor_is_the_table_s(norm: float, max_norm: float, factor: float)
 
 def test_clip_factor_of_nan_is_nan() -> None:
     assert clip_factor(torch.tensor(math.nan), 1.0).isnan()
+
+
+class Multiplied(TorchDispatchMode):
+    """Counts the elements that are multiplied, or cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_, torch.ops.aten._to_copy):
+            self.elements += result.numel()
+        return result
+
+
+@pytest.mark.parametrize("way", ["shared memory", "messages"])
+def test_a_step_of_what_was_clipped_scales_this_rank_s_rows_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", "0" if way == "messages" else "1")
+    numel, steps = 4096, 3
+
+    def work(rank: int, world_size: int) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            p = torch.nn.Parameter(torch.zeros(numel, dtype=dtype))
+            optimizer = LowLevelZeroOptimizer(torch.optim.SGD([p], lr=0.5))
+            expected = torch.zeros(numel)
+            for step in range(steps):
+                gradient = torch.full((numel,), float(1 + step))
+                optimizer.backward((p.float() * gradient * (1 + rank)).sum())
+                mean = gradient * (1 + world_size) / 2
+                optimizer.clip_grad_norm_(4.0)
+                expected -= 0.5 * mean * 4.0 / mean.norm()
+                with Multiplied() as multiplied:
+                    optimizer.step()
+                assert multiplied.elements < numel / 2, (dtype, multiplied.elements)
+                optimizer.zero_grad()
+            torch.testing.assert_close(p.float(), expected.to(dtype).float(), rtol=1e-2, atol=1e-4)
+
+    run_ranks(work, 8)

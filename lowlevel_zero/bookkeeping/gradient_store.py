@@ -152,10 +152,14 @@ class GradientStore:
     # ---- what the step takes ----
 
     def sums(self) -> list[GradientSum]:
-        """What has been summed for parameters that worked, as reductions leave it, or as ``expose`` does."""
+        """What has been summed for parameters that worked, as reductions leave it, or as ``expose`` does.
+
+        Of what has been scaled, others' rows are let go: to multiply them too would take ``world_size`` times as long.
+        """
         for total in self._sums:
             if total.unit is not None and not self.exposed:
                 self._fetch(total)
+                total.forget_others()
                 self._promote(total)
                 self._bring_down(total)
         return list(self._sums)

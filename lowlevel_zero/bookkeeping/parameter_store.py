@@ -28,9 +28,6 @@ from .awaited import wait_for
 from .gradient_sum import GradientSum
 from .storages import flat_in_memory_order, rehome
 
-# Elements of a matrix that don't all happen to be what fp8 makes of others.
-_TELLING = 64
-
 
 class Place(NamedTuple):
     """Where a parameter stands: in its family, among the param groups, and in the model; and which family that is."""
@@ -39,6 +36,13 @@ class Place(NamedTuple):
     group: int
     name: str
     family: int = 0
+
+
+class Known(NamedTuple):
+    """A value of ``p32``, ``[s]``, that ``p`` may have been made of, and whether in fp8, perhaps."""
+
+    value: Tensor
+    fp8: bool
 
 
 class ShardedParameter:
@@ -118,7 +122,7 @@ class ShardedParameter:
         self.p32: Tensor = self.row
         self.shares_storage = True
         self.note_version()
-        self._offered: Tensor | None = None
+        self._offered: Known | None = None
         self.sum: GradientSum | None = None
         self.worked = False
         self.arrived = False
@@ -158,39 +162,32 @@ class ShardedParameter:
             self._settle(self._offered)
         self.note_version()
 
-    def offer_master(self, master: Tensor) -> None:
+    def offer_master(self, master: Tensor, fp8: bool) -> None:
         """Take a saved ``p32``, ``[s]``, where it rounds to what ``p`` holds, now or before its next step.
 
         So its low bits come back whether the model is loaded before or after, and one that isn't the model's any
-        more (trained on elsewhere, by an optimizer that carried it along) does no harm.
+        more (trained on elsewhere, by an optimizer that carried it along) does no harm. ``fp8``: the run that saved it
+        sent parameters in fp8, or may have.
         """
         if not self.shares_storage:
-            self._offered = master.to(self.p32)
-            self._settle(self.p32, self._offered)
+            self._offered = Known(master.to(self.p32), fp8 or self.fp8)
+            self._settle(self._own, self._offered)
             self.stepped = True
             self.version = -1
 
-    def _settle(self, *known: Tensor | None) -> None:
+    @property
+    def _own(self) -> Known:
+        return Known(self.p32, self.fp8 and self.stepped)
+
+    def _settle(self, *known: Known | None) -> None:
         """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
         wait_for(self.p)
         row = self.row_for_master(self.p32.device, self.row.dtype)
         settled = row.to(self.p32.dtype)
-        for value in known:
-            if value is not None:
-                settled = torch.where(self._rounds_to(row, value), value, settled)
+        for each in known:
+            if each is not None:
+                settled = torch.where(_rounds_to(row, each), each.value, settled)
         self.p32.copy_(settled)
-
-    def _rounds_to(self, row: Tensor, value: Tensor) -> Tensor:
-        """Where ``p`` holds what a gather made of ``value``, or would have."""
-        plain = value.to(row.dtype)
-        same = plain == row
-        offered = value is not self.p32
-        if self.fp8 and (self.stepped or offered):
-            return same | is_rounded(plain, row)
-        if offered and self.p.dim() > 1 and len(row) >= _TELLING and not same.all():  # perhaps a run's that sent fp8
-            rounded = same | is_rounded(plain, row)
-            return rounded if rounded.all() else same
-        return same
 
     def note_version(self) -> None:
         """Remember that ``p`` is as this package left it."""
@@ -205,7 +202,7 @@ class ShardedParameter:
         if self.p.data_ptr() != self.address:
             self.check_home()
         if not self.shares_storage and (self.p._version != self.version or self._offered is not None):
-            self._settle(self.p32, self._offered)
+            self._settle(self._own, self._offered)
             self._offered = None
             self.note_version()
 
@@ -281,6 +278,13 @@ class ShardedParameter:
         self.sum = None
         self.worked = False
         self.arrived = False
+
+
+def _rounds_to(row: Tensor, known: Known) -> Tensor:
+    """Where ``row`` is what a gather made of a value of ``p32``, or would have."""
+    plain = known.value.to(row.dtype)
+    same = plain == row
+    return same | is_rounded(plain, row) if known.fp8 and len(row) else same
 
 
 class ParameterStore:

@@ -25,19 +25,20 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 def rehome(p: nn.Parameter, split: EvenSplit) -> Tensor:
     """Put ``p`` over a storage of its own, no larger than the padding needs, and return it whole, 1-D.
 
-    A storage that is just right already is kept. Padding is zeros, which no norm sees. Dense strides (a transposed or
-    channels_last parameter) stay as they are; others become contiguous. Frees ``torch.save(model.state_dict())`` of
-    what isn't ``p``'s.
+    A storage that holds the elements of ``p`` and not a byte more is kept, if there is nothing to pad: what else looks
+    at this memory (``p.data`` taken before, a numpy array, another process) goes on following ``p``, as in plain torch.
+    From any other storage ``p`` moves out, even from one of the padded size: a neighbour may be where the padding would
+    go. What stays there keeps its values, and doesn't follow ``p`` any more.
+
+    Padding is zeros, which no norm sees. Dense strides (a transposed or channels_last parameter) stay as they are;
+    others become contiguous. Frees ``torch.save(model.state_dict())`` of what isn't ``p``'s.
     """
-    dense = torch.empty_like(p.detach())  # keeps dense strides, and makes others dense
-    own = p.untyped_storage().nbytes() == split.padded_numel * p.element_size()
-    if own and p.stride() == dense.stride() and p.storage_offset() == 0:
-        flat = torch.as_strided(p.detach(), (split.padded_numel,), (1,))
-        if split.padding:
-            flat[split.numel :].zero_()
-        return flat
+    stride = torch.empty_like(p.detach(), device="meta").stride()  # keeps dense strides, and makes others dense
+    alone = p.untyped_storage().nbytes() == split.numel * p.element_size() and p.storage_offset() == 0
+    if alone and p.stride() == stride and not split.padding:
+        return torch.as_strided(p.detach(), (split.numel,), (1,))
     padded = torch.zeros(split.padded_numel, dtype=p.dtype, device=p.device)
-    home = torch.as_strided(padded, p.shape, dense.stride())
+    home = torch.as_strided(padded, p.shape, stride)
     home.copy_(p.detach())
     p.data = home
     return padded
@@ -55,6 +56,14 @@ def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
 def _memory_spans(parameters: Iterable[Tensor]) -> Iterator[tuple[int, int, int]]:
     """First and one-past-last byte of each dense parameter; a strided one may interleave with others."""
     for place, p in enumerate(parameters):
-        extent = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
-        if extent == p.numel():
-            yield p.data_ptr(), p.data_ptr() + extent * p.element_size(), place
+        start, stop = memory_of(p)
+        if stop - start == p.nbytes:
+            yield start, stop, place
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """First and one-past-last byte of what a tensor's elements span."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), tensor.data_ptr()
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()

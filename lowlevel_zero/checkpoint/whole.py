@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..state import SCALARS
-from ..state_methods import EXTRAS
+from ..state_methods import EXTRAS, FP8
 from .manifest import METADATA, OBJECTS, TRAINABLE, read_manifest
 from .objects import Settings
 from .reading import TensorReader
@@ -85,7 +85,11 @@ class WholeCheckpoint:
         return {
             "state": {place: state for place, state in states.items() if state},
             "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
-            EXTRAS: {"loss_scale": settings["loss_scale"], "plan": self._plan(settings)},
+            EXTRAS: {
+                "loss_scale": settings["loss_scale"],
+                "plan": self._plan(settings),
+                FP8: settings.get("options", {}).get("fp8_communication", True),
+            },
         }
 
     def trained(self, settings: Settings) -> list[str]:

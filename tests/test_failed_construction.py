@@ -1,0 +1,303 @@
+"""One rank can't construct its optimizer, whatever the reason and however late: all ranks raise, and may try again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.ranks import run_ranks
+
+
+class Fault:
+    """What goes wrong on the rank on which it is armed, once."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.armed = False
+
+    def strike(self) -> None:
+        if self.armed:
+            self.armed = False
+            raise self.error
+
+
+class Sgd(torch.optim.SGD):
+    """A user's subclass whose state is looked up in a way of its own."""
+
+    fault: Fault
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "state" and "fault" in self.__dict__:
+            self.fault.strike()
+        return super().__getattribute__(name)
+
+
+class Settings(dict[str, Any]):
+    """A param group that looks at what is written into it."""
+
+    fault: Fault
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            self.fault.strike()
+        super().__setitem__(key, value)
+
+
+class States(dict[Tensor, Any]):
+    """State that looks at what is written into it."""
+
+    fault: Fault
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        self.fault.strike()
+        super().__setitem__(key, value)
+
+
+class Weight(nn.Parameter):
+    """A parameter that may refuse a hook."""
+
+    fault: Fault
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        self.fault.strike()
+        return super().register_post_accumulate_grad_hook(hook)
+
+
+class Model(nn.Module):
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.weight = Weight(torch.randn(3, 3))
+        self.weight.fault = fault
+        self.bias = nn.Parameter(torch.randn(3))
+        self.register_buffer("seen", torch.zeros(2))
+        self.fault = fault
+        self.where = ""
+
+    def named_parameters(self, *how: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        if self.where == "named_parameters":
+            self.fault.strike()
+        return super().named_parameters(*how, **more)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        if self.where == "buffers":
+            self.fault.strike()
+        return super().buffers(recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight + self.bias).float().square().mean()
+
+
+def arm_state(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
+    optimizer.__dict__["fault"] = fault
+
+
+def arm_names(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
+    model.where = "named_parameters"
+
+
+def arm_buffers(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
+    model.where = "buffers"
+
+
+def arm_groups(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
+    settings = Settings(optimizer.param_groups[0])
+    settings.fault = fault
+    optimizer.param_groups[0] = settings
+
+
+def arm_states(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
+    states = States(optimizer.state)
+    states.fault = fault
+    optimizer.state = states  # type: ignore[assignment]
+
+
+def arm_hook(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
+    """The parameter itself does it."""
+
+
+# From the first look to the last thing that is done.
+FAULTS: dict[str, tuple[Callable[[Model, torch.optim.Optimizer, Fault], None], Exception]] = {
+    "a user's optimizer": (arm_state, AttributeError("no such state")),
+    "names": (arm_names, KeyError("a name")),
+    "buffers, after all was checked": (arm_buffers, OSError("a file behind them")),
+    "state that is cut": (arm_states, MemoryError("no room")),
+    "groups that get slices": (arm_groups, NotImplementedError("not these")),
+    "a hook": (arm_hook, ArithmeticError("no hook")),
+}
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def build(fault: Fault, seed: int = 0) -> tuple[Model, Sgd]:
+    """An optimizer that has been used."""
+    torch.manual_seed(seed)
+    model = Model(fault)
+    optimizer = Sgd(model.parameters(), lr=0.05, momentum=0.9)
+    model(batch(9, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def trained_alone(model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> None:
+    for step in range(3):
+        for rank in range(world_size):
+            (model(batch(step, rank)) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int) -> None:
+    for step in range(3):
+        optimizer.backward(model(batch(step, rank)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_alike(model: nn.Module, world_size: int, build_again: Callable[[], Any]) -> None:
+    copied, optimizer = build_again()
+    trained_alone(copied, optimizer, world_size)
+    for p, q in zip(model.parameters(), copied.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_raise_and_may_try_again(world_size: int) -> None:
+    def work(rank: int, world_size: int) -> None:
+        odd = world_size - 1
+        for what, (arm, error) in FAULTS.items():
+            for options in ({}, {"partition_grad": True, "overlap_allgather": True}):
+                fault = Fault(error)
+                model, inner = build(fault, seed=rank)
+                arm(model, inner, fault)
+                fault.armed = rank == odd
+                with pytest.raises(type(error) if rank == odd else RuntimeError) as caught:
+                    LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True, **options)
+                if rank != odd:
+                    told = f"rank {odd} could not construct its LowLevelZeroOptimizer: {type(error).__name__}: {error}"
+                    assert str(caught.value) == told, what
+                del caught
+                assert not fault.armed, what
+
+                torch.manual_seed(0)
+                inner = Sgd(model.parameters(), lr=0.05, momentum=0.9)
+                fresh = [p.detach().clone() for p in model.parameters()]
+                for values in fresh:
+                    torch.distributed.broadcast(values, 0)
+                optimizer = LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True, **options)
+                train(model, optimizer, rank)
+
+                def again(fresh: list[Tensor] = fresh) -> tuple[nn.Module, torch.optim.Optimizer]:
+                    copied = Model(Fault(ValueError()))
+                    with torch.no_grad():
+                        for p, values in zip(copied.parameters(), fresh, strict=True):
+                            p.copy_(values)
+                    return copied, Sgd(copied.parameters(), lr=0.05, momentum=0.9)
+
+                check_alike(model, world_size, again)
+
+    run_ranks(work, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_group_that_one_rank_can_not_add(world_size: int) -> None:
+    """Before anything is changed, all go on without it."""
+
+    def work(rank: int, world_size: int) -> None:
+        odd = world_size - 1
+        for arm, error in (FAULTS["names"], FAULTS["a user's optimizer"]):
+            fault = Fault(error)
+            model, inner = build(fault, seed=rank)
+            optimizer = LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True)
+            added = nn.Parameter(torch.randn(3))
+            arm(model, inner, fault)
+            fault.armed = rank == odd
+            with pytest.raises(type(error) if rank == odd else RuntimeError) as caught:
+                optimizer.add_param_group({"params": [added]})
+            if rank != odd:
+                assert str(caught.value) == f"rank {odd} could not add a param group: {type(error).__name__}: {error}"
+            assert len(optimizer.param_groups) == 1
+            train(model, optimizer, rank)
+            check_alike(model, world_size, lambda: build(Fault(ValueError())))
+
+        fault = Fault(ArithmeticError("no hook"))
+        optimizer = LowLevelZeroOptimizer(Sgd([nn.Parameter(torch.ones(3))], lr=0.1), assume_elementwise=True)
+        late = Weight(torch.ones(3))
+        late.fault = fault
+        fault.armed = rank == odd
+        with pytest.raises(ArithmeticError if rank == odd else RuntimeError, match="no hook"):
+            optimizer.add_param_group({"params": [late]})
+
+    run_ranks(work, world_size)
+
+
+# ---- several devices ----
+
+
+class Apart(nn.Module):
+    """Parameters of which one may be elsewhere, on a device that the process group serves too."""
+
+    def __init__(self, device: str, trained: bool = True) -> None:
+        super().__init__()
+        self.here = nn.Parameter(torch.ones(3))
+        self.there = nn.Parameter(torch.ones(3, device=device), requires_grad=trained)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    """Alike on all ranks, even where one rank's alone is, and nothing is changed."""
+
+    def work(rank: int, world_size: int) -> None:
+        for ranks in ([0, 1], [1]):
+            model = Apart("meta" if rank in ranks else "cpu")
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            address = model.here.data_ptr()
+            with pytest.raises(ValueError if rank in ranks else RuntimeError) as caught:
+                LowLevelZeroOptimizer(inner, forced_dtype=torch.bfloat16)
+            assert "param_groups[0]['params'][1]: expected it on cpu, where param_groups[0]['params'][0] is" in str(
+                caught.value
+            )
+            assert "got it on meta" in str(caught.value)
+            assert "move the model to one" in str(caught.value)
+            assert (model.here.data_ptr(), model.here.dtype) == (address, torch.float32)
+            assert inner.param_groups[0]["params"][0] is model.here
+
+        here = nn.Parameter(torch.ones(3))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD([here], lr=0.1))
+        with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[0\]: expected it on cpu, .* on meta"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device="meta"))]})
+        optimizer.backward((here * (1 + rank)).sum())
+        optimizer.step()
+        assert here.tolist() == pytest.approx([1 - 0.1 * 1.5] * 3)
+
+    run_ranks(work, 2, backend="cpu:gloo,meta:gloo")
+
+
+def test_what_has_no_values_is_refused() -> None:
+    """It isn't trained, but ranks would start from rank 0's."""
+
+    def work(rank: int, world_size: int) -> None:
+        for model, name in ((Apart("meta", trained=False), "there"), (nn.BatchNorm1d(3), "running_mean")):
+            if name == "running_mean":
+                model.running_mean = torch.zeros(3, device="meta")
+            inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            with pytest.raises(ValueError, match=f"{name}: expected values, got a tensor on meta"):
+                LowLevelZeroOptimizer(inner, model=model)
+
+    run_ranks(work, 2)
+
+
+def test_a_group_that_shares_memory_with_what_is_sharded() -> None:
+    def work(rank: int, world_size: int) -> None:
+        p = nn.Parameter(torch.ones(7))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD([p], lr=0.1))
+        with pytest.raises(ValueError, match="expected memory of its own, got some that .* holds too"):
+            optimizer.add_param_group({"params": [nn.Parameter(p.data[2:4])]})
+
+    run_ranks(work, 2)

@@ -1,0 +1,267 @@
+"""Parameters that don't have their storage to themselves: each trains as if it had, and what is beside it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.ranks import run_ranks
+
+
+class Room(NamedTuple):
+    """Parameters, and what else is in their storages."""
+
+    parameters: list[nn.Parameter]
+    beside: Sequence[Tensor] = ()
+
+
+def cut(flat: Tensor, *shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    """Parameters of these shapes, end to end in ``flat``."""
+    parts = flat[: sum(map(_size, shapes))].split([_size(shape) for shape in shapes])
+    return [nn.Parameter(part.view(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def of_an_array() -> Room:
+    array = np.random.default_rng(int(torch.randint(100, ()))).standard_normal(9).astype(np.float32)
+    whole = torch.from_numpy(array)
+    return Room(cut(whole, (7,)), [whole[7:]])
+
+
+def parts_of_arrays() -> Room:
+    """Storages of their own over the memory of one array: torch can't tell."""
+    array = np.random.default_rng(int(torch.randint(100, ()))).standard_normal(9).astype(np.float32)
+    return Room([nn.Parameter(torch.from_numpy(array[:5])), nn.Parameter(torch.from_numpy(array[5:8]))], ())
+
+
+def in_shared_memory() -> Room:
+    flat = torch.randn(8).share_memory_()
+    return Room(cut(flat, (5,), (2,)), [flat[7:]])
+
+
+def transposed() -> Room:
+    flat = torch.randn(8)
+    return Room([nn.Parameter(flat[:6].view(2, 3).t()), nn.Parameter(flat[6:7])], [flat[7:]])
+
+
+def interleaved() -> Room:
+    flat = torch.randn(9)
+    return Room([nn.Parameter(flat[:7:2]), nn.Parameter(flat[1:7:2])], [flat[7:]])
+
+
+def one_frozen() -> Room:
+    flat = torch.randn(9)
+    trained, frozen = cut(flat, (7,), (1,))
+    return Room([trained, frozen.requires_grad_(False)], [flat[8:]])
+
+
+def of(dtype: torch.dtype, numel: int, *shapes: tuple[int, ...]) -> Callable[[], Room]:
+    def make() -> Room:
+        flat = torch.randn(numel).to(dtype)
+        return Room(cut(flat, *shapes), [flat[sum(map(_size, shapes)) :]])
+
+    return make
+
+
+def behind_a_gap() -> Room:
+    flat = torch.randn(8)
+    return Room([nn.Parameter(flat[1:])], [flat[:1]])
+
+
+# Of sizes that are 1, 2 or 3 elements short of what 2, 3 or 4 ranks pad to: these are where a neighbour is.
+ROOMS: dict[str, Callable[[], Room]] = {
+    "two neighbours": of(torch.float32, 8, (7,), (1,)),
+    "matrices in one": of(torch.float32, 30, (3, 3), (5, 3), (2, 3)),
+    "beside a plain tensor": of(torch.float32, 8, (7,)),
+    "a short one": of(torch.float32, 6, (5,)),
+    "one that 4 ranks pad by 3": of(torch.float32, 12, (3, 3)),
+    "fp64": of(torch.float64, 8, (7,), (1,)),
+    "bf16": of(torch.bfloat16, 8, (7,), (1,)),
+    "behind a gap": behind_a_gap,
+    "an array's": of_an_array,
+    "parts of arrays": parts_of_arrays,
+    "shared memory": in_shared_memory,
+    "transposed": transposed,
+    "interleaved": interleaved,
+    "one frozen": one_frozen,
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1": {},
+    "stage 2": {"partition_grad": True},
+    "overlapped": {"partition_grad": True, "overlap_allgather": True},
+    "forced": {"forced_dtype": torch.bfloat16},
+}
+
+
+def loss_of(parameters: Sequence[Tensor], step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    parts = [(p.double() * torch.randn(p.shape, generator=generator)).sum() - 1.0 for p in parameters]
+    return torch.stack(parts).square().mean()
+
+
+def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def trained_alone(parameters: Sequence[nn.Parameter], world_size: int, steps: int = 3) -> list[Tensor]:
+    """Plain torch, of copies."""
+    parameters = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in parameters]
+    optimizer = sgd(parameters)
+    for step in range(steps):
+        torch.stack([loss_of(parameters, step, rank) for rank in range(world_size)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in parameters]
+
+
+def trained(parameters: Sequence[nn.Parameter], optimizer: LowLevelZeroOptimizer, rank: int, steps: int = 3) -> None:
+    for step in range(steps):
+        optimizer.backward(loss_of(parameters, step, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_room(make: Callable[[], Room], options: dict[str, Any], rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    parameters, _ = make()
+    expected = trained_alone(parameters, world_size)
+    torch.manual_seed(0)
+    copies = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in make().parameters]
+    trained(copies, LowLevelZeroOptimizer(sgd(copies), **options), rank)
+
+    torch.manual_seed(rank)
+    parameters, beside = make()
+    before = [tensor.clone() for tensor in beside]
+    optimizer = LowLevelZeroOptimizer(sgd(parameters), **options)
+    trained(parameters, optimizer, rank)
+    for p, copied, exact in zip(parameters, copies, expected, strict=True):
+        assert torch.equal(p, copied), "differs from a parameter with a storage of its own"
+        if p.dtype == exact.dtype != torch.bfloat16:
+            assert (p - exact).abs().max() <= 1e-5, "differs from plain torch"
+    for tensor, value in zip(beside, before, strict=True):
+        assert torch.equal(tensor, value), "something was written beside the parameters"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parameters_train_as_if_they_had_their_storage_to_themselves(world_size: int) -> None:
+    def work(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for what, make in ROOMS.items():
+            for how, options in OPTIONS.items():
+                try:
+                    check_room(make, options, rank, world_size)
+                except AssertionError as error:
+                    wrong.append(f"{what}, {how}: {error}")
+        return wrong
+
+    assert run_ranks(work, world_size) == [[]] * world_size
+
+
+def test_a_slice_of_the_model_s_buffer() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("flat", torch.randn(8))
+            self.head, self.tail = cut(self.flat, (7,), (1,))
+
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        expected = Model()
+        torch.manual_seed(rank)
+        model = Model()
+        optimizer = LowLevelZeroOptimizer(sgd([model.head, model.tail]), model=model)
+        assert torch.equal(model.flat, expected.flat)
+        trained([model.head, model.tail], optimizer, rank)
+        values = trained_alone([expected.head, expected.tail], world_size)
+        assert all((p - q).abs().max() <= 1e-5 for p, q in zip((model.head, model.tail), values, strict=True))
+        assert torch.equal(model.flat, expected.flat)
+
+    run_ranks(work, 2)
+
+
+def test_a_buffer_that_does_not_follow_any_more_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Model(nn.Module):
+        def __init__(self, numel: int, beside: bool) -> None:
+            super().__init__()
+            flat = torch.randn(numel + 2)
+            self.weight = nn.Parameter(flat[:numel] if beside else flat[:numel].clone())
+            self.register_buffer("looking", flat[numel:] if beside else self.weight.data[1:])
+
+    def work(rank: int, world_size: int) -> None:
+        for numel, beside in ((7, False), (8, False), (7, True)):
+            caplog.clear()
+            model = Model(numel, beside)
+            LowLevelZeroOptimizer(sgd([model.weight]), model=model)
+            told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+            expected = "weight: a buffer or frozen parameter over the same memory doesn't follow it any more"
+            assert told == ([expected] if (rank, numel, beside) == (0, 7, False) else []), (numel, beside)
+
+    run_ranks(work, 2)
+
+
+def test_neighbours_that_come_later() -> None:
+    def pairs() -> list[nn.Parameter]:
+        return [*cut(torch.randn(4), (3,), (1,)), *cut(torch.randn(4), (3,), (1,))]
+
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        expected = trained_alone(pairs(), world_size)
+        torch.manual_seed(rank)
+        parameters = pairs()
+        optimizer = LowLevelZeroOptimizer(sgd(parameters[:1]))
+        for p in parameters[1:]:
+            optimizer.add_param_group({"params": [p]})
+        trained(parameters, optimizer, rank)
+        for p, value in zip(parameters, expected, strict=True):
+            assert (p - value).abs().max() <= 1e-5
+
+    run_ranks(work, 2)
+
+
+def test_a_second_optimizer_after_the_first() -> None:
+    """The padding that the first one left behind may be somebody's by then."""
+
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(7))
+        first = LowLevelZeroOptimizer(sgd([p]))
+        trained([p], first, rank)
+        del first
+        whole = torch.empty(0).set_(p.untyped_storage())
+        neighbour = nn.Parameter(whole[p.numel() :].fill_(3.0))
+        expected = trained_alone([p, neighbour], world_size)
+        second = LowLevelZeroOptimizer(sgd([p, neighbour]))
+        assert neighbour.tolist() == [3.0]
+        trained([p, neighbour], second, rank)
+        for q, value in zip((p, neighbour), expected, strict=True):
+            assert (q - value).abs().max() <= 1e-5
+
+    run_ranks(work, 2)
+
+
+def test_who_looks_at_a_whole_storage_without_padding_goes_on_following() -> None:
+    """As in plain torch. Where there is padding, a parameter moves out, and leaves what it was."""
+
+    def work(rank: int, world_size: int) -> None:
+        for numel, follows in ((8, True), (7, False)):
+            array = np.arange(numel, dtype=np.float32)
+            p = nn.Parameter(torch.from_numpy(array))
+            alias = p.data
+            optimizer = LowLevelZeroOptimizer(sgd([p]))
+            trained([p], optimizer, rank)
+            assert not torch.equal(p, torch.arange(float(numel)))
+            for looking in (alias, torch.from_numpy(array)):
+                assert torch.equal(looking, p) is follows
+                assert torch.equal(looking, torch.arange(float(numel))) is not follows
+
+    run_ranks(work, 2)
