@@ -318,7 +318,7 @@ OBJECTS = [
     ),
     Wrong("a GradScaler", scale_by_a_grad_scaler, Refused(RuntimeError, "GradScaler")),
     Wrong("a scheduler of another optimizer", schedule_another_optimizer, Right()),
-    Wrong("a string for a learning rate", not_a_number, Refused(TypeError, "", ends=True)),
+    Wrong("a string for a learning rate", not_a_number, Refused(TypeError, "multiply sequence", ends=True)),
     Wrong(
         "construction under inference_mode",
         lambda work: torch.inference_mode()(construct())(work),
@@ -868,7 +868,7 @@ COPIES = [
     Wrong(
         "pickle of its scheduler",
         lambda work: pickle.dumps(torch.optim.lr_scheduler.StepLR(work.optimizer, 1)),
-        Refused(TypeError, "got the LowLevelZeroOptimizer itself|local object|pickle"),
+        NO_COPY,
     ),
     Wrong("copy.deepcopy of its model", copy_the_model, Right(nothing)),
     Wrong("torch.save of its model", save_the_model, Right(nothing)),
