@@ -26,8 +26,8 @@ from .state import Pinned, State, described, load_whole_state_dict, whole_state_
 # What a plain optimizer's state dict doesn't have, and doesn't mind.
 EXTRAS = "lowlevel_zero"
 OTHER_PLANS = "other_plans"
-# Whether parameters travelled in fp8, so that they are more than their dtype's rounding away from their masters. What
-# was saved without it may be of such a run.
+# Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
+# say so counts as of a run without: a model that went on elsewhere has many numbers that fp8 has, by chance.
 FP8 = "fp8"
 
 SETTINGS = "settings"
@@ -93,7 +93,7 @@ class StateMethods:
             if not self._families.several:
                 lines += described(state_dict)
         extras = state_dict.get(EXTRAS) or {}
-        load_whole_state_dict(self.optim, self._parameters, state_dict, extras.get(FP8, True))
+        load_whole_state_dict(self.optim, self._parameters, state_dict, extras.get(FP8, False))
         if self._scaler is not None and extras.get("loss_scale") is not None:
             self._scaler.load_state_dict(extras["loss_scale"])
         if self._families.idle:
@@ -176,7 +176,7 @@ class StateMethods:
             if record in masters:
                 whole = record.p32.new_zeros(record.split.slice_size)
                 whole[: len(masters[record])].copy_(masters[record])
-                record.offer_master(whole, settings.get(FP8, True))
+                record.offer_master(whole, settings.get(FP8, False))
 
     def sharded_state(self, names: Mapping[Tensor, str] | None = None) -> ShardedState:
         """The optimizer's state by global ``names`` of its parameters; None: by those it has for messages.

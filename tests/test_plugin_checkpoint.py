@@ -187,6 +187,25 @@ def test_a_stale_master_is_left(tmp_path: Path) -> None:
     run_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_masters_of_a_run_that_sent_fp8_come_back_in_one_that_does_not(tmp_path: Path, shard: bool) -> None:
+    def wide(seed: int, **options: Any) -> Pair:
+        model, booster = model_of(seed, width=50), Booster(plugin=ours(stage=2, precision="bf16", **options))
+        boosted, wrapped, *_ = booster.boost(model, adamw(groups_of(model)))
+        return Pair(booster, boosted, wrapped)
+
+    def rank(rank: int, world_size: int) -> None:
+        one, other = wide(0, fp8_communication=True), wide(1)
+        one.train(rank, 0, 2)
+        expected = masters(one)
+        assert any(not torch.equal(record.row, record.p32.bfloat16()) for record in one.optimizer._parameters)
+        save(one, tmp_path, shard)
+        load(other, tmp_path)
+        check_equal(expected, masters(other))
+
+    run_ranks(rank, 2)
+
+
 def test_loading_a_model_refreshes_the_masters(tmp_path: Path) -> None:
     def rank(rank: int, world_size: int) -> None:
         torch.save(model_of(1).state_dict(), tmp_path / "model.pt") if rank == 0 else None

@@ -167,7 +167,7 @@ class ShardedParameter:
 
         So its low bits come back whether the model is loaded before or after, and one that isn't the model's any
         more (trained on elsewhere, by an optimizer that carried it along) does no harm. ``fp8``: the run that saved it
-        sent parameters in fp8, or may have.
+        sent parameters in fp8.
         """
         if not self.shares_storage:
             self._offered = Known(master.to(self.p32), fp8 or self.fp8)

@@ -88,7 +88,7 @@ class WholeCheckpoint:
             EXTRAS: {
                 "loss_scale": settings["loss_scale"],
                 "plan": self._plan(settings),
-                FP8: settings.get("options", {}).get("fp8_communication", True),
+                FP8: settings.get("options", {}).get("fp8_communication", False),
             },
         }
 
