@@ -208,7 +208,7 @@ class Training:
 
     def resume(self) -> Path | None:
         """Go on from the newest checkpoint, which is returned, if that is wanted and there is one."""
-        newest = latest(self.options.checkpoint_dir) if self.options.resume else None
+        newest = latest(self.options.checkpoint_dir, group=dist.group.WORLD) if self.options.resume else None
         if newest is not None:
             extra = load_checkpoint(newest, self.model, self.optimizer, scheduler=self.schedule)
             self.options.check_same_run(newest, extra)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .communication.collectives import ShardGroup
 from .construction import CONSTRUCT, agree
+from .module_names import own_names
 from .options import ZeroOptions
 
 _KEYWORD = "pg_to_param_list"
@@ -86,7 +87,8 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
     """
     if pg_to_param_list is None:
         return NOTHING_APART
-    known: dict[Tensor, str] = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    parameters = set() if model is None else set(model.parameters())
+    known = {tensor: name for tensor, name in own_names(model).items() if tensor in parameters}
     known.update(names)
     group_of = _groups_by_parameter(pg_to_param_list, dp, known)
     in_order = [group_of[p] for p in (*names, *known) if p in group_of]

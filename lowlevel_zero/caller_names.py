@@ -133,17 +133,19 @@ class CallerNames:
         param_groups: Sequence[Mapping[str, Any]],
         shards: Iterable[Mapping[Any, State]],
         loss_scale: Mapping[str, Any] | None = None,
+        fp8: bool = False,
     ) -> None:
         """Load what ``packed_groups()``, ``state_dict_shard()`` and ``loss_scale_state()`` gave; no communication.
 
-        Any number of ranks may have saved it. Without a ``loss_scale`` the present one stays.
+        Any number of ranks may have saved it. Without a ``loss_scale`` the present one stays. ``fp8``: parameters
+        travelled in fp8 in that run.
 
         Raises:
             ValueError: it is another optimizer's, or no loss scale; nothing has been changed then.
         """
         if loss_scale is not None:
             LossScaler().load_state_dict(loss_scale)
-        load_state_shards(self.optim, self._parameters, param_groups, shards)
+        load_state_shards(self.optim, self._parameters, param_groups, shards, fp8)
         if self._scaler is not None and loss_scale is not None:
             self._scaler.load_state_dict(loss_scale)
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .bookkeeping.storages import overlapping
 from .communication.collectives import ShardGroup
 from .communication.compression import check_fp8
+from .module_names import own_names
 from .optim.elementwise import MUON, full_name
 from .wrapping import WrappingOptimizer, alive
 
@@ -71,8 +72,8 @@ def check_matrices(optimizer: Optimizer, parameters: Sequence[Tensor], names: di
 
 
 def parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
-    """A name for each parameter of ``optimizer``: the model's, else its place in the param groups."""
-    of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    """A name for each parameter of ``optimizer``: the model's own, else its place in the param groups."""
+    of_model = own_names(model)
     return {
         p: of_model.get(p, f"param_groups[{at}]['params'][{place}]")
         for at, group in enumerate(optimizer.param_groups)
@@ -197,10 +198,9 @@ def describe(
             state = ", ".join(f"{key} {_shape(value)}" for key, value in optimizer.state.get(p, {}).items())
             kind = "trainable" if p.requires_grad else "frozen"
             yield f"parameter {names[p]} of group {at}: {kind}, {_shape(p)}" + (f", state {state}" if state else "")
-    if model is not None:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if family_of(tensor) == family:
-                yield f"tensor {name} of the model: {_shape(tensor)}"
+    for tensor, name in own_names(model).items():
+        if family_of(tensor) == family:
+            yield f"tensor {name} of the model: {_shape(tensor)}"
 
 
 def _shape(value: object) -> str:

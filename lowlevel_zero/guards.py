@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore
+from .module_names import own_names
 
 
 class Guard:
@@ -81,8 +82,7 @@ class Guard:
         """Raise if a parameter that was frozen when its group came isn't any more."""
         p = self._parameters.unfrozen()
         if p is not None:
-            named = self._model.named_parameters() if self._model is not None else ()
-            name = next((name for name, other in named if other is p), f"a {tuple(p.shape)} parameter")
+            name = own_names(self._model).get(p, f"a {tuple(p.shape)} parameter")
             raise RuntimeError(
                 f"{name}: expected it frozen, as it was when the optimizer was constructed, found "
                 "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every rank "

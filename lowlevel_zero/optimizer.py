@@ -225,8 +225,8 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             if self._options.forced_dtype is not None:
                 convert(optimizer, self._options.forced_dtype)
             sharding = Sharding(optimizer, self._parameters, self._options, names)
-            rest = sharding.untrained(model)
-        sharding.start_alike(rest)
+            sharding.include_untrained(model)
+        sharding.start_alike()
         with together(self._group, CONSTRUCT):
             sharding.take_slices()
             super().__init__(optimizer)

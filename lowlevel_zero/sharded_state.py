@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .families import Families, Family
 from .flat_shards import FlatShards, local_part
 from .loss_scaler import LossScaler
+from .module_names import matched
 from .optim.trial import NoTrial, first_states
 from .state import MASTER, SCALARS, State, in_group_order, is_slice, load_slices, own_state
 
@@ -258,6 +259,10 @@ class ShardedState:
 
     # ---- names ----
 
+    def own_names(self, saved: Iterable[str]) -> dict[str, str]:
+        """By name of a parameter as it was ``saved``, maybe with wrappers' attributes in it, its own."""
+        return matched(dict.fromkeys(saved), {name for names in self.group_names() for name in names})
+
     def _name(self, record: ShardedParameter) -> str:
         return self._names[record.p]
 
@@ -278,6 +283,20 @@ class ShardedState:
 
 
 _REMEDY = "build the optimizer with the groups that it was saved with"
+
+
+def renamed_settings(settings: Mapping[str, Any], own: Callable[[str], str]) -> State:
+    """The same settings with other names of parameters, ``own(name)``."""
+    groups = [{**group, "params": list(map(own, group["params"]))} for group in settings["param_groups"]]
+    states = {own(name): state for name, state in settings["states"].items()}
+    plan, *others = [_renamed_plan(plan, own) for plan in (settings["plan"], *settings.get("other_plans", ()))]
+    return {**settings, "param_groups": groups, "states": states, "plan": plan, "other_plans": others}
+
+
+def _renamed_plan(plan: Mapping[str, Any] | None, own: Callable[[str], str]) -> State | None:
+    if plan is None:
+        return None
+    return {**plan, **{key: list(map(own, plan[key])) for key in ("order", "repeats")}}
 
 
 def scale_as_numbers(scaler: LossScaler | None) -> State | None:

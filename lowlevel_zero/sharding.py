@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, Place, ShardedParameter
+from .bookkeeping.storages import memory_of
 from .options import ZeroOptions
 from .partition import EvenSplit
 from .state import slice_state
+
+_log = logging.getLogger("lowlevel_zero")
 
 
 class Sharding:
@@ -36,6 +41,7 @@ class Sharding:
         self._options = options
         self._known = len(parameters.groups)
         self._records: list[ShardedParameter] = []
+        self._left: list[tuple[int, int, str]] = []
         numbers = [len(family) for family in parameters.families]
         for at, settings in enumerate(optimizer.param_groups[self._known :], start=self._known):
             for p in settings["params"]:
@@ -43,16 +49,28 @@ class Sharding:
                     family = parameters.family_of(p)
                     self._records.append(self._record(p, Place(numbers[family], at, names[p], family)))
                     numbers[family] += 1
-        self._states = [list(_state_tensors(optimizer, record.p)) for record in self._records]
+        self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
+        for record in self._records:
+            self._alike[record.family].append(record.padded)
+        for record in self._records:
+            self._alike[record.family] += _state_tensors(optimizer, record.p)
 
     def _record(self, p: nn.Parameter, place: Place) -> ShardedParameter:
         ranks, options = self._parameters.shard_groups[place.family], self._options
         split = EvenSplit(p.numel(), ranks.size)
         fp8 = options.in_fp8(p.numel(), ranks.size)
-        return ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8)
+        before = memory_of(p)
+        record = ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8)
+        if record.address != before[0]:
+            self._left.append((*before, place.name))
+        return record
 
-    def untrained(self, model: nn.Module | None) -> list[Tensor]:
-        """What isn't sharded of these groups and of ``model``: buffers, and parameters that aren't trained."""
+    @torch.no_grad()
+    def include_untrained(self, model: nn.Module | None) -> None:
+        """Have the ranks start alike in buffers too, and parameters that aren't trained, of these groups and ``model``.
+
+        Warns of what looked at the memory of a trained one, which has left it.
+        """
         rest: dict[Tensor, None] = dict.fromkeys(
             p for settings in self._optimizer.param_groups[self._known :] for p in settings["params"]
         )
@@ -60,20 +78,27 @@ class Sharding:
             rest.update(dict.fromkeys(model.parameters()))
             rest.update(dict.fromkeys(model.buffers()))
         sharded = {record.p for record in self._records}
-        return [tensor for tensor in rest if tensor not in sharded]
+        others = [tensor for tensor in rest if tensor not in sharded]
+        left = next(self._left_by(others), None)
+        if left is not None and self._parameters.shard_groups[0].place == 0:
+            _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
+        for tensor in others:
+            self._alike[self._parameters.family_of(tensor)].append(_distinct(tensor.detach()))
+
+    def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
+        """Names of parameters that have left memory which one of ``others`` goes on looking at."""
+        left = sorted(self._left)
+        for start, stop in (memory_of(other) for other in others if other.layout == torch.strided):
+            at = bisect_left(left, (stop, 0, "")) - 1  # the last that begins before its end
+            if start < stop and at >= 0 and left[at][1] > start:
+                yield left[at][2]
 
     @torch.no_grad()
-    def start_alike(self, rest: Sequence[Tensor] = ()) -> None:
-        """Give all ranks that share a parameter, and what belongs to it of ``rest``, the first one's values and state.
-
-        Communicates, and does nothing else.
-        """
-        for family, ranks in enumerate(self._parameters.shard_groups):
-            own = [place for place, record in enumerate(self._records) if record.family == family]
-            ranks.broadcast([self._records[place].padded for place in own])
-            ranks.broadcast([value for place in own for value in self._states[place]])
-            others = [tensor for tensor in rest if self._parameters.family_of(tensor) == family]
-            ranks.broadcast([_distinct(tensor.detach()) for tensor in others])
+    def start_alike(self) -> None:
+        """Give all ranks that share a parameter the first one's values and state. Communicates, and no more."""
+        for ranks, tensors in zip(self._parameters.shard_groups, self._alike, strict=True):
+            ranks.broadcast(tensors)
+            tensors.clear()
 
     @torch.no_grad()
     def take_slices(self) -> None:
@@ -81,7 +106,6 @@ class Sharding:
         optimizer, parameters = self._optimizer, self._parameters
         for settings in optimizer.param_groups[self._known :]:
             parameters.move_to_new_group(list(settings["params"]))
-        self._states.clear()
         for record in self._records:
             record.make_master(precise=self._options.master_weights, on_host=self._options.cpu_offload)
             parameters.add(record)

@@ -206,7 +206,7 @@ def load_whole_state_dict(
     """Load a plain torch optimizer's state dict (or ``whole_state_dict``'s) into slices; no communication.
 
     Args:
-        fp8: it is, or may be, of a run whose parameters travelled in fp8.
+        fp8: it is of a run whose parameters travelled in fp8.
 
     Raises:
         TypeError: not a mapping.
@@ -221,12 +221,12 @@ def load_state_shards(
     parameters: ParameterStore,
     param_groups: Sequence[Mapping[str, Any]],
     shards: Iterable[Mapping[Any, State]],
-    fp8: bool = True,
+    fp8: bool,
 ) -> None:
     """Load whole states that come in pieces, by place; of each piece only slices are kept.
 
     Args:
-        fp8: they are, or may be, of a run whose parameters travelled in fp8.
+        fp8: they are of a run whose parameters travelled in fp8.
 
     Raises:
         ValueError: groups or shapes aren't this optimizer's; nothing has been changed then.

@@ -18,15 +18,16 @@ from .families import Families
 from .global_names import GlobalNames
 from .guards import Guard
 from .loss_scaler import LossScaler
+from .module_names import own_names
 from .options import ZeroOptions
-from .sharded_state import ShardedState, packed, scale_as_numbers, unpacked
+from .sharded_state import ShardedState, packed, renamed_settings, scale_as_numbers, unpacked
 from .state import Pinned, State, described, load_whole_state_dict, whole_state_dict
 
 # What a plain optimizer's state dict doesn't have, and doesn't mind.
 EXTRAS = "lowlevel_zero"
 OTHER_PLANS = "other_plans"
-# Whether parameters travelled in fp8, so that they are more than their dtype's rounding away from their masters. What
-# was saved without it may be of such a run.
+# Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
+# say so counts as of a run without: a model that went on elsewhere has many numbers that fp8 has, by chance.
 FP8 = "fp8"
 
 SETTINGS = "settings"
@@ -38,7 +39,13 @@ _SAVED = Alike(
 
 
 class StateMethods:
-    """``state_dict``, ``sharded_state_dict`` and their inverses."""
+    """``state_dict``, ``sharded_state_dict`` and their inverses.
+
+    Attributes:
+        runs: for checkpoints in files: the run that this optimizer is of, and then those that it went on from.
+    """
+
+    runs: tuple[str, ...] = ()
 
     optim: Optimizer
     _model: nn.Module | None
@@ -86,7 +93,7 @@ class StateMethods:
             if not self._families.several:
                 lines += described(state_dict)
         extras = state_dict.get(EXTRAS) or {}
-        load_whole_state_dict(self.optim, self._parameters, state_dict, extras.get(FP8, True))
+        load_whole_state_dict(self.optim, self._parameters, state_dict, extras.get(FP8, False))
         if self._scaler is not None and extras.get("loss_scale") is not None:
             self._scaler.load_state_dict(extras["loss_scale"])
         if self._families.idle:
@@ -137,7 +144,11 @@ class StateMethods:
         size = getattr(saved.get(SETTINGS), "size", None)
         if size is None:
             raise ValueError(f"metadata: expected {prefix}{SETTINGS}, which sharded_state_dict() saved, found none")
-        return {**sharded.templates(saved), SETTINGS: torch.empty(size, dtype=torch.uint8)}
+        names = sharded.own_names(full.rpartition(".")[0] for full in saved)
+        as_saved = {_renamed(full, names): full for full in saved}
+        templates = sharded.templates({own: saved[full] for own, full in as_saved.items()})
+        found = {as_saved[own]: template for own, template in templates.items()}
+        return {**found, SETTINGS: torch.empty(size, dtype=torch.uint8)}
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -150,20 +161,22 @@ class StateMethods:
         """
         if SETTINGS not in state_dict:
             raise ValueError(f"state_dict: expected sharded_state_dict()'s, got one without {SETTINGS!r}")
-        settings = _unframed(state_dict[SETTINGS])
         sharded = self.sharded_state()
-        _check_shapes(sharded.shapes(), settings["shapes"])
+        settings = _unframed(state_dict[SETTINGS])
+        names = sharded.own_names(name for group in settings["param_groups"] for name in group["params"])
+        settings = renamed_settings(settings, names.__getitem__)
+        _check_shapes(sharded.shapes(), {names[name]: shape for name, shape in settings["shapes"].items()})
         sharded.check(settings)
         self.zero_grad()
         without = {SETTINGS, *settings["absent"]}
-        tensors = {name: tensor for name, tensor in state_dict.items() if name not in without}
+        tensors = {_renamed(full, names): tensor for full, tensor in state_dict.items() if full not in without}
         sharded.load(tensors, settings)
         masters = sharded.masters(tensors)
         for record in self._parameters:
             if record in masters:
                 whole = record.p32.new_zeros(record.split.slice_size)
                 whole[: len(masters[record])].copy_(masters[record])
-                record.offer_master(whole, settings.get(FP8, True))
+                record.offer_master(whole, settings.get(FP8, False))
 
     def sharded_state(self, names: Mapping[Tensor, str] | None = None) -> ShardedState:
         """The optimizer's state by global ``names`` of its parameters; None: by those it has for messages.
@@ -179,13 +192,19 @@ class StateMethods:
 
     def _own_names(self) -> dict[Tensor, str]:
         """The names of the groups' parameters, frozen ones included."""
-        of_model = {p: name for name, p in self._model.named_parameters()} if self._model is not None else {}
+        of_model = own_names(self._model)
         names: dict[Tensor, str] = {}
         for at, members in enumerate(self._parameters.groups):
             for place, p in enumerate(members):
                 record = self._parameters.find(p)
                 names[p] = of_model.get(p, f"param_groups[{at}]['params'][{place}]") if record is None else record.name
         return names
+
+
+def _renamed(full: str, names: Mapping[str, str]) -> str:
+    """``<name>.<key>`` with the parameter's other name."""
+    name, _, key = full.rpartition(".")
+    return f"{names.get(name, name)}.{key}"
 
 
 def _framed(data: bytes, groups: Sequence[Sequence[str]]) -> Tensor:

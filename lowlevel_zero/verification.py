@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .bookkeeping.parameter_store import ParameterStore
 from .communication.collectives import ShardGroup
 from .families import Families
+from .module_names import own_names
 
 # Elements that are multiplied at a time; the products take 8 bytes each.
 _CHUNK = 2**20
@@ -41,10 +42,8 @@ class VerifyMethods:
             RuntimeError: the first parameter that differs, and on which ranks; on all of them.
         """
         self._families.finish_gathers()
-        names = self._own_names()
-        if self._model is not None:
-            names |= {p: name for name, p in self._model.named_parameters()}
-            names |= {each: name for name, each in self._model.named_buffers() if buffers}
+        of_model = own_names(self._model).items()
+        names = self._own_names() | {p: name for p, name in of_model if buffers or isinstance(p, nn.Parameter)}
         by_family: list[dict[Tensor, str]] = [{} for _ in self._parameters.shard_groups]
         for each, name in names.items():
             by_family[self._parameters.family_of(each)][each] = name

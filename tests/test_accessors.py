@@ -33,7 +33,8 @@ from lowlevel_zero.accessors import (
 )
 from lowlevel_zero.communication.collectives import ShardGroup
 from tests.support.grid import Grid
-from tests.support.oracle import Run, _summed_gradients, build, groups, loss_of
+from tests.support.judging import mistakes
+from tests.support.oracle import Run, adamw, build, groups, loss_of, summed_gradients
 from tests.support.ranks import run_ranks
 
 STAGES = [False, True]
@@ -74,10 +75,6 @@ def train(optimizer: LowLevelZeroOptimizer, model: nn.Module, run: Run, steps: i
         optimizer.zero_grad()
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
 def without_padding(slices: list[Tensor], p: Tensor) -> Tensor:
     """What ranks' slices are together, in ``p``'s shape; padding must be zeros."""
     flat = torch.cat(slices)
@@ -116,7 +113,8 @@ def check_gradients(run: Run, tolerance: float) -> None:
     ranks = run_ranks(read_gradients, run.world_size, run)
     model = build(run)
     model.load_state_dict(ranks[0].weights)
-    sums = _summed_gradients(model, run, STEPS)
+    sums = summed_gradients(model, run, STEPS)
+    check_mistakes_show(model, run, STEPS, tolerance)
     for name, p in model.named_parameters():
         for seen in ranks:
             full, single = seen.full[name], seen.single[name]
@@ -128,11 +126,25 @@ def check_gradients(run: Run, tolerance: float) -> None:
             assert full.dtype == single.dtype == torch.float32
             assert full.shape == p.shape
             assert torch.equal(full, single)
-            expected = (sums[p] / run.world_size).float()
-            torch.testing.assert_close(full, expected, atol=tolerance, rtol=tolerance, msg=name)
+            off = off_by((sums[p] / run.world_size).float(), full)
+            assert off <= tolerance, f"{name} is off by {off:.2g} of itself"
         if p in sums and p.numel():
             slices = [seen.local[name] for seen in ranks]
             assert torch.equal(without_padding(slices, p), ranks[0].full[name]), name  # type: ignore[arg-type]
+
+
+def off_by(expected: Tensor, got: Tensor) -> float:
+    """As a share of the expected values."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def check_mistakes_show(model: nn.Module, run: Run, step: int, tolerance: float) -> None:
+    """A rank left out, a factor 2, a lost micro-batch: each is ten tolerances off in some parameter."""
+    sums = summed_gradients(model, run, step)
+    for what, wrong in mistakes(run).items():
+        others = summed_gradients(model, wrong, step)
+        farthest = max(off_by(total, others[p]) for p, total in sums.items() if p.numel())
+        assert wrong.steps != run.steps or farthest > 10 * tolerance, f"the tolerance would hide it: {what}"
 
 
 WAYS: dict[str, Run] = {
@@ -148,14 +160,14 @@ WAYS: dict[str, Run] = {
 @both_stages
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_one_process_s(way: str, stage_2: bool) -> None:
-    check_gradients(WAYS[way].with_options(partition_grad=stage_2), 2e-6)
+    check_gradients(WAYS[way].with_options(partition_grad=stage_2), 1e-5)
 
 
 @both_stages
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_sixteen_bits_are_unscaled(dtype: torch.dtype, stage_2: bool) -> None:
     options = {"partition_grad": stage_2, "initial_scale": 2.0**10}
-    check_gradients(Run(2, micro_batches=2, drop=one_each, dtype=dtype, options=options), 2e-2)
+    check_gradients(Run(2, micro_batches=2, drop=one_each, dtype=dtype, options=options), 2 * torch.finfo(dtype).eps)
 
 
 @both_stages
@@ -294,7 +306,7 @@ def test_a_write_between_forward_and_backward_is_noticed() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_are_the_state_dict_s(dtype: torch.dtype, options: dict[str, Any]) -> None:
     def rank(rank: int, world_size: int) -> dict[str, Any]:
-        run = Run(dtype=dtype, drop=always_the_second, options=options)
+        run = Run(dtype=dtype, drop=always_the_second, optimizer=adamw, options=options)
         model, optimizer = wrapped(run)
         named = dict(model.named_parameters())
         assert set(full_optimizer_states(model, "exp_avg").values()) == {None}
@@ -330,7 +342,7 @@ def test_states_are_the_state_dict_s(dtype: torch.dtype, options: dict[str, Any]
 def test_a_state_that_is_set_is_stepped_with() -> None:
     def rank(rank: int, world_size: int) -> None:
         for offload in (False, True):
-            run = Run(optimizer=momentum, options={"cpu_offload": offload})
+            run = Run(options={"cpu_offload": offload})
             model, optimizer = wrapped(run)
             train(optimizer, model, run, 1, rank)
             p, q = model.inward, model.outward.weight
@@ -352,7 +364,7 @@ def test_a_state_that_is_set_is_stepped_with() -> None:
 
 def test_numbers_are_set_alike() -> None:
     def rank(rank: int, world_size: int) -> None:
-        model, optimizer = wrapped(Run())
+        model, optimizer = wrapped(Run(optimizer=adamw))
         train(optimizer, model, Run(), 1, rank)
         p = model.scale
         safe_set_full_optimizer_state(p, torch.tensor(7.0), "step")
@@ -423,10 +435,13 @@ def test_many_take_one_message_and_a_fifth_of_the_time(what: str, monkeypatch: p
         batched[what]()  # what backward has left under way is nobody's time
         counts, times = [], []
         for read in (batched[what], lambda: [single[what](p) for p in model.parameters()]):
-            sizes.clear()
-            start = time.perf_counter()
-            values = read()
-            times.append(time.perf_counter() - start)
+            taken = []
+            for _ in range(3):
+                sizes.clear()
+                start = time.perf_counter()
+                values = read()
+                taken.append(time.perf_counter() - start)
+            times.append(min(taken))  # a busy machine only ever adds
             counts.append(len(sizes))
             assert len(values) == 200
         return times, counts
@@ -558,8 +573,8 @@ def test_ranks_that_call_different_things_are_told_so() -> None:
 
 def test_what_one_rank_refuses_all_refuse_and_nothing_changes() -> None:
     def rank(rank: int, world_size: int) -> list[str]:
-        model, optimizer = wrapped(Run(dtype=torch.bfloat16))
-        run = Run(dtype=torch.bfloat16)
+        run = Run(dtype=torch.bfloat16, optimizer=adamw)
+        model, optimizer = wrapped(run)
         train(optimizer, model, run, 1, rank)
         backward(optimizer, model, run, 1, rank)
         p = model.inward
@@ -651,7 +666,7 @@ def test_a_hook_can_not_read_gradients() -> None:
 
 @pytest.mark.parametrize("form", ["pair", "hybrid"])
 def test_values_over_two_levels(form: str) -> None:
-    run = Run(4, dtype=torch.bfloat16, drop=one_each)
+    run = Run(4, dtype=torch.bfloat16, drop=one_each, optimizer=adamw)
 
     def rank(rank: int, world_size: int) -> Seen:
         options = Grid.of(rank, (2, 2)).options(form)
@@ -670,11 +685,12 @@ def test_values_over_two_levels(form: str) -> None:
     ranks = run_ranks(rank, 4)
     model = build(run)
     model.load_state_dict(ranks[0].weights)
-    sums = _summed_gradients(model, run, 1)
+    sums = summed_gradients(model, run, 1)
+    check_mistakes_show(model, run, 1, 2 * torch.finfo(run.dtype).eps)
     for name, p in model.named_parameters():
         for seen in ranks:
             assert torch.equal(seen.weights[name], ranks[0].weights[name])
             if p in sums and p.numel():
-                torch.testing.assert_close(seen.full[name], sums[p] / 4, atol=2e-2, rtol=2e-2, msg=name)
+                assert off_by(sums[p] / 4, seen.full[name]) <= 2 * torch.finfo(run.dtype).eps, name
             else:
                 assert seen.full[name] is None

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
 from tests.support.internals import as_on_a_device, with_and_without_detection
-from tests.support.oracle import check_close
+from tests.support.oracle import check_close, worst
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
@@ -57,6 +57,17 @@ class Alone:
 
     def no_sync(self, optimizer: Any) -> Any:
         return nullcontext()
+
+
+class Mistaken(Alone):
+    """Leaves the last rank out of every sum; where there is only one, counts it twice."""
+
+    def mean(self, of: Callable[[int], Any]) -> Any:
+        shares = [of(rank) for rank in self.ranks]
+        counted = shares[:-1] or shares * 2
+        if isinstance(shares[0], tuple):
+            return tuple(torch.stack(each).sum(0) / len(shares) for each in zip(*counted, strict=True))
+        return torch.stack(counted).sum(0) / len(shares)
 
 
 class Together(Alone):
@@ -103,6 +114,8 @@ def check(script: Script, world_size: int = 2, tolerance: float = 2e-6, **option
     expected = parameters_of(script(Alone(world_size, options.get("clip", 0.0))))
     for ranks in zip(*run_ranks(with_and_without_detection(train), world_size, timeout=TIMEOUT), strict=True):
         check_close(expected, ranks, tolerance)
+    mistaken = parameters_of(script(Mistaken(world_size, options.get("clip", 0.0))))
+    assert worst(expected, mistaken)[0] > 100 * tolerance, "a mistake would pass"
 
 
 def net(seed: int = 0, layers: int = 4, width: int = 5) -> nn.Sequential:
@@ -319,7 +332,7 @@ def counted(name: str) -> Iterator[list[int]]:
 def two_losses(side: Alone) -> nn.Module:
     """They share a trunk, and one of the heads each."""
     model = net()
-    optimizer = side.wrap(adamw(model), model)
+    optimizer = side.wrap(momentum(model), model)
 
     def losses(step: int) -> Callable[[int], tuple[Tensor, Tensor]]:
         def both(rank: int) -> tuple[Tensor, Tensor]:

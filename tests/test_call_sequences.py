@@ -17,10 +17,24 @@ import torch.distributed.tensor  # here once, not in every forked rank
 from hypothesis import HealthCheck, given, settings
 from hypothesis import Phase as Stage
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.ranks import run_ranks
-from tests.support.sequences import MOST_RANKS, NOTHING, Alone, Call, Case, Left, Phase, Seen, Told, Weight, play_rank
+from tests.support.sequences import (
+    MOST_RANKS,
+    NOTHING,
+    OPTIMIZERS,
+    Alone,
+    Call,
+    Case,
+    Left,
+    Net,
+    Phase,
+    Seen,
+    Told,
+    Weight,
+    play_rank,
+)
 
 MANY = int(os.environ.get("LOWLEVEL_ZERO_EXAMPLES", "2000"))
 PLAIN = [torch.float32, torch.float64]
@@ -162,10 +176,15 @@ def check(case: Case) -> None:
 def compare(case: Case, expected: Seen, got: Seen) -> None:
     for one, other in zip(expected.told, got.told, strict=True):
         compare_told(case, one, other)
-    compare_values(case, expected.parameters, got.parameters, "parameter")
+    start = dict(Net(case, 0).named_parameters())
     for name, value in expected.parameters.items():
+        way = largest(value.double() - start[name].detach().double())
+        compare_values(case, value, got.parameters[name], f"parameter {name}", way, roundings=2)
         if value.numel():  # empty ones are never stepped
-            compare_values(case, expected.states.get(name, {}), got.states.get(name, {}), f"state of {name}:")
+            theirs, ours = (seen.states.get(name, {}) for seen in (expected, got))
+            assert theirs.keys() == ours.keys(), name
+            for key, state in theirs.items():
+                compare_values(case, state, ours[key], f"state of {name}, {key}", largest(state))
 
 
 def compare_told(case: Case, expected: Told, got: Told) -> None:
@@ -174,20 +193,71 @@ def compare_told(case: Case, expected: Told, got: Told) -> None:
         if one is None or other is None:
             assert one is other or expected.name == "losses", f"{expected.name}, {at}"
         else:
-            compare_values(case, {f"{at}": one}, {f"{at}": other}, expected.name)
+            compare_values(case, one, other, f"{expected.name} {at}", largest(one))
 
 
-def compare_values(case: Case, expected: dict[str, Tensor], got: dict[str, Tensor], what: str) -> None:
-    assert expected.keys() == got.keys()
-    close = {"rtol": 0.05, "atol": 0.05} if case.coarse else {"rtol": 1e-4, "atol": 1e-5}
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            got[name].double(),
-            value.double(),
-            **close,
-            equal_nan=True,
-            msg=lambda text, name=name: f"{what} {name}: {text}",
-        )
+def largest(tensor: Tensor) -> float:
+    return float(tensor.double().abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
+
+
+def compare_values(case: Case, expected: Tensor, got: Tensor, what: str, size: float, roundings: float = 0) -> None:
+    """Off by no more than a share of ``size``, and so many ``roundings`` of the numbers themselves."""
+    share, least = (0.03, 1e-3) if case.coarse else (1e-5, 1e-6)
+    within = share * size + least + roundings * largest(expected) * torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(
+        got.double(),
+        expected.double(),
+        rtol=0,
+        atol=within,
+        equal_nan=True,
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+# ---- what the judgement is worth ----
+
+
+class Doubling(Alone):
+    def _gradient(self, p: nn.Parameter) -> Tensor | None:
+        gradient = super()._gradient(p)
+        return None if gradient is None else 2 * gradient
+
+
+class LeavingARankOut(Alone):
+    def _backward(self, call: Call, place: int, rank: int) -> None:
+        if rank < self.ranks - 1:
+            super()._backward(call, place, rank)
+
+
+class LosingABackward(Alone):
+    def _backward(self, call: Call, place: int, rank: int) -> None:
+        if place > 0:
+            super()._backward(call, place, rank)
+
+
+class SkippingAStep(Alone):
+    skipped = False
+
+    def _step(self) -> None:
+        if self.skipped:
+            super()._step()
+        self.skipped = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mistaken", [Doubling, LeavingARankOut, LosingABackward, SkippingAStep])
+def test_a_mistake_is_seen_in_parameters_and_in_states(
+    mistaken: type[Alone], optimizer: str, dtype: torch.dtype
+) -> None:
+    step = (Call(), Call(), Call("step"), Call("zero_grad"))
+    phase = Phase((*step, *step), world_size=MOST_RANKS)
+    case = Case((Weight((2, 3), dtype), Weight((7,), dtype)), ((0,), (1,)), (phase,), optimizer)
+    expected, wrong = Alone(case).play(phase), mistaken(case).play(phase)
+    compare(case, expected, Alone(case).play(phase))
+    for mixed in (expected._replace(parameters=wrong.parameters), expected._replace(states=wrong.states)):
+        with pytest.raises(AssertionError, match="parameter|state"):
+            compare(case, expected, mixed)
 
 
 @drawn(60)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from lowlevel_zero.checkpoint.contents import LED_BY_ANY_RANK
+from lowlevel_zero.checkpoint.optimizers import LED_BY_ANY_RANK
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
 from tests.support.ranks import run_ranks
 

@@ -81,6 +81,7 @@ def killed_at_each_operation(folder: Path, save: Callable[[nn.Module, Any], Any]
         if fatal > 1:
             check()
         model, optimizer = start(1)
+        load_checkpoint(folder, model, optimizer)  # the run goes on
         fuse = Fuse(folder, fatal)
         fuse.light()
         save(model, optimizer)

@@ -49,6 +49,12 @@ def same(one: Tensor, other: Tensor, dtype: torch.dtype = torch.float32) -> None
     torch.testing.assert_close(one.detach().to(dtype), other.detach().to(dtype), **TOLERANCE[dtype])
 
 
+def same_gradient(one: Tensor, other: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """To a few roundings of its size: a factor 2, or a rank that is left out, is off by half of that."""
+    off = (one.detach().float() - other.detach().float()).norm() / one.detach().float().norm()
+    assert off <= max(2 * torch.finfo(dtype).eps, 1e-6)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stage_1_and_2_agree(world_size: int) -> None:
     def rank(rank: int, world_size: int) -> None:
@@ -72,7 +78,7 @@ def test_stage_1_and_2_agree(world_size: int) -> None:
             one, other = (optimizer.get_param_grad(p) for optimizer, p in zip(optimizers, pair, strict=True))
             assert (one is None) == (other is None)
             if one is not None and other is not None:
-                same(one, other)
+                same_gradient(one, other)
         for optimizer in optimizers:
             optimizer.step()
             optimizer._force_wait_all_gather()
@@ -106,7 +112,7 @@ def test_stage_1_is_ddp(dtype: torch.dtype, master_weights: bool) -> None:
             gradient = optimizer.get_param_grad(q)
             assert (p.grad is None) == (gradient is None)
             if p.grad is not None and gradient is not None:
-                same(p.grad, gradient, dtype)
+                same_gradient(p.grad, gradient, dtype)
         optimizer.step()
         reference.step()
         assert isinstance(optimizer.get_grad_norm(), float)

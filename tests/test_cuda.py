@@ -25,8 +25,9 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.offload import Offload
 from lowlevel_zero.communication import collectives
 from lowlevel_zero.communication.transport import Native
-from tests.support.numbers import DROPS, STAGES, adamw, check_movement, joined, momentum, share_of
-from tests.support.oracle import Odd, Run, check_close, emulate, train_alone, train_rank, train_sharded
+from tests.support.judging import check_run, check_share
+from tests.support.numbers import DROPS, STAGES, joined, share_of
+from tests.support.oracle import Odd, Result, Run, adamw, build, emulate, momentum, train_rank, train_sharded
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
@@ -70,8 +71,8 @@ def over_gloo(world_size: int, work: Callable[..., Any], *args: Any) -> None:
 
 WAYS: dict[str, dict[str, Any]] = {
     "adamw-clip": {"optimizer": adamw, "clip": 0.3},
-    "thrice-drop": {"optimizer": momentum, "micro_batches": 3, "drop": DROPS["different"]},
-    "bare-no_sync": {"optimizer": momentum, "micro_batches": 2, "bare": True, "no_sync": True},
+    "thrice-drop": {"micro_batches": 3, "drop": DROPS["different"]},
+    "bare-no_sync": {"micro_batches": 2, "bare": True, "no_sync": True},
 }
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -85,15 +86,16 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 def fp32_numbers(rank: int, world_size: int, run: Run) -> None:
     run = on_device(replace(run, world_size=world_size))
-    expected, norms = train_alone(run)
-    got, own = train_sharded(rank, world_size, run)
-    check_close(expected, [got], 1e-5)
-    assert own == pytest.approx(norms, rel=1e-4)
+    check_run(run, [train_sharded(rank, world_size, run)], 1e-5, 1e-4)
+
+
+def emulate_on_device(run: Run) -> Result:
+    masters, norms = emulate(on_device(run))
+    return {name: master.cpu() for name, master in masters.items()}, norms
 
 
 def sixteen_bit_numbers(rank: int, world_size: int, run: Run) -> None:
     run = replace(run, world_size=world_size)
-    expected, norms = emulate(on_device(run))
     trained = train_rank(rank, world_size, on_device(run))
     slices: list[Any] = [None] * world_size
     own = {name: master.cpu() for name, master in trained.masters().items()}
@@ -101,10 +103,9 @@ def sixteen_bit_numbers(rank: int, world_size: int, run: Run) -> None:
         dist.all_gather_object(slices, own)
     else:
         slices = [own]
-    on_host = {name: whole.cpu() for name, whole in expected.items()}
     share = max(share_of(run.dtype, world_size), 1e-5)
-    check_movement(run, on_host, joined(slices, on_host), share)
-    assert trained.norms == pytest.approx(norms, rel=share)
+    masters = joined(slices, dict(build(run).named_parameters()))
+    check_share(run, [(masters, trained.norms)], share, by=emulate_on_device)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -120,7 +121,7 @@ def test_fp32_is_the_oracle_s(stage: str, way: str, extra: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_sixteen_bits_are_the_oracle_s(stage: str, dtype: str, extra: str) -> None:
-    run = Run(dtype=getattr(torch, dtype), optimizer=momentum, micro_batches=2, clip=0.3)
+    run = Run(dtype=getattr(torch, dtype), micro_batches=2, clip=0.3)
     run = run.with_options(**STAGES[stage], **EXTRAS[extra], reduce_bucket_size=50, initial_scale=256.0)
     over_nccl(sixteen_bit_numbers, run)
     over_gloo(2, sixteen_bit_numbers, run)

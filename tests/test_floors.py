@@ -34,6 +34,7 @@ HOUSE = (
             "planning.state_sizes",
             "planning.text",
             "planning.pictures",
+            "module_names",
         ),
     ),
     ("floor 0, for those who watch", ("communication.progress", "communication.process_group", "later_read")),

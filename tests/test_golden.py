@@ -83,6 +83,22 @@ def test_format_1_loads_bit_for_bit_and_goes_on(world_size: int) -> None:
     assert run_ranks(load_all, world_size) == [[]] * world_size
 
 
+@pytest.mark.usefixtures("_compiler")
+def test_format_1_loads_into_what_is_wrapped_otherwise() -> None:
+    """The names in one of the two have wrappers' attributes in them."""
+
+    def load(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for kind, other in (("wrapped", "fp32"), ("fp32", "wrapped")):
+            saved = Saved.start(build(other, seed=5 + rank))
+            load_checkpoint(FORMAT_1 / kind, saved.model, saved.optimizer, scheduler=saved.scheduler)
+            wrong += compare(golden(kind)["saved"], saved.whole(), f"{kind} into {other}")
+        return wrong
+
+    assert run_ranks(load, 2) == [[]] * 2
+    assert any("_orig_mod" in name for name in read_manifest(FORMAT_1 / "wrapped").tensors)
+
+
 def test_whole_state_dicts_of_that_time_load() -> None:
     def load(rank: int, world_size: int) -> list[str]:
         wrong = []

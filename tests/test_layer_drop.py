@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, pairwise, product
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.internals import with_and_without_detection
-from tests.support.oracle import Odd, Run, batch, check_close, groups, train_alone, train_sharded
+from tests.support.judging import check_norms, check_run
+from tests.support.oracle import Odd, Result, Run, batch, check_close, groups, train_sharded
 from tests.support.ranks import run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -33,12 +35,16 @@ Rounds = Callable[[int, int], list[set[int] | None]]
 """``rounds(step, rank)``: for each backward of a rank in a step the layers that it drops; None: it uses nothing."""
 
 
+MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)  # which counts steps
+
+
 @dataclass(frozen=True)
 class Training:
     """A run whose ranks may differ in all that they use.
 
     ``bare``: by ``loss.backward()``, not called where a rank uses nothing; else by ``optimizer.backward``, which
-    then gets a loss that doesn't require grad.
+    then gets a loss that doesn't require grad. ``factor``: of losses, in runs that go wrong.
     """
 
     rounds: Rounds
@@ -49,19 +55,21 @@ class Training:
     weight_decay: float = 0.1
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
+    kind: Callable[..., torch.optim.Optimizer] = MOMENTUM
+    factor: float = 1.0
 
     def model(self) -> Odd:
         torch.manual_seed(0)
         return Odd().to(self.dtype)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups(model), lr=1e-2, weight_decay=self.weight_decay)
+        return self.kind(groups(model), weight_decay=self.weight_decay)
 
     def loss(self, model: nn.Module, step: int, at: int, rank: int, drop: set[int] | None) -> Tensor:
         x, y = batch(Run(dtype=self.dtype), step, at, rank)
         if drop is None:
             return x.sum()
-        loss: Tensor = (model(x, drop) - y).square().mean()
+        loss: Tensor = (model(x, drop) - y).square().mean() * self.factor
         return loss
 
     def wrap(self, model: nn.Module) -> LowLevelZeroOptimizer:
@@ -85,25 +93,29 @@ def backwards_alone(run: Training, model: nn.Module, step: int) -> None:
                 (run.loss(model, step, at, rank, drop) / run.world_size).backward()
 
 
-def alone(run: Training) -> dict[str, Tensor]:
+def alone(run: Training) -> Result:
     model = run.model()
     optimizer = run.optimizer(model)
+    norms = []
     for step in range(run.steps):
         backwards_alone(run, model, step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip if run.clip > 0 else float("inf"))
+        max_norm = run.clip if run.clip > 0 else float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
-    return parameters_of(model)
+    return parameters_of(model), norms
 
 
-def sharded(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
+def sharded(rank: int, world_size: int, run: Training) -> Result:
     model = run.model()
     optimizer = run.wrap(model)
+    norms = []
     for step in range(run.steps):
         run.backwards(model, optimizer, step, rank)
         optimizer.step()
+        norms.append(optimizer.get_grad_norm() or 0.0)
         optimizer.zero_grad()
-    return parameters_of(model)
+    return parameters_of(model), norms
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -113,8 +125,10 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 def check(run: Training, tolerance: float = 2e-6) -> None:
     """The oracle's numbers, whether the ranks find out beforehand what a backward will use or not."""
     both = run_ranks(with_and_without_detection(sharded), run.world_size, run, timeout=TIMEOUT)
+    expected, norms = alone(run)
     for ranks in zip(*both, strict=True):
-        check_close(alone(run), ranks, tolerance)
+        check_close(expected, [parameters for parameters, _ in ranks], tolerance)
+        check_norms(norms, [own for _, own in ranks], 1e-5)
 
 
 # What the ranks drop
@@ -166,8 +180,7 @@ def test_drop_with_clip(bare: bool, stage: str) -> None:
 def test_drop_under_accumulation(stage: str, no_sync: bool) -> None:
     run = Run(3, micro_batches=3, no_sync=no_sync, drop=lambda step, rank: {(step + rank) % LAYERS, 1})
     run = run.with_options(**STAGES[stage], reduce_bucket_size=40)
-    expected, _ = train_alone(run)
-    check_close(expected, [p for p, _ in run_ranks(train_sharded, 3, run, timeout=TIMEOUT)], 2e-6)
+    check_run(run, run_ranks(train_sharded, 3, run, timeout=TIMEOUT))
 
 
 def random_rounds(seed: int, bare: bool) -> Rounds:
@@ -194,12 +207,15 @@ def test_random_rounds(world_size: int, bare: bool) -> None:
 
 def test_the_pattern_matters() -> None:
     """The check above would show a layer that is stepped, or averaged, as if it hadn't been dropped."""
-    with pytest.raises(AssertionError, match="differs from the oracle"):
-        check_close(
-            alone(Training(PATTERNS["different"])), [alone(Training(lambda step, rank: [{step % LAYERS}]))], 2e-6
-        )
-    with pytest.raises(AssertionError, match="differs from the oracle"):
-        check_close(alone(Training(PATTERNS["total"])), [alone(Training(lambda step, rank: [{0, 1, 2}]))], 2e-6)
+    different, total = Training(PATTERNS["different"]), Training(PATTERNS["total"])
+    for right, wrong in (
+        (different, replace(different, rounds=lambda step, rank: [{step % LAYERS}])),
+        (total, replace(total, rounds=lambda step, rank: [{0, 1, 2}])),
+        (different, replace(different, factor=2.0)),
+        (different, replace(different, steps=4)),
+    ):
+        with pytest.raises(AssertionError, match="differs from the oracle by 0"):
+            check_close(alone(right)[0], [alone(wrong)[0]], 2e-6)
 
 
 # Who has used what: the numbers of rounds differ
@@ -220,7 +236,7 @@ def test_a_bare_backward_after_the_optimizer_s_own_on_one_rank_alone(world_size:
         return parameters_of(model)
 
     run = Training(lambda step, rank: [{1}, {2} if rank == 0 else None], world_size, steps=3, options=STAGES[stage])
-    check_close(alone(run), run_ranks(train, world_size, run, timeout=TIMEOUT), 2e-6)
+    check_close(alone(run)[0], run_ranks(train, world_size, run, timeout=TIMEOUT), 2e-6)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
@@ -240,7 +256,7 @@ def test_gradients_of_one_rank_alone_can_be_discarded(when: int, stage: str, set
         return parameters_of(model)
 
     run = Training(lambda step, rank: [set()], 2, steps=3, bare=True, options=STAGES[stage])
-    check_close(alone(run), run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
+    check_close(alone(run)[0], run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
@@ -261,7 +277,7 @@ def test_gradients_of_one_rank_alone_can_be_discarded_after_a_step_by_the_optimi
         return parameters_of(model)
 
     run = Training(lambda step, rank: [set()], 2, steps=3)
-    check_close(alone(run), run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
+    check_close(alone(run)[0], run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
 
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2"])
@@ -351,6 +367,7 @@ def test_a_layer_that_nobody_used_stays_bit_for_bit(world_size: int, stage: str,
         weight_decay=0.5,
         dtype=dtype,
         options=STAGES[stage],
+        kind=ADAMW,
     )
     for seen in run_ranks(train_and_watch, world_size, run, "layers.1", timeout=TIMEOUT):
         assert set(seen[0]) == {"layers.1.weight", "layers.1.bias"}
@@ -390,7 +407,7 @@ def test_a_layer_that_was_never_used_is_not_in_the_state_dict() -> None:
 
 @over_stages
 def test_what_one_rank_used_moves_on_all(stage: str) -> None:
-    run = Training(lambda step, rank: [set() if rank == 1 else {2}], 3, steps=2, options=STAGES[stage])
+    run = Training(lambda step, rank: [set() if rank == 1 else {2}], 3, steps=2, options=STAGES[stage], kind=ADAMW)
     ranks = run_ranks(train_and_watch, 3, run, "layers.2.weight", timeout=TIMEOUT)
     for seen in ranks:
         for before, after in pairwise(seen):

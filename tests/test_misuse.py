@@ -24,7 +24,7 @@ from torch.nn.utils import prune
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import safe_get_full_fp32_param
 from lowlevel_zero.checkpoint import save_checkpoint
-from tests.support.misuse import Alone, Doing, Refused, Right, Work, Wrong, adam, net, nothing, try_out
+from tests.support.misuse import Alone, Doing, Refused, Right, Work, Wrong, adam, momentum, net, nothing, try_out
 from tests.support.ranks import run_ranks
 
 # ---- calls in a wrong order ----
@@ -312,13 +312,13 @@ OBJECTS = [
         lambda work: LowLevelZeroOptimizer(work.optimizer, model=work.model),
         Refused(TypeError, "wrap each optimizer once"),
     ),
-    Wrong("an optimizer that another one wraps", wrap_again, Refused(TypeError, "AdamW .* wrap each optimizer once")),
+    Wrong("an optimizer that another one wraps", wrap_again, Refused(TypeError, "SGD .* wrap each optimizer once")),
     Wrong(
         "two optimizers over one model", train_by_two, Refused(RuntimeError, "0.weight: .* found another", ends=True)
     ),
     Wrong("a GradScaler", scale_by_a_grad_scaler, Refused(RuntimeError, "GradScaler")),
     Wrong("a scheduler of another optimizer", schedule_another_optimizer, Right()),
-    Wrong("a string for a learning rate", not_a_number, Refused(TypeError, "", ends=True)),
+    Wrong("a string for a learning rate", not_a_number, Refused(TypeError, "bad operand type", ends=True)),
     Wrong(
         "construction under inference_mode",
         lambda work: torch.inference_mode()(construct())(work),
@@ -572,7 +572,7 @@ RANKS = [
     ),
     Wrong(
         "load_state_dict for step",
-        instead(lambda work: work.optimizer.load_state_dict(adam(work.model).state_dict())),
+        instead(lambda work: work.optimizer.load_state_dict(momentum(work.model).state_dict())),
         different("load_state_dict"),
         Right(lambda work: work.optimizer.state.clear()),
     ),
@@ -645,7 +645,7 @@ RANKS = [
     Wrong(
         "a state dict that only the first rank has whole",
         load_otherwise,
-        Refused(ValueError, "the same state dict on every rank; rank 0 has .*exp_avg.* where rank 1 has"),
+        Refused(ValueError, "the same state dict on every rank; rank 0 has .*momentum_buffer.* where rank 1 has"),
         Right(nothing),
     ),
     Wrong(
@@ -868,7 +868,7 @@ COPIES = [
     Wrong(
         "pickle of its scheduler",
         lambda work: pickle.dumps(torch.optim.lr_scheduler.StepLR(work.optimizer, 1)),
-        Refused(TypeError, "got the LowLevelZeroOptimizer itself|local object|pickle"),
+        NO_COPY,
     ),
     Wrong("copy.deepcopy of its model", copy_the_model, Right(nothing)),
     Wrong("torch.save of its model", save_the_model, Right(nothing)),

@@ -18,8 +18,9 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.optim import muon
 from lowlevel_zero.optim.newton_schulz import adjusted_rate, newton_schulz, orthogonalise, rate_for
 from tests.support.grid import Grid
-from tests.support.numbers import DROPS, STAGES, check_movement, joined, masters_of
-from tests.support.oracle import Run, check_close, emulate, loss_of, train_alone, train_rank, train_sharded
+from tests.support.judging import check_run
+from tests.support.numbers import DROPS, STAGES, check_sixteen_bits
+from tests.support.oracle import Result, Run, loss_of, train_rank, train_sharded
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 if not hasattr(torch.optim, "Muon"):
@@ -59,9 +60,9 @@ def run_of(world_size: int = 2, dtype: torch.dtype = torch.float64, **settings: 
     return Run(world_size, steps=10, dtype=dtype, model=Matrices, optimizer=muon_of(), **settings)
 
 
-def alone(run: Run) -> tuple[dict[str, Tensor], list[float]]:
-    """The oracle, with as many threads as a rank has: bf16 products may differ with them."""
-    return run_ranks(lambda rank, world_size: train_alone(run), 1, init=False)[0]  # type: ignore[no-any-return]
+def check(run: Run, ranks: list[Result], tolerance: float = 1e-9, rel: float = 1e-9) -> None:
+    """Norms too: Muon's steps are the same whatever its gradients are multiplied with."""
+    check_run(run, ranks, tolerance, rel)
 
 
 # ---- the numbers: in fp64, where no sum over the ranks tips the rounding to bf16 that follows, they are exact ----
@@ -84,19 +85,14 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_all_settings_on_any_number_of_ranks(world_size: int, settings: str) -> None:
     stage = list(STAGES)[(world_size + len(settings)) % 3]
     run = replace(run_of(world_size, drop=DROPS["different"]), optimizer=muon_of(**SETTINGS[settings]))
-    expected, _ = alone(run)
-    ranks = run_ranks(train_sharded, world_size, run.with_options(**STAGES[stage]))
-    check_close(expected, [parameters for parameters, _ in ranks], 1e-9)
+    check(run, run_ranks(train_sharded, world_size, run.with_options(**STAGES[stage])))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_ways_to_get_gradients(stage: str, way: str) -> None:
     run = run_of(3, **WAYS[way]).with_options(reduce_bucket_size=40, **STAGES[stage])
-    expected, norms = alone(run)
-    ranks = run_ranks(train_sharded, 3, run)
-    check_close(expected, [parameters for parameters, _ in ranks], 1e-9)
-    assert ranks[0][1] == pytest.approx(norms, rel=1e-9)
+    check(run, run_ranks(train_sharded, 3, run))
 
 
 @pytest.mark.parametrize(
@@ -104,13 +100,13 @@ def test_all_ways_to_get_gradients(stage: str, way: str) -> None:
 )
 def test_options(options: dict[str, Any]) -> None:
     run = run_of(2, drop=DROPS["different"]).with_options(**options)
-    check_close(alone(run)[0], [parameters for parameters, _ in run_ranks(train_sharded, 2, run)], 1e-9)
+    check(run, run_ranks(train_sharded, 2, run))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_fp32_to_1e_5(world_size: int) -> None:
     run = replace(run_of(world_size, torch.float32), optimizer=muon_of(lr=1e-3)).with_options(partition_grad=True)
-    check_close(alone(run)[0], [parameters for parameters, _ in run_ranks(train_sharded, world_size, run)], 1e-5)
+    check(run, run_ranks(train_sharded, world_size, run), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -118,16 +114,13 @@ def test_sixteen_bits_over_fp32_masters(dtype: torch.dtype) -> None:
     """With gradients in fp32 on the wire: else its rounding is what would be seen."""
     run = run_of(2, dtype, drop=DROPS["different"], clip=0.3)
     run = run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
-    expected, _ = emulate(run)
-    ranks = run_ranks(masters_of, 2, run)
-    check_movement(run, expected, joined([slices for slices, _, _ in ranks], expected), 1e-2)
+    check_sixteen_bits(run, 1e-2)
 
 
 def test_small_batches_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(3, drop=DROPS["different"])
-    expected, _ = alone(run)
     monkeypatch.setattr(muon, "MOST", 1)
-    check_close(expected, [parameters for parameters, _ in run_ranks(train_sharded, 3, run)], 1e-9)
+    check(run, run_ranks(train_sharded, 3, run))
 
 
 def test_our_arithmetic_is_torch_s() -> None:
@@ -367,11 +360,11 @@ def test_two_levels_of_ranks(shape: tuple[int, int], form: str) -> None:
     world_size = shape[0] * shape[1]
     run = replace(run_of(world_size, drop=DROPS["different"]), steps=4)
 
-    def train(rank: int, world_size: int) -> dict[str, Tensor]:
+    def train(rank: int, world_size: int) -> Result:
         options = Grid.of(rank, shape).options(form)
-        return train_sharded(rank, world_size, run.with_options(**options))[0]
+        return train_sharded(rank, world_size, run.with_options(**options))
 
-    check_close(alone(run)[0], run_ranks(train, world_size), 1e-9)
+    check(run, run_ranks(train, world_size))
 
 
 def test_experts_are_orthogonalised_by_the_ranks_that_share_them() -> None:

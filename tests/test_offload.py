@@ -28,8 +28,20 @@ from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.stepping import Stepper
 from lowlevel_zero.streams import Mark, Streams
-from tests.support.numbers import DROPS, STAGES, adagrad, adamw, check_sixteen_bits, momentum, share_of
-from tests.support.oracle import Run, build, check_close, groups, loss_of, train_alone, train_rank, train_sharded
+from tests.support.judging import check_run, off_the_way
+from tests.support.numbers import DROPS, STAGES, adagrad, check_sixteen_bits, share_of
+from tests.support.oracle import (
+    Run,
+    Trained,
+    adamw,
+    build,
+    check_close,
+    groups,
+    loss_of,
+    momentum,
+    train_rank,
+    train_sharded,
+)
 from tests.support.ranks import run_ranks, run_ranks_expecting
 from tests.support.two_devices import DEVICE, HOST, TwoDevices
 
@@ -48,11 +60,7 @@ OFFLOADED = {"cpu_offload": True, "reduce_bucket_size": 50}
 @pytest.mark.parametrize(("way", "stage"), list(product(WAYS, STAGES)))
 def test_fp32(way: str, stage: str) -> None:
     run = Run(**WAYS[way]).with_options(**STAGES[stage], **OFFLOADED)
-    expected, norms = train_alone(run)
-    ranks = run_ranks(train_sharded, run.world_size, run)
-    check_close(expected, [parameters for parameters, _ in ranks], 2e-6)
-    for _, own in ranks:
-        assert own == pytest.approx(norms, rel=1e-5)
+    check_run(run, run_ranks(train_sharded, run.world_size, run))
 
 
 @pytest.mark.parametrize(
@@ -330,16 +338,19 @@ def test_gradients_can_be_looked_at_at_any_time(stage: int) -> None:
 def test_state_dicts_go_to_and_from_a_run_without(dtype: torch.dtype) -> None:
     run = Run(dtype=dtype, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2))
 
-    def continued(rank: int, saved: Any, weights: Any, offload: bool) -> dict[str, Tensor]:
+    def continued(rank: int, saved: Any, weights: Any, offload: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Masters at the start, and in the end."""
         model = build(run)
         optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, cpu_offload=offload)
         optimizer.load_state_dict(copy.deepcopy(saved))  # torch takes step counts as they are
         model.load_state_dict(weights)
+        trained = Trained(model, optimizer, [])
+        start = trained.masters()
         for step in range(2):
             optimizer.backward(loss_of(model, run, 10 + step, 0, rank))
             optimizer.step()
             optimizer.zero_grad()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return start, trained.masters()
 
     def work(rank: int, world_size: int) -> None:
         for offload in (False, True):
@@ -348,8 +359,10 @@ def test_state_dicts_go_to_and_from_a_run_without(dtype: torch.dtype) -> None:
             weights = {name: value.clone() for name, value in trained.model.state_dict().items()}
             assert any("master_param" in state for state in saved["state"].values()) == (dtype != torch.float32)
             assert all(group["fused"] is None for group in saved["param_groups"])
-            ends = [continued(rank, saved, weights, onto) for onto in (False, True)]
-            check_close(ends[0], [ends[1]], 1e-6 if dtype == torch.float32 else 2e-2)
+            (start, expected), (_, got) = (continued(rank, saved, weights, onto) for onto in (False, True))
+            # A step less, or gradients that are twice as large: a tenth of the way off or more.
+            off = off_the_way(start, expected, got)
+            assert off <= (1e-5 if dtype == torch.float32 else 1e-3), off
 
     run_ranks(work, 2)
 

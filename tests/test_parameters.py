@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication.collectives import ShardGroup
 from tests.support.oracle import Run, build, check_close, emulate, groups, loss_of, train_alone, train_rank
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
@@ -26,6 +25,11 @@ Parameters = dict[str, Tensor]
 
 def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+def momentum(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    """For numbers: unlike Adam, it feels a gradient that is wrong by a factor."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **options)
 
 
 def values(model: nn.Module) -> Parameters:
@@ -158,7 +162,7 @@ def test_tied_weights_are_one_parameter() -> None:
     def train(rank: int, world_size: int) -> tuple[bool, int, Parameters]:
         model = net(sizes=(4, 4, 4))
         model[1].weight = model[0].weight
-        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
+        optimizer = LowLevelZeroOptimizer(momentum(model.parameters()), model=model)
         for step in range(3):
             step_sharded(model, optimizer, step, rank)
         tied = model[1].weight is model[0].weight
@@ -166,7 +170,7 @@ def test_tied_weights_are_one_parameter() -> None:
 
     alone = net(sizes=(4, 4, 4))
     alone[1].weight = alone[0].weight
-    optimizer = adamw(alone.parameters())
+    optimizer = momentum(alone.parameters())
     for step in range(3):
         step_alone(alone, optimizer, step, 2)
     ranks = run_ranks(train, 2)
@@ -251,24 +255,11 @@ def test_a_deep_copy_of_the_model_is_a_model_of_its_own() -> None:
 # Frozen ones
 
 
-def count_bytes(optimizer_of: Callable[[], tuple[nn.Module, LowLevelZeroOptimizer]], rank: int) -> int:
-    """Bytes that the wires of one step hold."""
-    total = 0
-
-    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(group: ShardGroup, wire: Tensor, *how: Any) -> Any:
-            nonlocal total
-            total += wire.numel() * wire.element_size() * (wire.dim() > 0)
-            return collective(group, wire, *how)
-
-        return counted
-
+def traffic_of(optimizer_of: Callable[[], tuple[nn.Module, LowLevelZeroOptimizer]], rank: int) -> dict[str, int]:
+    """Bytes that one step sends, by what for."""
     model, optimizer = optimizer_of()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("reduce_scatter", "all_reduce", "all_gather"):
-            patch.setattr(ShardGroup, name, counting(getattr(ShardGroup, name)))
-        step_sharded(model, optimizer, 0, rank)
-    return total
+    step_sharded(model, optimizer, 0, rank)
+    return optimizer.traffic()
 
 
 @over_stages
@@ -284,33 +275,22 @@ def test_frozen_parameters_cost_neither_state_nor_traffic(stage: str) -> None:
         held = [*model[0].parameters(), *model[2].parameters()]
         return model, LowLevelZeroOptimizer(adamw(held), model=model, **STAGES[stage])
 
-    def look(rank: int, world_size: int) -> tuple[int, int, int, int]:
+    def look(rank: int, world_size: int) -> tuple[int, int, dict[str, int], dict[str, int]]:
         model, optimizer = with_frozen()
         frozen = values(model[1])
         step_sharded(model, optimizer, 0, rank)
         assert all(torch.equal(frozen[name], p) for name, p in model[1].named_parameters())
         slices = optimizer.get_working_to_master_map()
         held = sum(id(p) in slices for p in model[1].parameters())
-        return held, len(optimizer.state), count_bytes(with_frozen, rank), count_bytes(without, rank)
+        return held, len(optimizer.state), traffic_of(with_frozen, rank), traffic_of(without, rank)
 
+    trained = sum(
+        p.numel() for at, layer in enumerate(net(sizes=(4, 50, 50, 3))) for p in layer.parameters() if at != 1
+    )
     for held, states, traffic, least in run_ranks(look, 2):
         assert (held, states) == (0, 4)
-        assert 0 < traffic == least
-
-
-def test_traffic_is_counted_at_all() -> None:
-    def look(rank: int, world_size: int) -> list[int]:
-        def of(width: int) -> Callable[[], tuple[nn.Module, LowLevelZeroOptimizer]]:
-            def make() -> tuple[nn.Module, LowLevelZeroOptimizer]:
-                model = net(sizes=(4, width, 4))
-                return model, LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
-
-            return make
-
-        return [count_bytes(of(width), rank) for width in (4, 40)]
-
-    for few, many in run_ranks(look, 2):
-        assert many > 4 * few > 0
+        assert traffic == least
+        assert 0 <= traffic["gather"] - 4 * trained // 2 <= 128  # by which a row may be padded
 
 
 @over_stages
@@ -322,7 +302,7 @@ def test_freezing_and_thawing_in_mid_run_is_followed(bare: bool, stage: str) -> 
     def train(rank: int, world_size: int) -> Parameters:
         model = net()
         optimizer = LowLevelZeroOptimizer(
-            adamw(model.parameters(), weight_decay=0.5), model=model, reduce_bucket_size=20, **STAGES[stage]
+            momentum(model.parameters(), weight_decay=0.5), model=model, reduce_bucket_size=20, **STAGES[stage]
         )
         for step in range(5):
             thaw(model, step)
@@ -335,7 +315,7 @@ def test_freezing_and_thawing_in_mid_run_is_followed(bare: bool, stage: str) -> 
         return values(model)
 
     alone = net()
-    optimizer = adamw(alone.parameters(), weight_decay=0.5)
+    optimizer = momentum(alone.parameters(), weight_decay=0.5)
     for step in range(5):
         thaw(alone, step)
         step_alone(alone, optimizer, step, 3)
@@ -369,22 +349,22 @@ def test_what_was_frozen_can_be_thawed_and_added(stage: str) -> None:
     def train(rank: int, world_size: int) -> tuple[Parameters, list[int], int]:
         model = net()
         model[1].requires_grad_(False)
-        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, **STAGES[stage])
+        optimizer = LowLevelZeroOptimizer(momentum(model.parameters()), model=model, **STAGES[stage])
         for step in range(4):
             if step == 2:
                 model[1].requires_grad_(True)
-                optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 3e-2})
+                optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.1})
             step_sharded(model, optimizer, step, rank)
         saved = optimizer.state_dict()
         return values(model), [len(group["params"]) for group in saved["param_groups"]], len(saved["state"])
 
     alone = net()
     alone[1].requires_grad_(False)
-    optimizer = adamw([*alone[0].parameters(), *alone[2].parameters()])
+    optimizer = momentum([*alone[0].parameters(), *alone[2].parameters()])
     for step in range(4):
         if step == 2:
             alone[1].requires_grad_(True)
-            optimizer.add_param_group({"params": list(alone[1].parameters()), "lr": 3e-2})
+            optimizer.add_param_group({"params": list(alone[1].parameters()), "lr": 0.1})
         step_alone(alone, optimizer, step, 3)
     ranks = run_ranks(train, 3)
     check_close(values(alone), [parameters for parameters, _, _ in ranks], 2e-6)
@@ -404,7 +384,7 @@ WAYS_TO_ADD: dict[str, Callable[[nn.Module], Any]] = {
 def test_an_added_group_trains(stage: str, way: Callable[[nn.Module], Any]) -> None:
     def train(rank: int, world_size: int) -> Parameters:
         model = net(seed=rank)
-        optimizer = LowLevelZeroOptimizer(adamw(model[0].parameters()), model=model, **STAGES[stage])
+        optimizer = LowLevelZeroOptimizer(momentum(model[0].parameters()), model=model, **STAGES[stage])
         for step in range(4):
             if step == 2:
                 model.zero_grad()
@@ -413,7 +393,7 @@ def test_an_added_group_trains(stage: str, way: Callable[[nn.Module], Any]) -> N
         return {name: p for name, p in values(model).items() if name[0] in "02"}
 
     alone = net()
-    optimizer = adamw(alone[0].parameters())
+    optimizer = momentum(alone[0].parameters())
     for step in range(4):
         if step == 2:
             alone.zero_grad()
@@ -454,7 +434,7 @@ def test_a_group_can_be_added_between_backward_and_step(stage: str) -> None:
     def train(rank: int, world_size: int) -> Parameters:
         model = net()
         optimizer = LowLevelZeroOptimizer(
-            adamw(model[0].parameters()), model=model, reduce_bucket_size=1, **STAGES[stage]
+            momentum(model[0].parameters()), model=model, reduce_bucket_size=1, **STAGES[stage]
         )
         optimizer.backward(loss(model[:1], 0, rank))
         optimizer.add_param_group({"params": list(model[1].parameters())})
@@ -463,7 +443,7 @@ def test_a_group_can_be_added_between_backward_and_step(stage: str) -> None:
         return values(model)
 
     alone = net()
-    optimizer = adamw([{"params": alone[0].parameters()}, {"params": alone[1].parameters()}])
+    optimizer = momentum([{"params": alone[0].parameters()}, {"params": alone[1].parameters()}])
     torch.stack([loss(alone[:1], 0, rank) + loss(alone[:2], 1, rank) for rank in range(3)]).mean().backward()
     optimizer.step()
     check_close(values(alone), run_ranks(train, 3), 2e-6)
@@ -510,19 +490,19 @@ def test_adapters_of_a_frozen_model(stage: str, all_handed_over: bool) -> None:
 
     def train(rank: int, world_size: int) -> tuple[Parameters, int]:
         model = Adapted(seed=rank)
-        optimizer = LowLevelZeroOptimizer(adamw(held(model)), model=model, **STAGES[stage])
+        optimizer = LowLevelZeroOptimizer(momentum(held(model)), model=model, **STAGES[stage])
         for step in range(4):
             step_sharded(model, optimizer, step, rank)
         return values(model), optimizer.memory_held()["states"]
 
     alone = Adapted()
-    optimizer = adamw(held(alone))
+    optimizer = momentum(held(alone))
     for step in range(4):
         step_alone(alone, optimizer, step, 2)
     ranks = run_ranks(train, 2)
     check_close(values(alone), [parameters for parameters, _ in ranks], 2e-6)
     adapters = [p.numel() for p in alone.parameters() if p.requires_grad]
-    assert [states for _, states in ranks] == [sum(2 * 4 * (numel // 2) + 4 for numel in adapters)] * 2
+    assert [states for _, states in ranks] == [sum(4 * (numel // 2) for numel in adapters)] * 2
 
 
 def test_trainable_parameters_of_nobody_are_left_alone() -> None:
@@ -530,13 +510,13 @@ def test_trainable_parameters_of_nobody_are_left_alone() -> None:
 
     def train(rank: int, world_size: int) -> tuple[Parameters, Tensor]:
         model = net()
-        optimizer = LowLevelZeroOptimizer(adamw(model[:2].parameters()), model=model)
+        optimizer = LowLevelZeroOptimizer(momentum(model[:2].parameters()), model=model)
         step_sharded(model, optimizer, 0, rank)
         assert model[2].weight.grad is not None
         return values(model), model[2].weight.grad
 
     alone = net()
-    step_alone(alone, adamw(alone[:2].parameters()), 0, 2)
+    step_alone(alone, momentum(alone[:2].parameters()), 0, 2)
     ranks = run_ranks(train, 2)
     check_close(values(alone), [parameters for parameters, _ in ranks], 2e-6)
     for rank, (_, gradient) in enumerate(ranks):
@@ -585,7 +565,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 BEFORE: dict[str, Make] = {
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.3),
     "adamw": adamw,
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+    "momentum": momentum,
     "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.05, t0=0.0),
     "rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-2),
 }
@@ -701,7 +681,7 @@ EDITS = {"load_state_dict": load, "clamp": clamp, "data_clamp": clamp_data, "one
 def test_edits_of_an_fp32_model_are_followed(stage: str, edit: Callable[[nn.Module], None]) -> None:
     def train(rank: int, world_size: int) -> Parameters:
         model = net()
-        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, **STAGES[stage])
+        optimizer = LowLevelZeroOptimizer(momentum(model.parameters()), model=model, **STAGES[stage])
         for step in range(4):
             if step == 2:
                 edit(model)
@@ -709,7 +689,7 @@ def test_edits_of_an_fp32_model_are_followed(stage: str, edit: Callable[[nn.Modu
         return values(model)
 
     alone = net()
-    optimizer = adamw(alone.parameters())
+    optimizer = momentum(alone.parameters())
     for step in range(4):
         if step == 2:
             edit(alone)

@@ -30,21 +30,48 @@ from tests.support.boosting import (
     ddp,
     groups_of,
     model_of,
+    momentum,
     ours,
     theirs,
 )
+from tests.support.judging import off_the_way
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 # ---- numbers ----
 
 
-def trained(rank: int, world_size: int, make: Any, options: dict[str, Any], clip: float) -> dict[str, Tensor]:
-    pair = boost(make, **options)
-    pair.train(rank, 0, 5, clip)
+CLIP = 0.4  # in some steps norms are larger, in some they aren't: else factors would be clipped away
+
+
+def trained(
+    rank: int, world_size: int, make: Any, options: dict[str, Any], clip: float, steps: int = 5
+) -> dict[str, Tensor]:
+    pair = boost(make, momentum, **options)
+    pair.train(rank, 0, steps, clip)
     return pair.values()
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_a_mistake_is_farther_off_than_tolerances() -> None:
+    def rank(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+        right = trained(rank, world_size, ddp, {}, CLIP)
+        short = trained(rank, world_size, ddp, {}, CLIP, steps=4)
+        alone = trained(0, world_size, ddp, {}, CLIP)  # rank 0's data on both: rank 1 is left out
+        mean_square = nn.functional.mse_loss
+        wrong = boost(ddp, momentum)
+        for step in range(5):
+            x, y = batch(rank, step)
+            wrong.booster.backward(2 * mean_square(wrong.model(x), y), wrong.optimizer)
+            torch.nn.utils.clip_grad_norm_(wrong.model.parameters(), CLIP)
+            wrong.optimizer.step()
+            wrong.optimizer.zero_grad()
+        return [right, short, alone, wrong.values()]
+
+    right, *wrong = run_ranks(rank, 2)[0]
+    for each in wrong:
+        assert off_the_way(model_values(), right, each) > 10 * max(SHARES.values())
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_fp32_equals_ddp(world_size: int, clip: float) -> None:
     def rank(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
@@ -59,7 +86,6 @@ def test_fp32_equals_ddp(world_size: int, clip: float) -> None:
         for stage in ("stage 1", "stage 2"):
             check_equal(ranks[0][stage], each[stage])
             check_close(each["ddp"], each[stage], 2e-6)
-    check_close(model_values(), ranks[0]["ddp"], 1.0)
     assert (model_values()["inward.weight"] - ranks[0]["ddp"]["inward.weight"]).abs().max() > 1e-2
     assert torch.equal(model_values()["dropped.weight"], ranks[0]["stage 2"]["dropped.weight"])
 
@@ -68,7 +94,7 @@ def test_extra_dp_size_shards_over_all_ranks_as_colossalai_does() -> None:
     """It keeps its numbers, its groups and its slices' sizes; only which rank has which slice is ours."""
 
     def rank(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[list[int]], dict[str, int]]:
-        pair = boost(ours, stage=2, precision="fp32", max_norm=0.5, extra_dp_size=2)
+        pair = boost(ours, momentum, stage=2, precision="fp32", max_norm=CLIP, extra_dp_size=2)
         pair.train(rank, 0, 5)
         keywords = pair.booster.plugin.zero_optim_kwargs
         groups = [dist.get_process_group_ranks(keywords[name]) for name in ("extra_dp_group", "dp_process_group")]
@@ -76,7 +102,7 @@ def test_extra_dp_size_shards_over_all_ranks_as_colossalai_does() -> None:
         return pair.values(), groups, pair.optimizer.traffic()
 
     ranks = run_ranks(rank, 4)
-    expected = run_ranks(trained, 4, ddp, {}, 0.5)
+    expected = run_ranks(trained, 4, ddp, {}, CLIP)
     for each in ranks:
         check_equal(ranks[0][0], each[0])
         check_close(expected[0], each[0], 2e-6)
@@ -98,15 +124,18 @@ def model_values() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model_of().named_parameters()}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+# Of the way that parameters go: where a norm that clips differs in its last bit, some are rounded the other way.
+SHARES = {"fp32": 1e-6, "bf16": 2e-3, "fp16": 2e-4}
+
+
+@pytest.mark.parametrize("precision", SHARES)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_it_equals_colossalais_own_zero(stage: int, precision: str) -> None:
-    options = {"stage": stage, "precision": precision, "initial_scale": 128, "max_norm": 0.5}
+    options = {"stage": stage, "precision": precision, "initial_scale": 128, "max_norm": CLIP}
     expected = run_ranks(trained, 2, theirs, options, 0.0)
     got = run_ranks(trained, 2, ours, options, 0.0)
     check_equal(got[0], got[1])
-    # Their bf16 and fp16 sums are rounded before they are averaged, ours after.
-    check_close(expected[0], got[0], {"fp32": 2e-6, "bf16": 2e-2, "fp16": 2e-3}[precision])
+    assert off_the_way(model_values(), expected[0], got[0]) <= SHARES[precision]
 
 
 def test_fp16_defaults_find_their_scale() -> None:
@@ -124,7 +153,7 @@ def test_fp16_defaults_find_their_scale() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_no_sync_accumulates_as_ddp_does(stage: int) -> None:
     def accumulated(rank: int, make: Any, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-        pair = boost(make, **options)
+        pair = boost(make, momentum, **options)
         with pair.booster.no_sync(pair.model, pair.optimizer):
             pair.backward(rank, 0)
             pair.backward(rank, 1)
@@ -147,14 +176,14 @@ def test_no_sync_accumulates_as_ddp_does(stage: int) -> None:
 
 def test_clip_grad_by_norm_clips_by_hand() -> None:
     def rank(rank: int, world_size: int) -> None:
-        by_plugin = boost(ours, precision="fp32", max_norm=0.1)
+        by_plugin = boost(ours, momentum, precision="fp32", max_norm=0.1)
         by_plugin.train(rank, 0, 1)
-        by_hand = boost(ours, precision="fp32")
+        by_hand = boost(ours, momentum, precision="fp32")
         by_hand.backward(rank, 0)
         norm = by_hand.optimizer.clip_grad_by_norm(0.1, error_if_nonfinite=True)
         by_hand.optimizer.step()
         assert norm.item() == by_plugin.optimizer.get_grad_norm()
-        assert norm.item() > 0.1
+        assert norm.item() > 0.2  # Adam's first step would be the same with any gradients
         check_close(by_plugin.values(), by_hand.values(), 1e-7)
         with pytest.raises(NotImplementedError, match="clip_grad_by_norm"):
             by_hand.optimizer.clip_grad_by_value(0.1)

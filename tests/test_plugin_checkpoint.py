@@ -31,6 +31,7 @@ from tests.support.boosting import (
     sgd,
     theirs,
 )
+from tests.support.judging import off_the_way
 from tests.support.ranks import run_ranks
 
 SMALL = 0.001  # MiB: every parameter in a shard of its own
@@ -91,13 +92,16 @@ def test_a_resumed_run_is_the_run(
         check_equal(whole.values(), resumed.values())
         check_equal(masters(whole), masters(resumed))
         check_equal(whole.optimizer.optim.state_dict(), resumed.optimizer.optim.state_dict())
+        start = masters(whole)
         whole.train(rank, 3, 6)
         resumed.train(rank, 3, 6)
         if world_size == 2:
             check_equal(whole.values(), resumed.values())
             check_equal(whole.state(), resumed.state())
         else:  # sums of four in another bucket order, which the first step of a run has, may round differently
-            check_close(whole.values(), resumed.values(), {"fp32": 2e-6, "bf16": 1e-2, "fp16": 1e-3}[precision])
+            off = off_the_way(start, masters(whole), masters(resumed))
+            # A state that is lost, or a step, puts a tenth of the way between them or more.
+            assert off <= {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-4}[precision], off
         assert not torch.equal(whole.values()["inward.bias"], model_of().to(torch.float16).inward.bias)
 
     run_ranks(rank, world_size)
@@ -177,8 +181,27 @@ def test_a_stale_master_is_left(tmp_path: Path) -> None:
         pair.train(rank, 2, 4)
         expected = masters(pair)
         pair.optimizer.load_state_dict(stale)
-        check_close(expected, masters(pair), 1e-2)
-        assert torch.equal(masters(pair)["inward.weight"].bfloat16(), expected["inward.weight"].bfloat16())
+        for name, master in masters(pair).items():  # a step moves most by more than they are rounded
+            assert torch.equal(master.bfloat16(), expected[name].bfloat16()), name
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_masters_of_a_run_that_sent_fp8_come_back_in_one_that_does_not(tmp_path: Path, shard: bool) -> None:
+    def wide(seed: int, **options: Any) -> Pair:
+        model, booster = model_of(seed, width=50), Booster(plugin=ours(stage=2, precision="bf16", **options))
+        boosted, wrapped, *_ = booster.boost(model, adamw(groups_of(model)))
+        return Pair(booster, boosted, wrapped)
+
+    def rank(rank: int, world_size: int) -> None:
+        one, other = wide(0, fp8_communication=True), wide(1)
+        one.train(rank, 0, 2)
+        expected = masters(one)
+        assert any(not torch.equal(record.row, record.p32.bfloat16()) for record in one.optimizer._parameters)
+        save(one, tmp_path, shard)
+        load(other, tmp_path)
+        check_equal(expected, masters(other))
 
     run_ranks(rank, 2)
 
@@ -429,9 +452,11 @@ def test_hybrid_adam_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     def rank(rank: int, world_size: int) -> None:
         options = {"precision": "bf16", "stage": 2, "drop": False}
         plain, pair = boost(ours, **options), boost(ours, hybrid, **options)
+        start = masters(plain)
         for each in (plain, pair):
             each.train(rank, 0, 3)
-        check_close(plain.values(), pair.values(), 1e-2)
+        # A step less, or a rank's gradients left out: a tenth of the way or more.
+        assert off_the_way(start, masters(plain), masters(pair)) <= 1e-4
         for shard in (False, True):
             folder = tmp_path / f"shard {shard}"
             folder.mkdir(exist_ok=True)

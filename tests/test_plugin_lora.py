@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.boosting import adamw, check_close, check_equal, ddp, ours
+from tests.support.boosting import adamw, check_close, check_equal, ddp, momentum, ours
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 CONFIG = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -60,15 +60,15 @@ def test_it_trains_as_under_ddp(stage: int) -> None:
             booster = Booster(plugin=plugin)
             torch.manual_seed(1)
             model = llama()
-            before = adamw(groups_of(model))
+            before = momentum(groups_of(model))
             model = booster.enable_lora(model, lora_config=lora())
-            optimizer = before if plugin.__class__.__name__.startswith("LowLevel") else adamw(groups_of(model))
+            optimizer = before if plugin.__class__.__name__.startswith("LowLevel") else momentum(groups_of(model))
             boosted, wrapped, *_ = booster.boost(model, optimizer)
             started = adapters(boosted)
             train(booster, boosted, wrapped, rank, 0, 5)
             results.append(adapters(boosted))
-        check_close(*results, 5e-6)
-        assert all((started[name] - value).abs().max() > 0 for name, value in results[1].items())
+        check_close(*results, 1e-6)  # a hundredth of the way that the slowest goes, by gradients alone
+        assert all((started[name] - value).abs().max() > 1e-4 for name, value in results[1].items())
         assert len(results[1]) == 8
         state = wrapped.optim.state
         assert len(state) == 8, "frozen weights have no state"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from itertools import pairwise
@@ -97,21 +96,16 @@ def test_killed_at_twenty_random_moments_it_loses_nothing_but_the_steps_since_th
     check(task, uninterrupted(task, tmp_path / "whole"))
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 @pytest.mark.timeout(400)
 def test_a_run_that_loses_a_host_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
     """Each torchrun stands for a host; one is killed, and its rank with it."""
     task = Task(str(tmp_path), 20, 4, agent_dies=10)
-    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=hosts"]
+    # They meet in a file, which needs no port that somebody else may take meanwhile.
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={tmp_path / 'meeting'}", "--rdzv-id=hosts"]
     size = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
-    patience = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2"
-    stays = torchrun(task, *meet, *size, f"--rdzv-conf=is_host=true,{patience}")
-    goes = torchrun(task, *meet, *size, f"--rdzv-conf=is_host=false,{patience}", **{AGENT_DIES: "1"})
+    patience = "store_type=file,last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=5"
+    stays = torchrun(task, *meet, *size, f"--rdzv-conf={patience}")
+    goes = torchrun(task, *meet, *size, f"--rdzv-conf={patience}", **{AGENT_DIES: "1"})
     with goes:
         complaints = finish(stays)
         goes.kill()

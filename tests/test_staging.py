@@ -11,7 +11,7 @@ from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.staging import Staged
 from tests.support.buffers import buffer_of, sum_of_buffers
 from tests.support.numbers import DROPS, STAGES
-from tests.support.oracle import Run, check_close, train_sharded
+from tests.support.oracle import Result, Run, check_close, train_sharded
 from tests.support.ranks import run_ranks
 
 ROWS = (1, 7, 1001)
@@ -81,18 +81,20 @@ def test_training_ends_in_the_same_bits(monkeypatch: pytest.MonkeyPatch, stage: 
         staged.append(wire.numel())
         return stage_wire(self, wire)
 
-    def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-        direct = train_sharded(rank, world_size, run)[0]
+    def train(rank: int, world_size: int) -> list[Result]:
+        direct = train_sharded(rank, world_size, run)
         assert not staged
         monkeypatch.setattr(collectives, "_is_staged", lambda device: True)
         monkeypatch.setattr(Staged, "_staged", counted)
         through_host = [
-            train_sharded(rank, world_size, each)[0]
+            train_sharded(rank, world_size, each)
             for each in (run, run.with_options(overlap_allgather=True), run.with_options(cpu_offload=True))
         ]
         assert staged
         return [direct, *through_host]
 
-    for direct, staged_run, overlapped, offloaded in run_ranks(train, 2):
-        check_close(direct, [direct, staged_run, overlapped], 0.0)
+    for (direct, norms), *others, (offloaded, its_norms) in run_ranks(train, 2):
+        check_close(direct, [direct, *(got for got, _ in others)], 0.0)
+        assert [own for _, own in others] == [norms, norms]
         check_close(direct, [offloaded], 2e-6)
+        assert its_norms == pytest.approx(norms, rel=1e-5)

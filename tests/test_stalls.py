@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,19 +23,38 @@ from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.progress import NORM, REDUCTION
 from tests.support.ranks import run_ranks
 
-TIMEOUT = 0.4
+TIMEOUT = 1.5  # after which a wait is reported: what isn't meant to stall takes less even on a busy machine
+PATIENCE = 40.0  # for what must come, if late
+
+
+class Reports:
+    """How many all ranks, which are forked processes, have made so far."""
+
+    def __init__(self) -> None:
+        self._count = multiprocessing.get_context("fork").Value("i", 0)
+
+    def add(self) -> None:
+        with self._count:
+            self._count.value += 1
+
+    def wait_for(self, count: int) -> None:
+        """Return when there are so many."""
+        wait_until(lambda: self._count.value >= count)
+        assert self._count.value >= count
 
 
 class Told(logging.Handler):
     """What the package logs at WARNING and above."""
 
-    def __init__(self) -> None:
+    def __init__(self, reports: Reports) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        self._reports = reports
         logging.getLogger("lowlevel_zero").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+        self._reports.add()
 
 
 def net(layers: int = 2) -> nn.Sequential:
@@ -52,36 +73,38 @@ def train(model: nn.Module, optimizer: LowLevelZeroOptimizer, steps: int = 1) ->
         optimizer.zero_grad()
 
 
-def wait_until(said: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(said: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not said() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def run_stalled(
-    world_size: int, stall: Callable[[int, nn.Module, LowLevelZeroOptimizer], None], layers: int = 2, **options: Any
-) -> Any:
+Stall = Callable[[int, nn.Module, LowLevelZeroOptimizer, Reports], None]
+
+
+def run_stalled(world_size: int, stall: Stall, layers: int = 2, **options: Any) -> Any:
     """What each rank has logged when ``stall`` has ended, after a step that went well."""
+    reports = Reports()
 
     def live(rank: int, world_size: int) -> list[str]:
-        told = Told()
+        told = Told(reports)
         model = net(layers)
         optimizer = wrap(model, **options)
         train(model, optimizer)
-        stall(rank, model, optimizer)
+        stall(rank, model, optimizer, reports)
         train(model, optimizer)
         return told.lines
 
-    return run_ranks(live, world_size)
+    return run_ranks(live, world_size, timeout=2 * PATIENCE)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_all_that_wait_say_for_whom_and_for_what(stage: int) -> None:
     """Rank 2 is late for backward; the others' reports name the place in which it is."""
 
-    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
         if rank == 2:
-            time.sleep(4 * TIMEOUT)
+            reports.wait_for(2)
 
     first, second, late = run_stalled(3, stall, partition_grad=stage == 2)
     assert late == []
@@ -94,9 +117,13 @@ def test_all_that_wait_say_for_whom_and_for_what(stage: int) -> None:
 def test_a_reduction_is_named_by_bucket_and_parameters() -> None:
     """One rank has many buckets under way, and waits in backward for one that the other hasn't sent."""
 
-    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
+        loss = model(torch.ones(2, 4)).sum()
         if rank == 1:
-            time.sleep(4 * TIMEOUT)
+            reports.wait_for(1)
+        optimizer.backward(loss)
+        optimizer.backward(model(torch.ones(2, 4)).sum())  # begins when the reductions of the one before are over
+        optimizer.zero_grad()
 
     (line,), late = run_stalled(2, stall, layers=12, partition_grad=True, reduce_bucket_size=32)
     assert late == []
@@ -105,9 +132,9 @@ def test_a_reduction_is_named_by_bucket_and_parameters() -> None:
 
 
 def test_a_gather_is_named_by_its_parameters() -> None:
-    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
         def step_late(*_: Any) -> None:
-            time.sleep(4 * TIMEOUT)
+            reports.wait_for(1)
 
         hook = optimizer.optim.register_step_pre_hook(step_late) if rank == 1 else None
         optimizer.backward(model(torch.ones(2, 4)).sum())
@@ -124,10 +151,10 @@ def test_a_gather_is_named_by_its_parameters() -> None:
 
 
 def test_each_stall_is_reported_once() -> None:
-    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-        for pause in (4 * TIMEOUT, 0.0, 4 * TIMEOUT):
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
+        for count in (1, 1, 2):
             if rank == 1:
-                time.sleep(pause)
+                reports.wait_for(count)
             train(model, optimizer)
 
     lines, _ = run_stalled(2, stall)
@@ -139,15 +166,16 @@ def test_each_stall_is_reported_once() -> None:
 def test_a_rank_that_waits_elsewhere_is_said_to() -> None:
     """Rank 1 is a step ahead: both wait, in different places, and each knows where the other is."""
 
+    reports = Reports()
+
     def live(rank: int, world_size: int) -> list[str]:
-        told = Told()
+        told = Told(reports)
         group = ShardGroup()
         group.watch(TIMEOUT)
         mine = (REDUCTION, NORM)[rank]
         group.progress.begin(mine)
         place = group.progress.begin(mine)
-        group.progress.wait(place, lambda: wait_until(lambda: bool(told.lines)))
-        time.sleep(TIMEOUT)  # the other's watch may still ask
+        group.progress.wait(place, lambda: reports.wait_for(2))
         return told.lines
 
     for rank, lines in enumerate(run_ranks(live, 2)):
@@ -156,15 +184,18 @@ def test_a_rank_that_waits_elsewhere_is_said_to() -> None:
 
 
 def test_a_rank_whose_process_stands_still_does_not_answer() -> None:
+    reports = Reports()
+
     def live(rank: int, world_size: int) -> list[str]:
-        told = Told()
+        told = Told(reports)
         model = net()
         optimizer = wrap(model)
         train(model, optimizer)
         if rank == 1:
             parent, child = os.getpid(), os.fork()
             if child == 0:  # wakes the stopped rank
-                time.sleep(6 * TIMEOUT)
+                with suppress(AssertionError):
+                    reports.wait_for(1)
                 os.kill(parent, signal.SIGCONT)
                 os._exit(0)
             os.kill(parent, signal.SIGSTOP)

@@ -121,12 +121,17 @@ def by_hand(groups: Any) -> Optimizer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_fused_optimizer_scales_as_we_would(world_size: int, dtype: torch.dtype, clip: float) -> None:
+    """A factor that only one of them takes shows in gradients and norms: Adam's steps hide it."""
+
     def steps(make: Callable[[Any], Optimizer], rank: int) -> tuple[list[Tensor], list[Tensor | None], float | None]:
+        """How far masters have gone, the last gradients, and their norm."""
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).to(dtype)
         optimizer = LowLevelZeroOptimizer(
             make(model.parameters()), reduce_bucket_size=50, partition_grad=True, clip_grad_norm=clip, initial_scale=64
         )
+        masters = optimizer.get_working_to_master_map().values()
+        start = [master.detach().clone() for master in masters]
         for step in range(3):
             torch.manual_seed(10 * step + rank)
             optimizer.zero_grad()
@@ -134,15 +139,16 @@ def test_a_fused_optimizer_scales_as_we_would(world_size: int, dtype: torch.dtyp
                 optimizer.backward(model(torch.randn(2, 6, dtype=dtype)).float().square().mean())
             optimizer.step()
         gradients = [optimizer.get_param_grad(p) for p in model.parameters()]
-        return [p.detach().clone() for p in model.parameters()], gradients, optimizer.get_grad_norm()
+        ways = [master.detach() - before for master, before in zip(masters, start, strict=True)]
+        return ways, gradients, optimizer.get_grad_norm()
 
     def work(rank: int, _size: int) -> None:
         ours, our_gradients, our_norm = steps(fused, rank)
         expected, expected_gradients, expected_norm = steps(by_hand, rank)
-        rtol = 1e-6 if dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(ours, expected, rtol=rtol, atol=rtol)
-        torch.testing.assert_close(our_gradients, expected_gradients, rtol=rtol, atol=rtol)
-        assert our_norm == pytest.approx(expected_norm, rel=rtol)
+        rel = 1e-5 if dtype == torch.float32 else 2e-3
+        for got, exact in zip([*ours, *our_gradients], [*expected, *expected_gradients], strict=True):
+            assert (got - exact).norm() <= rel * exact.norm()
+        assert our_norm == pytest.approx(expected_norm, rel=rel)
 
     run_ranks(work, world_size)
 

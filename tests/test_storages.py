@@ -189,6 +189,26 @@ def test_a_slice_of_the_model_s_buffer() -> None:
     run_ranks(work, 2)
 
 
+def test_a_buffer_that_does_not_follow_any_more_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Model(nn.Module):
+        def __init__(self, numel: int, beside: bool) -> None:
+            super().__init__()
+            flat = torch.randn(numel + 2)
+            self.weight = nn.Parameter(flat[:numel] if beside else flat[:numel].clone())
+            self.register_buffer("looking", flat[numel:] if beside else self.weight.data[1:])
+
+    def work(rank: int, world_size: int) -> None:
+        for numel, beside in ((7, False), (8, False), (7, True)):
+            caplog.clear()
+            model = Model(numel, beside)
+            LowLevelZeroOptimizer(sgd([model.weight]), model=model)
+            told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+            expected = "weight: a buffer or frozen parameter over the same memory doesn't follow it any more"
+            assert told == ([expected] if (rank, numel, beside) == (0, 7, False) else []), (numel, beside)
+
+    run_ranks(work, 2)
+
+
 def test_neighbours_that_come_later() -> None:
     def pairs() -> list[nn.Parameter]:
         return [*cut(torch.randn(4), (3,), (1,)), *cut(torch.randn(4), (3,), (1,))]

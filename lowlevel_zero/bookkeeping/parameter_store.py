@@ -50,7 +50,7 @@ class ShardedParameter:
 
     Attributes:
         index: place in its family, whose order is that of registration.
-        name: as ``model.named_parameters()`` calls it, for messages.
+        name: the model's own, without those of wrappers, for messages.
         group: index of its param group.
         family: number of the shard family it belongs to, whose ranks share it.
         is_flat: ``p`` is 1-D.
@@ -164,7 +164,7 @@ class ShardedParameter:
 
         So its low bits come back whether the model is loaded before or after, and one that isn't the model's any
         more (trained on elsewhere, by an optimizer that carried it along) does no harm. ``fp8``: the run that saved it
-        sent parameters in fp8, or may have.
+        sent parameters in fp8.
         """
         if not self.shares_storage:
             self._offered = Known(master.to(self.p32), fp8 or self.fp8)

@@ -56,6 +56,14 @@ def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
 def _memory_spans(parameters: Iterable[Tensor]) -> Iterator[tuple[int, int, int]]:
     """First and one-past-last byte of each dense parameter; a strided one may interleave with others."""
     for place, p in enumerate(parameters):
-        extent = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
-        if extent == p.numel():
-            yield p.data_ptr(), p.data_ptr() + extent * p.element_size(), place
+        start, stop = memory_of(p)
+        if stop - start == p.nbytes:
+            yield start, stop, place
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """First and one-past-last byte of what a tensor's elements span."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), tensor.data_ptr()
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()

@@ -22,9 +22,10 @@ def consolidate(
     """Write ``checkpoint`` as ``out/model.safetensors`` and ``out/optimizer.pt``, in one process.
 
     The model's file has parameters and persistent buffers under all their names, tied ones under each, so that
-    ``model.load_state_dict(safetensors.torch.load_file(...))`` finds what it expects. The optimizer's file is a
-    plain torch optimizer's state dict of whole tensors, as ``LowLevelZeroOptimizer.state_dict`` gives it. One
-    rank's piece of one tensor is in memory at a time, twice, and a whole one whose memory isn't row-major.
+    ``model.load_state_dict(safetensors.torch.load_file(...))`` finds what it expects (of a compiled model, what
+    ``state_dict_for`` makes of it). The optimizer's file is a plain torch optimizer's state dict of whole tensors, as
+    ``LowLevelZeroOptimizer.state_dict`` gives it; of several optimizers a list or a dict of them, as they were saved.
+    One rank's piece of one tensor is in memory at a time, twice, and a whole one whose memory isn't row-major.
 
     Experts of all ranks are in both files, if they have the names of one model; in the optimizer's groups they come
     between the shared parameters that they came between, those of the first ranks first.
@@ -47,7 +48,7 @@ def consolidate(
     written.mkdir()
     try:
         safetensors_file.save(checkpoint.model(), written / MODEL, done)
-        torch_file.save(checkpoint.optimizer(), written / OPTIMIZER, done)
+        torch_file.save(checkpoint.optimizers(), written / OPTIMIZER, done)
         publish(written, out, token)
     finally:
         shutil.rmtree(written, ignore_errors=True)
@@ -55,7 +56,7 @@ def consolidate(
 
 def bytes_to_do(checkpoint: WholeCheckpoint) -> int:
     """All that is read to check it, and all tensors that are written."""
-    states = checkpoint.optimizer()["state"].values()
+    states = map(checkpoint.state, checkpoint.manifest.tensors)
     stored = [value for state in states for value in state.values() if isinstance(value, StoredTensor)]
     written = sum(tensor.nbytes for tensor in [*checkpoint.model().values(), *stored])
     return written + sum(file.bytes for file in checkpoint.manifest.files.values())

@@ -1,4 +1,4 @@
-"""What of a model goes into a checkpoint: flat tensors by name, what they must match, and how they come back."""
+"""What of a model and its optimizers goes into a checkpoint: flat tensors by name, and how they come back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..assignment import agree_apart
 from ..bookkeeping.parameter_store import ShardedParameter
@@ -21,12 +20,12 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
 from ..sharded_state import ShardedState
 from .held import Entry, held_by, without_values
-from .manifest import Manifest, SavedTensor
+from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
+from .objects import Objects
+from .optimizers import Name
+from .saved import name_in
 
 T = TypeVar("T")
-
-# torch 2.4 takes the first rank of a group for rank 0.
-LED_BY_ANY_RANK = hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank")
 
 
 class Told(NamedTuple):
@@ -35,7 +34,7 @@ class Told(NamedTuple):
     Attributes:
         tensors: parameters and persistent buffers.
         tied: other names of those that have several.
-        states: the optimizer's states of parameters that are tensors.
+        states: the optimizers' states of parameters that are tensors.
         extra: what modules with ``get_extra_state`` give.
     """
 
@@ -46,34 +45,39 @@ class Told(NamedTuple):
 
 
 class Contents:
-    """The tensors of a model by name, and the optimizer's state with the same names.
+    """The tensors of a model by name, and its optimizers' states with the same names.
 
     Complete when all ranks have met (``meet``). Names are global ones.
 
     Args:
-        model: the module; a wrapper (a compiled or boosted one) stands for what it wraps.
-        optimizer: trains some of its parameters.
+        model: the module; wrappers, and wrapped modules in it, have the names of what they wrap.
+        optimizers: each trains some of its parameters, and no two the same.
 
     Attributes:
         entries: this rank's parameters and persistent buffers by their first names.
         tied: other names of those that have several.
         told: by every rank; nothing where all have the same.
         experts: by global name what not all ranks have.
-        state: the optimizer's.
+        states_of: the optimizers'.
+        excluded: names of what is left out.
 
     Raises:
-        TypeError: ``model`` isn't a module, or ``optimizer`` not one of this package's.
-        ValueError: the optimizer has a parameter that isn't the model's, or a tensor can't be saved.
-        RuntimeError: a parameter was moved since the optimizer was constructed.
+        ValueError: an optimizer has a parameter that isn't the model's, or is another's, or a tensor can't be saved.
+        RuntimeError: a parameter was moved since its optimizer was constructed.
     """
 
-    def __init__(self, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-        self.group: ShardGroup = optimizer._group
-        self.groups: Sequence[ShardGroup] = optimizer._parameters.shard_groups
+    def __init__(self, model: nn.Module, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> None:
+        stores = {name: optimizer._parameters for name, optimizer in optimizers.items()}
+        self.group: ShardGroup = next(iter(optimizers.values()))._group
+        apart: dict[dist.ProcessGroup, ShardGroup] = {}
+        for group in (group for store in stores.values() for group in store.shard_groups[1:]):
+            apart.setdefault(group.group, group)
+        self.groups: Sequence[ShardGroup] = [self.group, *apart.values()]
         self.told: list[Told] = []
-        self._optimizer = optimizer
-        self._shards = [FlatShards(group) for group in self.groups]
-        self._held = held_by(model, optimizer._parameters)
+        self.excluded: set[str] = set()
+        self._optimizers = optimizers
+        self._shards: dict[ShardGroup, FlatShards] = {}
+        self._held = held_by(model, stores, self.groups)
 
     def meet(self, doing: str) -> None:
         """Learn what other ranks have, where they have different experts. Communicates then: every rank calls it.
@@ -91,9 +95,10 @@ class Contents:
         self.entries = {names[name]: entry for name, entry in held.entries.items()}
         self.tied = {names[alias]: names[name] for alias, name in held.tied.items()}
         self._stateful = {names[name]: module for name, module in held.stateful.items()}
-        self.state: ShardedState = self._optimizer.sharded_state(
-            {entry.tensor: name for name, entry in self.entries.items()}
-        )
+        name_of = {entry.tensor: name for name, entry in self.entries.items()}
+        self.states_of: dict[Name, ShardedState] = {
+            name: optimizer.sharded_state(name_of) for name, optimizer in self._optimizers.items()
+        }
         if len(self.groups) > 1:
             led = {names[name] for name, family in held.families.items() if family and self.groups[family].place == 0}
             with together(self.group, doing):
@@ -104,20 +109,31 @@ class Contents:
         return Told(
             {name: entry.saved for name, entry in self.entries.items() if name in led},
             {alias: name for alias, name in self.tied.items() if name in led},
-            {name: keys for name, keys in _keys(self.state.tensors()).items() if name in led},
+            {name: keys for name, keys in _keys(self._states()).items() if name in led},
             {name: module.get_extra_state() for name, module in self._stateful.items() if name in led},
         )
 
-    def lines(self, family: int) -> list[str]:
+    def lines(self, family: int = 0) -> list[str]:
         """What has to be alike on all ranks of a family."""
-        return [f"{name} {entry.saved}" for name, entry in self._held.entries.items() if entry.family == family]
+        first = [f"{len(self.groups)} groups that share parameters"] if family == 0 else []
+        of_family = [(name, entry) for name, entry in self._held.entries.items() if entry.family == family]
+        return first + [f"{name} {entry.saved}" for name, entry in of_family]
 
     # ---- what is saved ----
 
+    def exclude_frozen(self) -> None:
+        """Leave frozen parameters out."""
+        self.excluded = {name for name, tensor in self.saved().items() if tensor.kind == FROZEN}
+
     def saved(self) -> dict[str, SavedTensor]:
-        """Every rank's parameters and persistent buffers."""
+        """Every rank's parameters and persistent buffers, those that are left out too."""
         own = {name: entry.saved for name, entry in self.entries.items()}
         return _with_others(own, (told.tensors for told in self.told))
+
+    def names(self) -> set[str]:
+        """All names in it that are the model's."""
+        extra = {*self._stateful, *(name for told in self.told for name in told.extra)}
+        return {*self.saved(), *self.all_tied(), *extra}
 
     def all_tied(self) -> dict[str, str]:
         """Every rank's other names."""
@@ -128,9 +144,13 @@ class Contents:
         return _with_others(_keys(_under("optimizer.", tensors)), (told.states for told in self.told))
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's tensors as a checkpoint has them; they share memory with the model and the optimizer."""
-        found = {f"model.{name}": self._flat(entry) for name, entry in self.entries.items()}
-        return {**found, **{f"optimizer.{name}": tensor for name, tensor in self.state.tensors().items()}}
+        """This rank's tensors as a checkpoint has them; they share memory with the model and the optimizers."""
+        kept = {name: entry for name, entry in self.entries.items() if name not in self.excluded}
+        found = {f"model.{name}": self._flat(entry) for name, entry in kept.items()}
+        return {**found, **{f"optimizer.{name}": tensor for name, tensor in self._states().items()}}
+
+    def _states(self) -> dict[str, Tensor]:
+        return {name: tensor for state in self.states_of.values() for name, tensor in state.tensors().items()}
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of ``tensors`` on the host, which training doesn't change."""
@@ -138,7 +158,7 @@ class Contents:
         for full, tensor in tensors.items():
             own = local_part(tensor).to("cpu", copy=True)
             copies[full] = (
-                self._shards[self.family_of(full)].wrap(own, tensor.numel()) if hasattr(tensor, "to_local") else own
+                self._shards_of(self._entry(full)).wrap(own, tensor.numel()) if hasattr(tensor, "to_local") else own
             )
         return copies
 
@@ -148,7 +168,7 @@ class Contents:
         return _with_others(own, (told.extra for told in self.told))
 
     def _flat(self, entry: Entry) -> Tensor:
-        numel, shards = entry.saved.numel, self._shards[entry.family]
+        numel, shards = entry.saved.numel, self._shards_of(entry)
         if entry.record is not None:
             return shards.wrap(entry.record.row, numel)
         start, stop = shards.span(numel)
@@ -156,13 +176,22 @@ class Contents:
 
     def family_of(self, full: str) -> int:
         """The family of a tensor of ``tensors``."""
-        return self.entries[self._owner(full)].family
+        return self._entry(full).family
+
+    def _entry(self, full: str) -> Entry:
+        """What a tensor of ``tensors`` belongs to."""
+        return self.entries[name_in(full)]
+
+    def _shards_of(self, entry: Entry) -> FlatShards:
+        if entry.ranks not in self._shards:
+            self._shards[entry.ranks] = FlatShards(entry.ranks)
+        return self._shards[entry.ranks]
 
     # ---- whether it is the same model ----
 
     def check_same(self, manifest: Manifest) -> None:
         """Raise ``ValueError`` for the first missing, wrong-shaped or unexpected tensor of a checkpoint."""
-        saved, tied = manifest.tensors, manifest.tied
+        saved, tied = {**manifest.tensors, **manifest.excluded}, manifest.tied
         everything, all_tied = self.saved(), self.all_tied()
         check_same_experts(self.experts, manifest.experts)
         for name, ours in everything.items():
@@ -173,6 +202,11 @@ class Contents:
                 raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: another model's")
             if ours.torch_dtype.is_floating_point != theirs.torch_dtype.is_floating_point:
                 raise ValueError(f"{name}: expected {ours.dtype}, the checkpoint has {theirs.dtype}: another model's")
+            if ours.kind == TRAINABLE and name in manifest.excluded:
+                raise ValueError(
+                    f"{name}: expected it frozen, since the checkpoint was saved without it (exclude_frozen=True), "
+                    "found that it is trained: freeze it, or load a checkpoint that has it"
+                )
         for name in saved:
             if name not in everything:
                 raise ValueError(f"{name}: the checkpoint has it, the model doesn't: it is another model's")
@@ -186,11 +220,13 @@ class Contents:
         """Empty tensors to load into, this rank's slices alone; whole ones where memory orders differ."""
         found = {}
         for name, entry in self.entries.items():
-            device = entry.tensor.device if entry.record is None else entry.record.padded.device
-            shards = self._shards[entry.family]
-            found[f"model.{name}"] = shards.empty(entry.saved.numel, saved[name].torch_dtype, device)
-        for full, template in self.state.templates(_under("optimizer.", metadata)).items():
-            found[f"optimizer.{full}"] = template
+            if name in saved:
+                device = entry.tensor.device if entry.record is None else entry.record.padded.device
+                empty = self._shards_of(entry).empty(entry.saved.numel, saved[name].torch_dtype, device)
+                found[f"model.{name}"] = empty
+        for state in self.states_of.values():
+            for full, template in state.templates(_under("optimizer.", metadata)).items():
+                found[f"optimizer.{full}"] = template
         return {full: self._in_order_of(full, template, saved) for full, template in found.items()}
 
     def in_own_order(self, tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
@@ -198,13 +234,13 @@ class Contents:
         return {full: self._reordered(full, tensor, saved) for full, tensor in tensors.items()}
 
     @torch.no_grad()
-    def put(self, tensors: Mapping[str, Tensor], objects: Mapping[str, Any]) -> None:
+    def put(self, tensors: Mapping[str, Tensor], objects: Objects) -> None:
         """Take over what was loaded, on all ranks together. Communicates, one tensor at a time."""
         states = _under("optimizer.", tensors)
-        masters = self.state.masters(states)
-        by_family = sorted(self.entries.items(), key=lambda item: item[1].family)  # in which all have the same order
-        for name, entry in by_family:
-            own, ranks = local_part(tensors[f"model.{name}"]), self.groups[entry.family]
+        masters = {record: p32 for each in self.states_of.values() for record, p32 in each.masters(states).items()}
+        loaded = [(name, entry) for name, entry in self.entries.items() if f"model.{name}" in tensors]
+        for name, entry in sorted(loaded, key=lambda item: item[1].family):  # in which all have the same order
+            own, ranks = local_part(tensors[f"model.{name}"]), entry.ranks
             if entry.record is not None:
                 _put_row(entry.record, own, masters.get(entry.record), ranks)
             elif entry.saved.numel:
@@ -212,51 +248,25 @@ class Contents:
                 whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
                 _overwrite(entry.tensor.detach(), whole)
         for name, module in self._stateful.items():
-            if name in objects["model"]:
-                module.set_extra_state(objects["model"][name])
-        self.state.load(states, objects)
+            if name in objects.model:
+                module.set_extra_state(objects.model[name])
+        for of, state in self.states_of.items():
+            state.load(states, objects.optimizers[of])
 
     def _in_order_of(self, full: str, template: Tensor, saved: Mapping[str, SavedTensor]) -> Tensor:
-        name = self._owner(full)
-        if not hasattr(template, "to_local") or saved[name].stride == self.entries[name].saved.stride:
+        if not hasattr(template, "to_local") or saved[name_in(full)].stride == self._entry(full).saved.stride:
             return template
         return torch.empty(template.numel(), dtype=template.dtype)
 
     def _reordered(self, full: str, tensor: Tensor, saved: Mapping[str, SavedTensor]) -> Tensor:
-        name = self._owner(full)
-        ours, theirs = self.entries[name], saved[name]
+        ours, theirs = self._entry(full), saved[name_in(full)]
         if hasattr(tensor, "to_local") or ours.saved.stride == theirs.stride or tuple(tensor.shape) != (theirs.numel,):
             return tensor
         like = torch.empty_strided(ours.saved.shape, ours.saved.stride, device="meta")
         flat = flat_in_memory_order(torch.as_strided(tensor, theirs.shape, theirs.stride), like)
-        shards = self._shards[ours.family]
+        shards = self._shards_of(ours)
         start, stop = shards.span(ours.saved.numel)
         return shards.wrap(flat[start:stop].to(ours.tensor.device, copy=True), ours.saved.numel)
-
-    def _owner(self, full: str) -> str:
-        """The parameter or buffer that a tensor of a checkpoint belongs to."""
-        kind, _, rest = full.partition(".")
-        return rest if kind == "model" else rest.rpartition(".")[0]
-
-
-def check_pair(model: object, optimizer: object) -> None:
-    """Raise ``TypeError`` unless these are a module and one of this package's optimizers.
-
-    ``NotImplementedError``: torch can't do it for the optimizer's group; raised on all of its ranks alike.
-    """
-    if not isinstance(optimizer, LowLevelZeroOptimizer):
-        raise TypeError(
-            f"optimizer: expected a LowLevelZeroOptimizer, got {type(optimizer).__name__}: wrap it first, or use "
-            "torch.save or torch.distributed.checkpoint for a plain one"
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not LED_BY_ANY_RANK and optimizer._group.ranks > 1 and dist.get_global_rank(optimizer._group.group, 0) != 0:
-        raise NotImplementedError(
-            f"optimizer: expected a process group whose first rank is rank 0, got one that rank "
-            f"{dist.get_global_rank(optimizer._group.group, 0)} leads, which torch.distributed.checkpoint of torch "
-            f"{torch.__version__} can't save or load for: use a later torch"
-        )
 
 
 def _with_others(own: dict[str, T], others: Iterable[Mapping[str, T]]) -> dict[str, T]:

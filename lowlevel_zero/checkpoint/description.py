@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..planning.text import aligned, ranks_text, shape_text
-from .manifest import FORMAT, Manifest
+from ..planning.text import aligned, counted, ranks_text, shape_text
+from .manifest import FORMAT, TRAINABLE, Manifest
+from .optimizers import Name
 from .stored import StoredTensor
 from .whole import WholeCheckpoint
 
@@ -30,8 +31,7 @@ class ModelLine:
     """One parameter or persistent buffer, and the tensors of its state by name.
 
     Attributes:
-        kind: ``"trainable"``, ``"frozen"`` or ``"buffer"``.
-        group: index of its param group; None: it is in none.
+        kind, group, optimizer: as in ``SavedTensor``.
         ranks: of those that saved it, who had it; None: all.
     """
 
@@ -41,6 +41,7 @@ class ModelLine:
     group: int | None
     state: dict[str, TensorLine]
     ranks: tuple[int, ...] | None
+    optimizer: Name = None
 
     @property
     def state_bytes(self) -> int:
@@ -55,9 +56,13 @@ class Description:
         saved: when, in ISO format.
         steps: the least and the most steps that a parameter has taken; None where no state counts them.
         tied: further names of parameters, and the name they are listed under.
-        groups: each param group's settings; ``params`` is the number of its parameters, frozen ones included.
-        scheduler: the names of the scheduler's entries; None without one.
+        excluded: names of frozen parameters that were left out.
+        groups: each param group's settings; ``params`` is the number of its parameters, frozen ones included. Of
+            several optimizers each group tells its own.
+        loss_scale: of several optimizers by name.
+        scheduler: the names of the scheduler's entries; None without one; of several optimizers by name.
         extra: the names of the entries in ``extra``, or its type where it isn't a dict; None without one.
+        rank_states: ranks that saved a state of their own.
     """
 
     path: str
@@ -69,10 +74,12 @@ class Description:
     steps: tuple[int, int] | None
     model: list[ModelLine]
     tied: dict[str, str]
+    excluded: list[str]
     groups: list[dict[str, Any]]
-    loss_scale: dict[str, Any] | None
-    scheduler: list[str] | str | None
+    loss_scale: Any
+    scheduler: Any
     extra: list[str] | str | None
+    rank_states: list[int]
 
     @property
     def model_bytes(self) -> int:
@@ -89,7 +96,7 @@ def describe(checkpoint: WholeCheckpoint) -> Description:
     Raises:
         CheckpointError: a file can't be read.
     """
-    manifest, objects = checkpoint.manifest, checkpoint.objects
+    manifest, optimizers = checkpoint.manifest, checkpoint.objects.optimizers
     model = checkpoint.model()
     states = {name: checkpoint.state(name) for name in manifest.tensors}
     return Description(
@@ -102,16 +109,33 @@ def describe(checkpoint: WholeCheckpoint) -> Description:
         steps=_steps(states),
         model=[
             ModelLine(
-                name, _line(model[name]), entry.kind, entry.group, _state_lines(states[name]), _ranks(manifest, name)
+                name,
+                _line(model[name]),
+                entry.kind,
+                entry.group,
+                _state_lines(states[name]),
+                _ranks(manifest, name),
+                entry.optimizer,
             )
             for name, entry in manifest.tensors.items()
         ],
         tied=dict(manifest.tied),
-        groups=[{**group, "params": len(group["params"])} for group in objects["param_groups"]],
-        loss_scale=objects["loss_scale"],
-        scheduler=_names(objects["scheduler"]),
-        extra=_names(objects["extra"]),
+        excluded=list(manifest.excluded),
+        groups=[
+            {**({} if name is None else {"optimizer": name}), **group, "params": len(group["params"])}
+            for name, settings in optimizers.items()
+            for group in settings["param_groups"]
+        ],
+        loss_scale=_only({name: settings["loss_scale"] for name, settings in optimizers.items()}),
+        scheduler=_only({name: _names(settings["scheduler"]) for name, settings in optimizers.items()}),
+        extra=_names(checkpoint.objects.extra),
+        rank_states=manifest.rank_states,
     )
+
+
+def _only(by_name: Mapping[Name, Any]) -> Any:
+    """The only optimizer's, else all by name."""
+    return by_name[None] if None in by_name else dict(by_name)
 
 
 def _steps(states: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
@@ -183,7 +207,7 @@ def _step_text(steps: tuple[int, int] | None) -> str:
 def _table(found: Description) -> str:
     rows = [("name", "shape", "dtype", "group", "state", "bytes", "state's bytes")]
     for line in found.model:
-        group = str(line.group) if line.kind == "trainable" else line.kind
+        group = _group(line.optimizer, line.group) if line.kind == TRAINABLE else line.kind
         sizes = (f"{line.tensor.bytes:,}", f"{line.state_bytes:,}")
         rows.append(
             (line.name, shape_text(line.tensor.shape), line.tensor.dtype, group, ", ".join(line.state) or "-", *sizes)
@@ -195,15 +219,38 @@ def _table(found: Description) -> str:
 
 def _rest(found: Description) -> list[str]:
     lines = []
-    for at, group in enumerate(found.groups):
-        settings = {key: value for key, value in group.items() if key != "params" and not _off(value)}
-        lines.append(f"  group {at}   {group['params']} parameters, {_settings(settings)}")
-    if found.loss_scale is not None:
-        lines.append(f"  fp16      {_settings(found.loss_scale)}")
-    for title, names in (("scheduler", found.scheduler), ("extra", found.extra)):
-        shown = names if isinstance(names, str) else ", ".join(names or ["nothing"])
-        lines.append(f"  {title:9} {shown if names is not None else 'none'}")
+    counts: Counter[Name] = Counter()
+    for group in found.groups:
+        settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS and not _off(value)}
+        name = group.get("optimizer")
+        lines.append(f"  group {_group(name, counts[name])}   {group['params']} parameters, {_settings(settings)}")
+        counts[name] += 1
+    scales, schedulers = ({None: each} if None in counts else each for each in (found.loss_scale, found.scheduler))
+    lines += [f"  fp16      {_of(name)}{_settings(scale)}" for name, scale in scales.items() if scale is not None]
+    lines += [f"  scheduler {_of(name)}{_listed(names)}" for name, names in schedulers.items()]
+    lines.append(f"  extra     {_listed(found.extra)}")
+    if found.rank_states:
+        lines.append(f"  own state of ranks {ranks_text(found.rank_states)}")
+    if found.excluded:
+        lines.append(f"  excluded  {counted(len(found.excluded), 'frozen parameter')}: {', '.join(found.excluded)}")
     return lines
+
+
+_NOT_SETTINGS = ("params", "optimizer")
+
+
+def _group(optimizer: Name, at: int | None) -> str:
+    return str(at) if optimizer is None else f"{optimizer}/{at}"
+
+
+def _of(optimizer: Name) -> str:
+    return "" if optimizer is None else f"of {optimizer}: "
+
+
+def _listed(names: list[str] | str | None) -> str:
+    if names is None:
+        return "none"
+    return names if isinstance(names, str) else ", ".join(names or ["nothing"])
 
 
 def _off(value: Any) -> bool:

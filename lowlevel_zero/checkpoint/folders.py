@@ -6,11 +6,22 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
-from .manifest import MANIFEST, METADATA, Manifest, whole_manifest
+import torch.distributed as dist
+
+from ..communication.collectives import ShardGroup
+from .manifest import MANIFEST, METADATA, OBJECTS, Manifest, whole_manifest
+
+try:
+    import fcntl
+except ImportError:  # Windows, where files have no such locks
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 # What is being written, or was replaced, stands beside the checkpoint: step-100.0123456789abcdef.tmp
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
@@ -23,11 +34,17 @@ class Found(NamedTuple):
     manifest: Manifest
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
+def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Path | None:
     """The newest whole checkpoint in ``directory``, or ``directory`` itself if it is one; None: there is none.
 
     Looks at manifests and file sizes alone. A checkpoint that a crash has left moved aside is found there.
+
+    Args:
+        group: ranks that all call this, of which the first one looks and tells the others: so they go on alike, even
+            while checkpoints come and go. None: who calls this looks by itself.
     """
+    if group is not None:
+        return seen_by_first(ShardGroup(group), lambda: latest(directory))
     folder = Path(directory)
     if whole_manifest(folder) is not None:
         return folder
@@ -35,8 +52,22 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return max(found, key=lambda each: each.manifest.serial).path if found else None
 
 
+def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
+    """What the first rank's ``look`` returns, or raises of what files and their content may raise, on every rank."""
+    seen: T | OSError | ValueError | None = None
+    if group.place == 0:
+        try:
+            seen = look()
+        except (OSError, ValueError) as error:
+            seen = error
+    told: T | OSError | ValueError = group.exchange(seen)[0]
+    if isinstance(told, (OSError, ValueError)):
+        raise told
+    return told
+
+
 def locate(path: Path) -> Path:
-    """Where the checkpoint ``path`` is: there, or, after a crash while it was replaced, aside.
+    """Where the checkpoint ``path`` is: there, or the newest in it, or, after a crash while it was replaced, aside.
 
     Raises:
         NotADirectoryError: it is a file.
@@ -47,9 +78,9 @@ def locate(path: Path) -> Path:
         raise NotADirectoryError(f"{path}: expected a checkpoint, which is a directory, got a file")
     if (path / MANIFEST).exists():
         return path
-    aside = _whole_aside(path.parent, path.name)
-    if aside:
-        return max(aside, key=lambda each: each.manifest.serial).path
+    newest = latest(path)
+    if newest is not None:
+        return newest
     if path.is_dir():
         raise ValueError(f"{path}: {_instead(path)}")
     newest = latest(path.parent)
@@ -95,20 +126,31 @@ def publish(written: Path, path: Path, token: str) -> None:
             os.rename(old, path)
         raise
     sync_folder(path.parent)
-    for place in _aside(path.parent, path.name):
-        shutil.rmtree(place, ignore_errors=True)
+    _clear_remains(path.parent, path.name)
 
 
-def prune(path: Path, keep: int) -> None:
-    """Leave the ``keep`` newest whole checkpoints beside and including ``path``, and nothing of broken-off saves."""
-    found = sorted(_whole_in(path.parent), key=lambda each: each.manifest.serial)
-    kept = {each.path for each in found[-keep:]}
-    for each in found[:-keep]:
+def prune(path: Path, keep: int, runs: Collection[str]) -> None:
+    """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains."""
+    found = [each for each in _whole_in(path.parent) if set(each.manifest.runs[:1]) & set(runs)]
+    _clear_remains(path.parent)
+    for each in sorted(found, key=lambda each: each.manifest.serial)[:-keep]:
         # Moved first: a crash in the midst of removing it must not leave half a checkpoint under its name.
-        os.rename(each.path, beside(each.path, "0" * 16))
-    for place in _aside(path.parent):
-        if place not in kept:
-            shutil.rmtree(place, ignore_errors=True)
+        moved = beside(each.path, "0" * 16)
+        os.rename(each.path, moved)
+        shutil.rmtree(moved, ignore_errors=True)
+
+
+def claim(written: Path) -> IO[bytes]:
+    """Make the folder ``written``, which isn't taken for remains as long as the file that is returned is open.
+
+    The system lets go of it when the process ends, however it does.
+    """
+    written.mkdir(parents=True)
+    file = (written / OBJECTS).open("xb")
+    if fcntl is not None:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def next_serial(path: Path) -> int:
@@ -152,15 +194,32 @@ def _aside(folder: Path, name: str | None = None) -> list[Path]:
     return [place for place, match in matches if match and name in (None, match["name"])]
 
 
+def _clear_remains(folder: Path, name: str | None = None) -> None:
+    """Remove what saves that were broken off have left (of the checkpoint ``name``), and nobody needs any more."""
+    whole = {each.path for each in _whole_aside(folder, name)}
+    for place in _aside(folder, name):
+        if place not in whole and (place.suffix == ".old" or _is_abandoned(place)):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_abandoned(written: Path) -> bool:
+    """Whether who claimed it has gone; what has files in it that nobody ever claimed is somebody else's."""
+    try:
+        with (written / OBJECTS).open("rb+") as file:
+            if fcntl is None:
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:  # it is locked, or can't be, or isn't there
+        return not any(written.glob("*"))
+
+
 def _folders(folder: Path) -> list[Path]:
     return [place for place in sorted(folder.iterdir()) if place.is_dir()] if folder.is_dir() else []
 
 
 def _instead(path: Path) -> str:
-    """What a directory without a manifest is."""
-    newest = latest(path)
-    if newest is not None:
-        return f"expected one checkpoint, got a directory of them: load {newest}, which latest() finds"
+    """What a directory without a manifest, and without checkpoints in it, is."""
     if (path / METADATA).exists():
         return f"expected a checkpoint with a {MANIFEST}, got torch.distributed.checkpoint's own: use dcp.load"
     return f"expected a checkpoint of lowlevel_zero, with a {MANIFEST}, found none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 
 from ..assignment import add_companions
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .manifest import SavedTensor
+from ..communication.collectives import ShardGroup
+from ..module_names import joined, places
+from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, SavedTensor
+from .optimizers import Name, called
 
 _EXTRA = "_extra_state"
 
@@ -20,15 +24,17 @@ class Entry(NamedTuple):
 
     Attributes:
         tensor: it.
-        record: the optimizer's, if it is trained by it.
+        record: an optimizer's, if one trains it.
         saved: how it is described in a manifest.
         family: of the ranks that share it.
+        ranks: these.
     """
 
     tensor: Tensor
     record: ShardedParameter | None
     saved: SavedTensor
     family: int
+    ranks: ShardGroup
 
 
 @dataclass(frozen=True)
@@ -48,31 +54,34 @@ class Held:
     families: dict[str, int]
 
 
-def held_by(model: nn.Module, parameters: ParameterStore) -> Held:
-    """What ``model`` holds; a wrapper (a compiled or boosted one) stands for what it wraps.
+def held_by(model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Sequence[ShardGroup]) -> Held:
+    """What ``model`` holds, wrapped or not.
 
     Args:
-        parameters: those that an optimizer trains.
+        stores: the parameters of each optimizer.
+        groups: the ranks that share each family.
 
     Raises:
-        ValueError: one of them isn't the model's, or a tensor can't be saved.
+        ValueError: an optimizer's parameter isn't the model's, or is another's too, or a tensor can't be saved.
         RuntimeError: a parameter was moved since the optimizer was constructed.
     """
-    model = _unwrapped(model)
-    family_of = _families(model, parameters)
-    group_of: dict[Tensor, int] = {p: at for at, members in enumerate(parameters.groups) for p in members}
+    family_of = _families(model, stores, groups)
+    members = _members(stores)
     names: dict[Tensor, str] = {}
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
     for name, tensor, is_buffer in _tensors(model):
         if tensor in names:
             tied[name] = names[tensor]
+        elif name in entries:
+            raise ValueError(f"{name}: expected one tensor of this name, got a wrapper's own and that of what it wraps")
         else:
             names[tensor] = name
-            record = parameters.find(tensor)
-            saved = _described(name, tensor, record, group_of.get(tensor), is_buffer)
-            entries[name] = Entry(tensor, record, saved, family_of.get(tensor, 0))
-    for p in group_of:
+            member = _only(name, members.get(tensor, []))
+            family = family_of.get(tensor, 0)
+            ranks = groups[family] if member.ranks is None else member.ranks
+            entries[name] = Entry(tensor, member.record, _described(name, tensor, member, is_buffer), family, ranks)
+    for p in members:
         if p not in names:
             raise ValueError(
                 f"model: expected all parameters of the optimizer in it, but a {tuple(p.shape)} one isn't: pass "
@@ -90,54 +99,95 @@ def without_values(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), device="meta")
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside a boosted or compiled one, whose names are those without a prefix."""
-    while hasattr(model, "unwrap") and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # type: ignore[assignment]
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
-
-
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor, bool]]:
     """Every name of every parameter and persistent buffer, and whether it is a buffer."""
+    everywhere = list(places(model))
     found: list[tuple[str, Tensor, bool]] = [
-        (name, p, False) for name, p in model.named_parameters(remove_duplicate=False)
+        (joined(place.name, name), p, False)
+        for place in everywhere
+        for name, p in place.module._parameters.items()
+        if p is not None
     ]
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.append((f"{prefix}.{name}" if prefix else name, buffer, True))
-    return found
+    return found + [
+        (joined(place.name, name), buffer, True)
+        for place in everywhere
+        for name, buffer in place.module._buffers.items()
+        if buffer is not None and name not in place.module._non_persistent_buffers_set
+    ]
 
 
-def _described(
-    name: str, tensor: Tensor, record: ShardedParameter | None, group: int | None, is_buffer: bool
-) -> SavedTensor:
+def _described(name: str, tensor: Tensor, member: _Member, is_buffer: bool) -> SavedTensor:
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
-    if record is not None:
-        record.check_home()
-    stride = tensor.stride() if record is not None else without_values(tensor).stride()
-    kind = "buffer" if is_buffer else "frozen" if record is None else "trainable"
-    return SavedTensor(tuple(tensor.shape), tuple(stride), str(tensor.dtype).removeprefix("torch."), kind, group)
+    if member.record is not None:
+        member.record.check_home()
+    stride = tensor.stride() if member.record is not None else without_values(tensor).stride()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    kind = BUFFER if is_buffer else _kind(tensor, member)
+    return SavedTensor(tuple(tensor.shape), tuple(stride), dtype, kind, member.group, member.optimizer)
+
+
+def _kind(p: Tensor, member: _Member) -> str:
+    if member.record is not None:
+        return TRAINABLE
+    return UNTRAINED if p.requires_grad else FROZEN
 
 
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
-        for prefix, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
+    found: dict[nn.Module, str] = {}
+    for place in places(model):
+        if type(place.module).get_extra_state is not nn.Module.get_extra_state:
+            found.setdefault(place.module, joined(place.name, _EXTRA))
+    return {name: module for module, name in found.items()}
+
+
+# ---- who trains it ----
+
+
+class _Member(NamedTuple):
+    """A parameter's place in the param groups: its optimizer, group, record if it is trained there, and the ranks."""
+
+    optimizer: Name = None
+    group: int | None = None
+    record: ShardedParameter | None = None
+    ranks: ShardGroup | None = None
+
+
+def _members(stores: Mapping[Name, ParameterStore]) -> dict[Tensor, list[_Member]]:
+    found: dict[Tensor, list[_Member]] = {}
+    for name, store in stores.items():
+        for at, group in enumerate(store.groups):
+            for p in group:
+                record = store.find(p)
+                ranks = None if record is None else store.ranks_of(record)
+                found.setdefault(p, []).append(_Member(name, at, record, ranks))
+    return found
+
+
+def _only(name: str, members: Sequence[_Member]) -> _Member:
+    """The one that trains it, else the first."""
+    trains = [member for member in members if member.record is not None]
+    if len(trains) > 1:
+        one, other = (called(member.optimizer) for member in trains[:2])
+        raise ValueError(
+            f"{name}: expected one optimizer that trains it, got {one} and {other}: leave it to one of them"
+        )
+    return (trains or members or [_Member()])[0]
 
 
 # ---- who shares it ----
 
 
-def _families(model: nn.Module, parameters: ParameterStore) -> dict[Tensor, int]:
-    """The families of tensors, also of those that the optimizer, which may not have the model, doesn't know."""
-    found: dict[Tensor, int] = {record.p: record.family for record in parameters}
-    found |= {p: parameters.family_of(p) for members in parameters.groups for p in members}
+def _families(
+    model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Sequence[ShardGroup]
+) -> dict[Tensor, int]:
+    """The families of tensors, also of those that the optimizers, which may not have the model, don't know."""
+    number = {group.group: at for at, group in enumerate(groups) if at}
+    found: dict[Tensor, int] = {}
+    for store in stores.values():
+        own = [0, *(number[group.group] for group in store.shard_groups[1:])]
+        for p in (p for members in store.groups for p in members):
+            found[p] = max(found.get(p, 0), own[store.family_of(p)])
     add_companions(found, model)
     return found
 

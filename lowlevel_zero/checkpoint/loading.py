@@ -3,51 +3,69 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..communication.collectives import ShardGroup
+from ..communication.process_group import timeout_of
 from ..communication.roll_call import call_roll
 from ..construction import together
-from ..optimizer import LowLevelZeroOptimizer
-from ..sharded_state import unpacked
-from .contents import Contents, check_pair
-from .folders import locate
-from .manifest import METADATA, OBJECTS, Manifest, read_manifest
-from .metadata import read_metadata
-from .saving import wait_for_last
+from ..planning.text import counted, ranks_text
+from .contents import Contents
+from .folders import locate, seen_by_first
+from .manifest import METADATA, OBJECTS, RANK_STATE, Manifest, read_manifest
+from .objects import read_data
+from .optimizers import (
+    Name,
+    Optimizers,
+    called,
+    check_optimizers,
+    check_same_optimizers,
+    check_schedulers,
+    group_of,
+    told,
+)
+from .saved import Saved, read_saved
+from .saving import runs_of, wait_for_last
 from .storage import PlainReader
+
+_log = logging.getLogger("lowlevel_zero")
 
 
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: LowLevelZeroOptimizer,
+    optimizer: Optimizers,
     *,
     scheduler: Any = None,
-    timeout: float = 20.0,
+    rank_state: dict[str, Any] | None = None,
+    timeout: float | None = None,
     verify: bool = True,
 ) -> Any:
     """Load what ``save_checkpoint`` saved, at any world size, stage and bucket size; every rank calls it.
 
     Each rank reads its own slices. Gradients are cleared. Nothing in a checkpoint is run: its pickles are read as
-    data alone.
+    data alone. Names are the model's own, whatever wraps it or modules in it, or did when it was saved.
 
     Args:
-        path: the checkpoint; ``latest(directory)`` finds one.
-        model: the same model.
-        optimizer: one with the same param groups; of another dtype, stage or bucket size if you like.
-        scheduler: the same, if one was saved.
-        timeout: seconds to wait for the other ranks to call this.
+        path: the checkpoint, or a directory of them, of which the newest whole one is loaded: the one that rank 0 sees.
+        model: the same model. It keeps its own values of parameters that ``exclude_frozen`` left out.
+        optimizer: one with the same param groups; of another dtype, stage or bucket size if you like. Of several that
+            were saved as many in a list, or a dict with the same names.
+        scheduler: the same, if one was saved; of several optimizers a list or a dict, as when they were saved.
+        rank_state: a dict, which is emptied, and filled with what this rank gave ``save_checkpoint``. With another
+            number of ranks each is given that of the rank of its number, if there was one; a warning says so.
+        timeout: seconds to wait for the other ranks to call this; None: as long as the process group's collectives.
         verify: read every file once more beforehand, the ranks sharing them out, and compare its checksum. Sizes
             are compared in any case.
 
@@ -62,103 +80,110 @@ def load_checkpoint(
         FileNotFoundError, NotADirectoryError: there is none at ``path``.
         RuntimeError: another rank's error.
     """
-    check_pair(model, optimizer)
-    group = optimizer._group
+    group = group_of(optimizer)
     wait_for_last(group)
-    call_roll(group.group, "load_checkpoint", timeout)
-    optimizer._force_wait_all_gather()
+    call_roll(group.group, "load_checkpoint", timeout_of(group.group) if timeout is None else timeout)
     doing = f"load the checkpoint {path}"
     with together(group, doing) as lines:
-        saved = _open(Path(os.path.abspath(path)))
-        lines += [f"path {path}", f"serial {saved.manifest.serial}, scheduler {scheduler is not None}"]
-    with together(group, doing):
-        _check_files(saved, group, verify)
-        objects = read_objects(saved.folder)
-        contents = Contents(model, optimizer)
-        metadata = read_metadata(saved.folder)
+        optimizers = check_optimizers(model, optimizer)
+        schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
+        if not (rank_state is None or isinstance(rank_state, dict)):
+            raise TypeError(f"rank_state: expected a dict to fill, got {type(rank_state).__name__}")
+        lines += [f"path {path}", f"{told(optimizers, 'optimizer')}, {told(schedulers, 'scheduler')}"]
+    for each in optimizers.values():
+        each._force_wait_all_gather()
+    folder = seen_by_first(group, lambda: locate(Path(os.path.abspath(path))))
+    with together(group, doing) as lines:
+        manifest = read_manifest(folder)
+        _refuse_damaged(folder, manifest, [METADATA, OBJECTS], verify=False)
+        _refuse_damaged(folder, manifest, sorted(manifest.files)[group.place :: group.ranks], verify)
+        saved = read_saved(folder, manifest)
+        check_same_optimizers(optimizers, saved.objects.optimizers)
+        own = {} if rank_state is None else _state_of(folder, manifest, group.place)
+        contents = Contents(model, optimizers)
+        lines += [f"serial {manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing)
+    saved = saved.matching(contents.names())
     with together(group, doing):
-        templates = _matching_templates(saved, objects, metadata, contents, scheduler)
-    _read(saved.folder, metadata, templates, group)
-    before = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        templates = _matching_templates(saved, contents, schedulers)
+    _read(saved, templates, group)
+    before: dict[Name, Any] = {}
     try:
         with together(group, doing):
             tensors = contents.in_own_order(templates, saved.manifest.tensors)
-            if scheduler is not None:
-                scheduler.load_state_dict(objects["scheduler"])
+            before.update({name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()})
+            for name, each in schedulers.items():
+                each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
     except Exception:
-        if scheduler is not None:
-            scheduler.load_state_dict(before)
+        for name, state in before.items():
+            schedulers[name].load_state_dict(state)
         raise
-    optimizer.zero_grad()
-    contents.put(tensors, objects)
-    return objects["extra"]
+    for each in optimizers.values():
+        each.zero_grad()
+    contents.put(tensors, saved.objects)
+    runs_of(optimizers, manifest.runs)
+    if rank_state is not None:
+        rank_state.clear()
+        rank_state.update(own)
+    if group.place == 0:
+        _tell(saved, group.ranks, rank_state is not None)
+    return saved.objects.extra
 
 
-def read_objects(folder: Path) -> dict[str, Any]:
-    """What isn't a tensor of the model or the optimizer, of the checkpoint ``folder``; nothing in it is run.
+def read_rank_state(path: str | os.PathLike[str], rank: int) -> dict[str, Any]:
+    """What rank ``rank`` gave ``save_checkpoint`` as ``rank_state``; empty: nothing. Anybody may call it, alone.
+
+    Args:
+        path: as ``load_checkpoint``'s.
 
     Raises:
-        ValueError: it is damaged, or something else.
-        OSError: it can't be read.
+        ValueError, OSError: it is damaged, or there is no checkpoint.
     """
-    data = (folder / OBJECTS).read_bytes()
-    try:
-        objects = unpacked(data)
-    except Exception as error:  # a damaged or hostile pickle may raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"{folder / OBJECTS}: refused, it is damaged or not data alone: {reason:.300}") from error
-    expected = {"param_groups", "loss_scale", "plan", "states", "model", "extra", "scheduler"}
-    if not isinstance(objects, dict) or not expected <= objects.keys():
-        raise ValueError(f"{folder / OBJECTS}: expected {sorted(expected)} in it, got something else")
-    return objects
+    folder = locate(Path(os.path.abspath(path)))
+    return _state_of(folder, read_manifest(folder), rank)
 
 
-class _Saved(NamedTuple):
-    """A checkpoint that was found."""
-
-    folder: Path
-    manifest: Manifest
-
-
-def _open(path: Path) -> _Saved:
-    folder = locate(path)
-    return _Saved(folder, read_manifest(folder))
+def _state_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    name = RANK_STATE.format(rank)
+    if name not in manifest.files:
+        return {}
+    _refuse_damaged(folder, manifest, [name])
+    state = read_data(folder / name)
+    assert isinstance(state, dict)
+    return state
 
 
-def _check_files(saved: _Saved, group: ShardGroup, verify: bool) -> None:
-    """Raise ``ValueError`` unless the files are what was written; checksums are this rank's share alone."""
-    wrong = saved.manifest.first_missing(saved.folder)
+def _refuse_damaged(folder: Path, manifest: Manifest, names: list[str], verify: bool = True) -> None:
+    """Raise ``ValueError`` unless these files are what was written, by their sizes or, to ``verify``, to the byte."""
+    wrong = manifest.first_missing(folder, names)
     if wrong is None and verify:
-        wrong = saved.manifest.first_damaged(saved.folder, sorted(saved.manifest.files)[group.place :: group.ranks])
+        wrong = manifest.first_damaged(folder, names)
     if wrong is not None:
-        raise ValueError(f"{saved.folder}: damaged: {wrong}; load another, or copy it anew")
+        raise ValueError(f"{folder}: damaged: {wrong}; load another, or copy it anew")
 
 
-def _matching_templates(
-    saved: _Saved, objects: Mapping[str, Any], metadata: Metadata, contents: Contents, scheduler: Any
-) -> dict[str, Tensor]:
+def _matching_templates(saved: Saved, contents: Contents, schedulers: Mapping[Name, Any]) -> dict[str, Tensor]:
     """Tensors to load into, when the checkpoint is the model's; else ``ValueError``."""
     contents.check_same(saved.manifest)
-    contents.state.check(objects)
-    if scheduler is not None and objects["scheduler"] is None:
-        raise ValueError(f"scheduler: {saved.folder} was saved without one: leave it out, or save with scheduler=")
-    known = metadata.state_dict_metadata
+    for name, settings in saved.objects.optimizers.items():
+        contents.states_of[name].check(settings)
+        if name in schedulers and settings["scheduler"] is None:
+            raise ValueError(
+                f"{called(name, 'scheduler')}: {saved.folder} was saved without one: leave it out, or save with it"
+            )
+    known = saved.metadata.state_dict_metadata
     templates = contents.templates(saved.manifest.tensors, known)
     for name, template in templates.items():
         entry = known.get(name)
         if not isinstance(entry, TensorStorageMetadata) or entry.size != template.shape:
             raise ValueError(f"{saved.folder / METADATA}: expected {name} of {tuple(template.shape)} in it: damaged")
-    for info in (metadata.storage_data or {}).values():
-        if info.relative_path not in saved.manifest.files:
-            raise ValueError(f"{saved.folder / METADATA}: names {info.relative_path}, which isn't the checkpoint's")
     return templates
 
 
-def _read(folder: Path, metadata: Metadata, templates: dict[str, Tensor], group: ShardGroup) -> None:
+def _read(saved: Saved, templates: dict[str, Tensor], group: ShardGroup) -> None:
     """Fill the templates; an error of one rank is raised on all."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = PlainReader(folder, metadata)
+    reader = PlainReader(saved.folder, saved.metadata)
     try:
         with warnings.catch_warnings():
             # torch 2.5, say, warns where ranks want different names, as they do with experts, and reads them all.
@@ -166,4 +191,36 @@ def _read(folder: Path, metadata: Metadata, templates: dict[str, Tensor], group:
             dcp_load(templates, storage_reader=reader, planner=planner, process_group=group.apart())
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise ValueError(f"{folder}: damaged, rank {rank} could not read it: {cause}") from error
+        raise ValueError(f"{saved.folder}: damaged, rank {rank} could not read it: {cause}") from error
+
+
+# ---- what the caller should know ----
+
+
+def _tell(saved: Saved, ranks: int, wants_states: bool) -> None:
+    """Log what the checkpoint doesn't bring, and what of it nobody is given."""
+    left_out = list(saved.manifest.excluded)
+    if left_out:
+        _log.warning(
+            "%s was saved without %s (exclude_frozen=True), which keep the values that the model has: %s",
+            saved.folder,
+            counted(len(left_out), "frozen parameter"),
+            ", ".join(left_out),
+        )
+    states = saved.manifest.rank_states
+    if wants_states and states != list(range(ranks)):
+        _log.warning("%s: rank_state: %s", saved.folder, _who_is_given(states, ranks))
+    elif states and not wants_states:
+        _log.info(
+            "%s: it has states of ranks' own, which nobody has asked for: pass rank_state={} to fill", saved.folder
+        )
+
+
+def _who_is_given(states: list[int], ranks: int) -> str:
+    """Which ranks are given a state, and which aren't."""
+    without = [rank for rank in range(ranks) if rank not in states]
+    surplus = [rank for rank in states if rank >= ranks]
+    lines = [f"saved by {ranks_text(states)}" if states else "none was saved"]
+    lines += [f"ranks {ranks_text(without)} are given none"] if without else []
+    lines += [f"those of ranks {ranks_text(surplus)} are given to nobody: see read_rank_state"] if surplus else []
+    return f"{ranks} ranks load: {'; '.join(lines)}"

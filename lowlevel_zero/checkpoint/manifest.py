@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,11 @@ from ..global_names import Expert
 FORMAT = 1
 MANIFEST = "lowlevel_zero.json"
 OBJECTS = "objects.pt"
+RANK_STATE = "rank_{}.pt"  # each rank's own, if it gave one
 METADATA = ".metadata"
+
+# Kinds of tensors. Untrained ones require gradients, but are no optimizer's that was given.
+TRAINABLE, FROZEN, UNTRAINED, BUFFER = "trainable", "frozen", "untrained", "buffer"
 
 _READ_BYTES = 2**20
 
@@ -30,8 +34,10 @@ class SavedTensor:
         shape: the tensor's.
         stride: its dense strides: ``torch.as_strided(flat, shape, stride)`` is the tensor.
         dtype: as in ``"float32"``.
-        kind: ``"trainable"``, ``"frozen"`` (a parameter without optimizer state) or ``"buffer"``.
+        kind: ``"trainable"``, ``"frozen"``, ``"untrained"`` (it requires gradients, but no optimizer that was given
+            has it) or ``"buffer"``.
         group: index of its param group; None: it is in none.
+        optimizer: which one's: its place in a list, or its name; None: the only one's, or none's.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +45,7 @@ class SavedTensor:
     dtype: str
     kind: str
     group: int | None
+    optimizer: int | str | None = None
 
     @property
     def numel(self) -> int:
@@ -81,6 +88,8 @@ class Manifest:
         states: by parameter the keys of its optimizer state, stored as ``optimizer.<name>.<key>``.
         files: every other file, by name.
         experts: by name of what not all ranks had, who had it.
+        excluded: frozen parameters that were left out; whoever loads brings them along.
+        runs: the run that saved it, and then those that it went on from.
     """
 
     version: str
@@ -94,6 +103,24 @@ class Manifest:
     states: dict[str, list[str]]
     files: dict[str, FileSum]
     experts: dict[str, Expert] = field(default_factory=dict)
+    excluded: dict[str, SavedTensor] = field(default_factory=dict)
+    runs: tuple[str, ...] = ()
+
+    @property
+    def rank_states(self) -> list[int]:
+        """Ranks that saved a state of their own."""
+        return [rank for rank in range(self.world_size) if RANK_STATE.format(rank) in self.files]
+
+    def renamed(self, own: Callable[[str], str]) -> Manifest:
+        """The same with other names of tensors, ``own(name)``."""
+        return replace(
+            self,
+            tensors={own(name): tensor for name, tensor in self.tensors.items()},
+            tied={own(alias): own(name) for alias, name in self.tied.items()},
+            states={own(name): keys for name, keys in self.states.items()},
+            experts={own(name): _renamed(name, expert, own) for name, expert in self.experts.items()},
+            excluded={own(name): tensor for name, tensor in self.excluded.items()},
+        )
 
     def to_text(self) -> str:
         """The manifest as JSON, with a digest of itself."""
@@ -102,10 +129,10 @@ class Manifest:
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
         return json.dumps({**content, "digest": _digest(content)})
 
-    def first_missing(self, folder: Path) -> str | None:
-        """What is wrong with the first file that isn't there, whole; None: all have their sizes."""
-        for name, file in self.files.items():
-            path = folder / name
+    def first_missing(self, folder: Path, names: Iterable[str] | None = None) -> str | None:
+        """What is wrong with the first file (of ``names``) that isn't there, whole; None: all have their sizes."""
+        for name in self.files if names is None else names:
+            path, file = folder / name, self.files[name]
             if not path.is_file():
                 return f"{name} is missing"
             size = path.stat().st_size
@@ -174,7 +201,14 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         states=content["states"],
         files={name: FileSum(*file) for name, file in content["files"].items()},
         experts={name: _expert(entry) for name, entry in content.get("experts", {}).items()},
+        excluded={name: _saved_tensor(entry) for name, entry in content.get("excluded", {}).items()},
+        runs=tuple(content.get("runs", ())),
     )
+
+
+def _renamed(name: str, expert: Expert, own: Callable[[str], str]) -> Expert:
+    """The expert ``name``, which is what its model calls it, or that and what tells it from others."""
+    return expert._replace(name=own(name).removesuffix(name.removeprefix(expert.name)))
 
 
 def _expert(entry: Mapping[str, Any]) -> Expert:
@@ -182,7 +216,8 @@ def _expert(entry: Mapping[str, Any]) -> Expert:
 
 
 def _saved_tensor(entry: Mapping[str, Any]) -> SavedTensor:
-    return SavedTensor(tuple(entry["shape"]), tuple(entry["stride"]), entry["dtype"], entry["kind"], entry["group"])
+    shape, stride = tuple(entry["shape"]), tuple(entry["stride"])
+    return SavedTensor(shape, stride, entry["dtype"], entry["kind"], entry["group"], entry.get("optimizer"))
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from .manifest import METADATA
-from .metadata import read_metadata
 from .stored import StoredTensor
 
 
 class TensorReader:
-    """The tensors that ``torch.distributed.checkpoint`` wrote into the directory ``path``, by key.
-
-    Args:
-        files: the names of those that may be read.
+    """The tensors that ``torch.distributed.checkpoint`` wrote into the directory ``path``, by key of ``metadata``.
 
     Raises:
         ValueError: from every method, where a file is damaged or not what it should be.
         OSError: a file can't be read.
     """
 
-    def __init__(self, path: Path, files: Collection[str]) -> None:
+    def __init__(self, path: Path, metadata: Metadata) -> None:
         self._path = path
-        self._metadata = read_metadata(path)
-        for place in (self._metadata.storage_data or {}).values():
-            if place.relative_path not in files:
-                raise ValueError(f"{path / METADATA}: names {place.relative_path}, which isn't the checkpoint's")
+        self._metadata = metadata
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._files = FileSystemReader(path)
         self._files.set_up_storage_reader(self._metadata, is_coordinator=True)

@@ -9,10 +9,11 @@ from ..bookkeeping.bucket_plan import Item, completed, make_plan
 from ..global_names import Ranks
 from ..options import ZeroOptions
 from ..partition import EvenSplit
-from ..planning.layout import Layout, Owned, Shared, layout_of
+from ..planning.layout import Layout, Owned, Shared, joined, layout_of
 from ..planning.memory import as_dtype
 from ..state import MASTER, SCALARS
 from .manifest import SavedTensor
+from .objects import Settings
 from .stored import StoredTensor
 from .whole import WholeCheckpoint
 
@@ -27,7 +28,15 @@ def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None, bucket
     Raises:
         ValueError: fewer than one rank, or one element; another number of ranks for experts.
     """
-    saved_by = checkpoint.objects.get("slices", checkpoint.manifest.world_size)
+    parts = [_layout_of(checkpoint, each, world_size, bucket_size) for each in checkpoint.objects.optimizers.values()]
+    return joined(parts)
+
+
+def _layout_of(
+    checkpoint: WholeCheckpoint, settings: Settings, world_size: int | None, bucket_size: int | None
+) -> Layout:
+    """That of one optimizer."""
+    saved_by = settings.get("slices", checkpoint.manifest.world_size)
     size = saved_by if world_size is None else world_size
     if size < 1:
         raise ValueError(f"world size: expected at least 1 rank, got {size}")
@@ -37,38 +46,33 @@ def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None, bucket
             f"world size: expected {saved_by}, which saved it, got {size}: by how many of these each expert would be "
             "shared isn't known"
         )
-    options = _options(checkpoint, bucket_size)
+    options = _options(settings, settings.get("stage", checkpoint.manifest.stage), bucket_size)
     families: dict[Ranks, list[str]] = {}
-    for name in _trained(checkpoint):
+    for name in checkpoint.trained(settings):
         families.setdefault(experts[name].ranks if name in experts else tuple(range(size)), []).append(name)
-    return layout_of([_shared(checkpoint, ranks, names, options) for ranks, names in families.items()], options)
+    shared = [_shared(checkpoint, ranks, names, _order(settings, names), options) for ranks, names in families.items()]
+    return layout_of(shared, options)
 
 
-def _shared(checkpoint: WholeCheckpoint, ranks: Ranks, names: list[str], options: ZeroOptions) -> Shared:
+def _shared(
+    checkpoint: WholeCheckpoint, ranks: Ranks, names: list[str], order: list[int], options: ZeroOptions
+) -> Shared:
     owned = [_owned(checkpoint, name, len(ranks), options) for name in names]
-    plan = make_plan([_item(each, options) for each in owned], _order(checkpoint, names), options.bucket_size)
-    return Shared(ranks, owned, plan)
+    return Shared(ranks, owned, make_plan([_item(each, options) for each in owned], order, options.bucket_size))
 
 
-def _options(checkpoint: WholeCheckpoint, bucket_size: int | None) -> ZeroOptions:
+def _options(settings: Settings, stage: int, bucket_size: int | None) -> ZeroOptions:
     """Those of the run; defaults where the checkpoint, an older one, doesn't tell."""
-    told = dict(checkpoint.objects.get("options", {}))
+    told = dict(settings.get("options", {}))
     told["communication_dtype"] = as_dtype("communication_dtype", told.get("communication_dtype"))
     if bucket_size is not None:
         told["bucket_size"] = bucket_size
-    return ZeroOptions(partition_grad=checkpoint.manifest.stage == 2, **told)
+    return ZeroOptions(partition_grad=stage == 2, **told)
 
 
-def _trained(checkpoint: WholeCheckpoint) -> list[str]:
-    """In order of registration."""
-    tensors = checkpoint.manifest.tensors
-    named = (name for group in checkpoint.objects["param_groups"] for name in group["params"])
-    return [name for name in named if tensors[name].kind == "trainable"]
-
-
-def _order(checkpoint: WholeCheckpoint, names: list[str]) -> list[int]:
+def _order(settings: Settings, names: list[str]) -> list[int]:
     """In which buckets are filled: as the run had learnt, as far as it had."""
-    plans = [checkpoint.objects["plan"], *checkpoint.objects.get("other_plans", ())]
+    plans = [settings["plan"], *settings.get("other_plans", ())]
     plan = next((plan for plan in plans if plan is not None and set(plan["order"]) == set(names)), None)
     if plan is None:
         return list(range(len(names)))[::-1]

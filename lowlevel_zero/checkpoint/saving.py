@@ -6,12 +6,13 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,15 +24,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..communication.collectives import ShardGroup
 from ..communication.lost_ranks import explained
+from ..communication.process_group import timeout_of
 from ..communication.roll_call import call_roll
 from ..construction import together
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions
 from ..sharded_state import packed
 from ..version import __version__
-from .contents import Contents, check_pair
-from .folders import beside, check_target, next_serial, prune, publish
-from .manifest import MANIFEST, OBJECTS, FileSum, Manifest
+from .contents import Contents
+from .folders import beside, check_target, claim, next_serial, prune, publish
+from .manifest import MANIFEST, OBJECTS, RANK_STATE, UNTRAINED, FileSum, Manifest
+from .objects import Objects, Settings
+from .optimizers import Name, Optimizers, check_optimizers, check_schedulers, group_of, told
 from .storage import ALONE, CommittingWriter, Sums, summed
 
 _log = logging.getLogger("lowlevel_zero")
@@ -43,32 +47,41 @@ _last: WeakKeyDictionary[dist.ProcessGroup, Saving] = WeakKeyDictionary()
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: LowLevelZeroOptimizer,
+    optimizer: Optimizers,
     *,
     scheduler: Any = None,
     extra: Any = None,
+    rank_state: dict[str, Any] | None = None,
+    exclude_frozen: bool = False,
     async_save: bool = False,
     keep: int | None = None,
-    timeout: float = 20.0,
+    timeout: float | None = None,
 ) -> Saving:
     """Save model, optimizer, scheduler and ``extra`` to the directory ``path``; every rank calls it, between steps.
 
     Each rank writes its own slices, by ``torch.distributed.checkpoint``. It is written beside ``path`` and renamed
     when all of it is on the disk: until then, and if anything fails, a former checkpoint stays as it was. All ranks
-    must see the same file system.
+    must see the same file system. Names are the model's own, whatever wraps it or modules in it.
 
     Args:
         path: the checkpoint, as in ``"run/step-100"``; one that is there is replaced.
         model: the module; its parameters and persistent buffers are saved.
-        optimizer: trains parameters of ``model`` and no others.
-        scheduler: anything with ``state_dict`` and ``load_state_dict``.
+        optimizer: trains parameters of ``model`` and no others; or several, in a list or in a dict by name, of which
+            no two train the same parameter.
+        scheduler: anything with ``state_dict`` and ``load_state_dict``; of several optimizers a list or a dict as
+            theirs, with None for one without.
         extra: numbers, strings, tensors, lists, dicts: what else the run needs to go on. Rank 0's is saved.
+        rank_state: a dict as ``extra`` may be, of which each rank has its own: random number states, a data loader's
+            position.
+        exclude_frozen: leave out parameters that require no gradients and that no optimizer trains, as the base model
+            of LoRA. Whoever loads has to make the model with them.
         async_save: copy what is to be saved to the host and return; a thread writes it while training goes on. A
             further save or load waits for it, and so does the interpreter's end; wait yourself before
             ``destroy_process_group``, or it may be broken off, with an error.
-        keep: then remove all but the ``keep`` newest checkpoints in ``path``'s directory, which must be this
-            run's alone, and remains of saves that were broken off.
-        timeout: seconds to wait for the other ranks to call this.
+        keep: then remove all but the ``keep`` newest of this run's checkpoints in ``path``'s directory, and remains
+            of saves that were broken off. This run's are those that were saved with these optimizers, or by runs that
+            these were loaded from.
+        timeout: seconds to wait for the other ranks to call this; None: as long as the process group's collectives.
 
     Returns:
         The save, with ``wait()``; it is over unless ``async_save``.
@@ -76,39 +89,49 @@ def save_checkpoint(
     Raises (on every rank alike; asynchronous writing raises in ``wait()``):
         TimeoutError: not every rank called it; the message says which did.
         TypeError: what isn't a model or optimizer, or what ``torch.load(weights_only=True)`` would not take back.
-        ValueError: a bad ``keep``, parameters that aren't the model's, ranks that differ in their arguments.
+        ValueError: a bad ``keep``, parameters that aren't the model's or that two optimizers train, ranks that differ
+            in their arguments.
         FileExistsError, NotADirectoryError: something else is at ``path``.
         RuntimeError: another rank's error, or files could not be written; the message has the reason.
     """
-    check_pair(model, optimizer)
-    group = optimizer._group
+    group = group_of(optimizer)
     wait_for_last(group)
-    call_roll(group.group, "save_checkpoint", timeout)
+    call_roll(group.group, "save_checkpoint", timeout_of(group.group) if timeout is None else timeout)
     target = Path(os.path.abspath(path))
-    token = _token(group)
-    written = beside(target, token)
-    optimizer._force_wait_all_gather()
     doing = f"save a checkpoint to {path}"
     with together(group, doing) as lines:
-        _check_arguments(target, keep)
-        for record in optimizer._parameters:
-            record.follow_edits()
-        contents = Contents(model, optimizer)
-        lines += [f"path {path}", f"async_save={async_save}, keep={keep}"]
-        lines += contents.lines(0)
-    contents.meet(doing)
+        _check_arguments(target, keep, rank_state)
+        optimizers = check_optimizers(model, optimizer)
+        schedulers = check_schedulers(scheduler, optimizers)
+        lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
+        lines += [told(optimizers, "optimizer")]
+    for each in optimizers.values():
+        each._force_wait_all_gather()
     with together(group, doing) as lines:
-        objects = _pack_objects(contents, scheduler, extra, optimizer._options)
+        for record in (record for each in optimizers.values() for record in each._parameters):
+            record.follow_edits()
+        contents = Contents(model, optimizers)
+        lines += contents.lines()
+    contents.meet(doing)
+    if exclude_frozen:
+        contents.exclude_frozen()
+    _tell_untrained(contents)
+    with together(group, doing) as lines:
+        own = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
+        objects = _objects(contents, optimizers, schedulers, extra).packed()
         tensors = contents.tensors()
         lines += [full for full in tensors if contents.family_of(full) == 0]
         if async_save:
             tensors = contents.copied(tensors)
+    runs = runs_of(optimizers)
+    token = _token(group)
+    written = beside(target, token)
+    saving = Saving(target)
     with together(group, f"write beside {path}"):
         if group.place == 0:
-            written.mkdir(parents=True)
-    commit = _Commit(target, written, token, objects, _describe(contents, optimizer, tensors), keep)
-    saving = Saving(target, written if group.place == 0 else None)
-    writer = CommittingWriter(written, group.place, group.ranks, commit)
+            saving.claim(written)
+    commit = _Commit(target, written, token, objects, _describe(contents, optimizers, tensors, runs), keep)
+    writer = CommittingWriter(written, group.place, group.ranks, commit, own)
     saving.start(tensors, writer, group.apart(), async_save)
     if async_save:
         _last[group.group] = saving
@@ -124,12 +147,17 @@ class Saving:
         path: where it will be.
     """
 
-    def __init__(self, path: Path, written: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._written = written
+        self._written: Path | None = None
+        self._claim: IO[bytes] | None = None
         self._future: Future[Any] = Future()
         self._hint = ""
         self._group: dist.ProcessGroup | None = None
+
+    def claim(self, written: Path) -> None:
+        """Take the folder ``written``, which goes when it could not be."""
+        self._written, self._claim = written, claim(written)
 
     def start(
         self, tensors: dict[str, Tensor], writer: CommittingWriter, group: dist.ProcessGroup, in_background: bool
@@ -141,9 +169,13 @@ class Saving:
             cast("Future[Any]", started).add_done_callback(self._tell)
             return
         try:
-            self._future.set_result(dcp_save(tensors, storage_writer=writer, process_group=group))
+            result = dcp_save(tensors, storage_writer=writer, process_group=group)
         except (CheckpointException, Exception) as error:
+            self._clean()
             self._future.set_exception(error)
+        else:
+            self._release()
+            self._future.set_result(result)
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
@@ -158,7 +190,6 @@ class Saving:
         error = self._future.exception()
         if error is None:
             return self.path
-        self._clean()
         raise RuntimeError(self._reason(error)) from error
 
     result = wait
@@ -167,6 +198,7 @@ class Saving:
         """Nobody may ever wait: an error of a thread goes to the log too."""
         error = written.exception()
         if error is None:
+            self._release()
             self._future.set_result(None)
             return
         self._hint = "" if dist.is_initialized() else f" ({ALONE})"
@@ -177,6 +209,11 @@ class Saving:
     def _clean(self) -> None:
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
 
     def _reason(self, error: BaseException) -> str:
         failures = getattr(error, "failures", None)
@@ -213,7 +250,7 @@ class _Commit:
         publish(self.written, self.path, self.token)
         if self.keep is not None:
             try:
-                prune(self.path, self.keep)
+                prune(self.path, self.keep, manifest.runs)
             except OSError as error:
                 _log.warning("%s: saved, but older ones could not be removed: %s", self.path, error)
 
@@ -225,24 +262,56 @@ def wait_for_last(group: ShardGroup) -> None:
         last._future.exception()
 
 
-def _check_arguments(target: Path, keep: int | None) -> None:
+def runs_of(optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = ()) -> tuple[str, ...]:
+    """The run that these optimizers are of, and then those that it went on from: these ``others`` too, from now on."""
+    known = dict.fromkeys(run for optimizer in optimizers.values() for run in optimizer.runs)
+    runs = tuple(dict.fromkeys((*(known or [secrets.token_hex(8)]), *others)))
+    for optimizer in optimizers.values():
+        optimizer.runs = runs
+    return runs
+
+
+def _check_arguments(target: Path, keep: int | None, rank_state: object) -> None:
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep: expected a number of checkpoints, at least 1, or None, got {keep!r}")
+    if not (rank_state is None or isinstance(rank_state, dict)):
+        raise TypeError(f"rank_state: expected a dict, got {type(rank_state).__name__}")
     check_target(target)
 
 
-def _pack_objects(contents: Contents, scheduler: Any, extra: Any, options: ZeroOptions) -> bytes:
-    """What isn't a tensor of the model or the optimizer, each part checked by itself so that errors can name it."""
-    objects = {**contents.state.settings(), "model": contents.extra_states(), "extra": extra}
-    objects["scheduler"] = None if scheduler is None else scheduler.state_dict()
-    objects["options"] = _told(options)
-    objects["slices"] = contents.group.size
-    for what, part in objects.items():
-        packed(part, what)
-    return packed(objects, "the checkpoint's objects")
+def _tell_untrained(contents: Contents) -> None:
+    untrained = [name for name, tensor in contents.saved().items() if tensor.kind == UNTRAINED]
+    if untrained and contents.group.place == 0:
+        _log.warning(
+            "save_checkpoint: no optimizer that was given trains %s, ... (%d parameters that require gradients): their "
+            "values are saved, but no state of an optimizer: pass all optimizers together, as in [muon, adamw]",
+            untrained[0],
+            len(untrained),
+        )
 
 
-def _told(options: ZeroOptions) -> dict[str, Any]:
+def _objects(
+    contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimizer], schedulers: Mapping[Name, Any], extra: Any
+) -> Objects:
+    """What isn't a tensor of the model or the optimizers."""
+    settings: dict[Name, Settings] = {}
+    for name, optimizer in optimizers.items():
+        scheduler = schedulers[name]
+        settings[name] = {
+            **contents.states_of[name].settings(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "options": _kept(optimizer._options),
+            "stage": _stage(optimizer),
+            "slices": optimizer._group.size,
+        }
+    return Objects(settings, contents.extra_states(), extra)
+
+
+def _stage(optimizer: LowLevelZeroOptimizer) -> int:
+    return 2 if optimizer._options.partition_grad else 1
+
+
+def _kept(options: ZeroOptions) -> dict[str, Any]:
     """What its layout depends on, and loading doesn't."""
     wire = options.communication_dtype
     return {
@@ -257,19 +326,27 @@ def _told(options: ZeroOptions) -> dict[str, Any]:
     }
 
 
-def _describe(contents: Contents, optimizer: LowLevelZeroOptimizer, tensors: dict[str, Tensor]) -> partial[Manifest]:
+def _describe(
+    contents: Contents,
+    optimizers: Mapping[Name, LowLevelZeroOptimizer],
+    tensors: dict[str, Tensor],
+    runs: tuple[str, ...],
+) -> partial[Manifest]:
     """The manifest, but for what is known at the end."""
+    saved = contents.saved()
     return partial(
         Manifest,
         version=__version__,
         torch=torch.__version__,
         world_size=contents.group.ranks,
-        stage=2 if optimizer._options.partition_grad else 1,
+        stage=_stage(next(iter(optimizers.values()))),
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        tensors=contents.saved(),
+        tensors={name: tensor for name, tensor in saved.items() if name not in contents.excluded},
         tied=contents.all_tied(),
         states=contents.states(tensors),
         experts=contents.experts,
+        excluded={name: tensor for name, tensor in saved.items() if name in contents.excluded},
+        runs=runs,
     )
 
 

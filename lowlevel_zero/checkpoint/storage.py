@@ -6,7 +6,7 @@ import io
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -89,14 +89,19 @@ class CommittingWriter(FileSystemWriter):
         rank: this one, and ``size``: how many there are. Once ``destroy_process_group`` has been called, torch
             takes each rank for the only one, whose slices alone would be a checkpoint.
         commit: called on the first rank with the sums of all files.
+        own: further files of this rank's, by name.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, commit: Callable[[Sums], None]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, size: int, commit: Callable[[Sums], None], own: Mapping[str, bytes]
+    ) -> None:
         super().__init__(folder, sync_files=False)  # they are, by ``summed``
         self.fs = self._files = _SummedFiles()
+        self._folder = folder
         self._rank = rank
         self._size = size
         self._commit = commit
+        self._own = own
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator and self._rank != 0:
@@ -105,6 +110,9 @@ class CommittingWriter(FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
         results = super().write_data(plan, planner)
+        for name, data in self._own.items():
+            with summed(self._folder / name, self._files.sums) as file:
+                file.write(data)
         told: Future[Any] = Future()
         told.set_result(_Written(results.wait(), self._files.sums))
         return told

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..state import SCALARS
 from ..state_methods import EXTRAS, FP8
-from .loading import read_objects
-from .manifest import METADATA, OBJECTS, read_manifest
+from .manifest import METADATA, OBJECTS, TRAINABLE, read_manifest
+from .objects import Settings
 from .reading import TensorReader
+from .saved import read_saved
 from .stored import StoredTensor
 
 
@@ -28,8 +29,9 @@ class WholeCheckpoint:
         self.path = path
         self.manifest = read_manifest(path)
         self._refuse(self.manifest.first_missing(path) or self.manifest.first_damaged(path, [METADATA, OBJECTS]))
-        self.objects = read_objects(path)
-        self._tensors = TensorReader(path, self.manifest.files)
+        saved = read_saved(path, self.manifest).without_wrappers()
+        self.manifest, self.objects = saved.manifest, saved.objects
+        self._tensors = TensorReader(path, saved.metadata)
 
     def check_files(self, done: Callable[[int], object] = lambda count: None) -> None:
         """Read every file whole; ``ValueError`` if one isn't what was written.
@@ -58,45 +60,61 @@ class WholeCheckpoint:
     def model(self) -> dict[str, StoredTensor]:
         """Parameters and persistent buffers, tied ones under each of their names; tensors among extra states too."""
         named = {name: self._shaped(name, f"model.{name}") for name in self.manifest.tensors}
-        named |= {alias: named[name] for alias, name in self.manifest.tied.items()}
-        return named | {name: StoredTensor.of(v) for name, v in self.objects["model"].items() if isinstance(v, Tensor)}
+        named |= {alias: named[name] for alias, name in self.manifest.tied.items() if name in named}
+        return named | {name: StoredTensor.of(v) for name, v in self.objects.model.items() if isinstance(v, Tensor)}
 
     def not_tensors(self) -> list[str]:
         """Names in the model's state dict of what isn't a tensor: extra states of modules."""
-        return [name for name, value in self.objects["model"].items() if not isinstance(value, Tensor)]
+        return [name for name, value in self.objects.model.items() if not isinstance(value, Tensor)]
 
-    def optimizer(self) -> dict[str, Any]:
+    def optimizers(self) -> Any:
+        """Each optimizer's ``state_dict``, in a list or a dict as they were saved; the only one's itself."""
+        found = {name: self._state_dict(settings) for name, settings in self.objects.optimizers.items()}
+        if set(found) == {None}:
+            return found[None]
+        return list(found.values()) if all(isinstance(name, int) for name in found) else found
+
+    def _state_dict(self, settings: Settings) -> dict[str, Any]:
         """``LowLevelZeroOptimizer.state_dict()``, with a ``StoredTensor`` for each tensor that is stored.
 
         Parameters are counted as the param groups have them, frozen ones included.
         """
-        groups = self.objects["param_groups"]
+        groups = settings["param_groups"]
         places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
-        states = {place: self.state(name) for name, place in places.items()}
+        states = {places[name]: self.state(name) for name in self.trained(settings)}
         return {
             "state": {place: state for place, state in states.items() if state},
             "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
             EXTRAS: {
-                "loss_scale": self.objects["loss_scale"],
-                "plan": self._plan(list(places)),
-                FP8: self.objects.get("options", {}).get("fp8_communication", True),
+                "loss_scale": settings["loss_scale"],
+                "plan": self._plan(settings),
+                FP8: settings.get("options", {}).get("fp8_communication", False),
             },
         }
 
-    def _plan(self, names: list[str]) -> dict[str, Any] | None:
+    def trained(self, settings: Settings) -> list[str]:
+        """The parameters that an optimizer trains, in order of registration."""
+        named = (name for group in settings["param_groups"] for name in group["params"])
+        return [name for name in named if name in self.manifest.tensors and self._trains(name, settings)]
+
+    def _trains(self, name: str, settings: Settings) -> bool:
+        entry = self.manifest.tensors[name]
+        return entry.kind == TRAINABLE and self.objects.optimizers[entry.optimizer] is settings
+
+    def _plan(self, settings: Settings) -> dict[str, Any] | None:
         """The bucket plan, which counts trainable parameters alone; of experts' groups each has another."""
-        plan = self.objects["plan"]
+        plan = settings["plan"]
         if plan is None or self.manifest.experts:
             return None
-        trainable = [name for name in names if self.manifest.tensors[name].kind == "trainable"]
-        indices = {name: index for index, name in enumerate(trainable)}
+        indices = {name: index for index, name in enumerate(self.trained(settings))}
         by_index = {key: [indices[name] for name in plan[key]] for key in ("order", "repeats")}
         return {**plan, **by_index}
 
     def state(self, name: str) -> dict[str, Any]:
         """A parameter's optimizer state: tensors that are stored, and plain values."""
         stored: dict[str, Any] = {key: self._state(name, key) for key in self.manifest.states.get(name, ())}
-        return {**stored, **self.objects["states"].get(name, {})}
+        others = [settings["states"].get(name, {}) for settings in self.objects.optimizers.values()]
+        return {**stored, **{key: value for other in others for key, value in other.items()}}
 
     def _state(self, name: str, key: str) -> StoredTensor:
         stored = self._tensors.tensor(f"optimizer.{name}.{key}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -233,6 +233,17 @@ def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None =
         first = len(buckets)
         buckets += [_bucket(bucket, family, first, options.keeps_row_only) for bucket in family.plan.buckets]
     return Layout(rank, 2 if options.partition_grad else 1, tuple(parameters), tuple(buckets))
+
+
+def joined(layouts: Sequence[Layout]) -> Layout:
+    """Layouts of optimizers that train a model together, whose buckets count on; the stage is the first's."""
+    parameters: list[ParameterLayout] = []
+    buckets: list[BucketLayout] = []
+    for each in layouts:
+        first = len(buckets)
+        parameters += [replace(p, bucket=None if p.bucket is None else first + p.bucket) for p in each.parameters]
+        buckets += [replace(bucket, number=first + bucket.number) for bucket in each.buckets]
+    return replace(layouts[0], parameters=tuple(parameters), buckets=tuple(buckets))
 
 
 def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[ParameterLayout]:

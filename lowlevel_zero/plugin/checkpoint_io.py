@@ -41,6 +41,7 @@ from .files import all_or_none, check_file_target, check_folder_target, file_bes
 
 # Among an index's metadata, of which ColossalAI reads its own keys alone.
 LOSS_SCALE = "lowlevel_zero.loss_scale"
+SENT_FP8 = "lowlevel_zero.fp8"
 
 
 class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
@@ -248,6 +249,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         loss_scale = optimizer.loss_scale_state()
         if loss_scale is not None:
             index.append_meta_data(LOSS_SCALE, loss_scale)
+        if optimizer._options.fp8_communication:
+            index.append_meta_data(SENT_FP8, True)
         index.write_index_file(index_name)
 
     def _write(self, state_dict: dict[Any, Any], path: str, use_async: bool) -> None:
@@ -302,6 +305,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             read_optimizer_file(groups_file),
             (read_optimizer_file(file) for file in files),
             index.metadata.get(LOSS_SCALE),
+            bool(index.metadata.get(SENT_FP8)),
         )
 
     # ---- schedulers ----

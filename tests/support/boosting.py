@@ -93,6 +93,11 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-2)
 
 
+def momentum(params: Any) -> torch.optim.Optimizer:
+    """Unlike Adam, it feels a gradient that is wrong by a factor."""
+    return torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.1)
+
+
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return [

@@ -11,7 +11,7 @@ import torch.distributed.tensor  # here once, not in every forked rank
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.oracle import Run, build, groups, loss_of
+from tests.support.oracle import Drop, Run, adamw, build, groups, loss_of
 
 SHARES = 12  # of each batch: every world size here divides it, so that all see the same data
 BEFORE, AFTER = range(2), range(2, 4)  # steps before the save, in which layer 2 has no state yet, and after it
@@ -28,7 +28,8 @@ class Training:
 
     @property
     def run(self) -> Run:
-        return Run(SHARES, dtype=self.dtype, drop=lambda step, rank: {2} if step in BEFORE else set())
+        drop: Drop = lambda step, rank: {2} if step in BEFORE else set()  # noqa: E731
+        return Run(SHARES, dtype=self.dtype, drop=drop, optimizer=adamw)
 
     def start(self, seed: int = 0) -> Pair:
         model = build(replace(self.run, seed=seed))

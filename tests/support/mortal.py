@@ -116,7 +116,7 @@ def train(task: Task, start: int) -> None:
     """From the newest checkpoint to the end; the process group is there."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, inner, optimizer = build()
-    newest = latest(task.checkpoints)
+    newest = latest(task.checkpoints, group=dist.group.WORLD)
     begin = load_checkpoint(newest, model, optimizer) if newest else 0
     _await_death(task, start, model, inner)
     for step in range(begin + 1, task.steps + 1):

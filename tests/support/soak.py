@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -73,22 +73,23 @@ def evaluated(model: nn.Module, step: int) -> float:
 class Outcome(NamedTuple):
     parameters: dict[str, Tensor]
     evaluations: list[float]
+    norms: list[float]
 
 
 def train_alone(soak: Soak) -> Outcome:
     model = model_of(0)
     optimizer = optimizer_of(model)
-    evaluations = []
+    evaluations, norms = [], []
     for step in range(1, soak.steps + 1):
         for micro in range(MICRO_BATCHES):
             for rank in range(soak.world_size):
                 (loss_of(model, step, micro, rank) / soak.world_size).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
         if step % soak.evaluate_every == 0:
             evaluations.append(evaluated(model, step))
-    return Outcome(values(model), evaluations)
+    return Outcome(values(model), evaluations, norms)
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -194,15 +195,16 @@ def _train(rank: int, soak: Soak, folder: str, steps: int) -> tuple[Outcome, lis
     model = model_of(rank)
     optimizer = LowLevelZeroOptimizer(optimizer_of(model), model=model, clip_grad_norm=MAX_NORM, **soak.options)
     memory: list[Memory] = []
-    evaluations = []
+    evaluations, norms = [], []
     for step in range(1, steps + 1):
         for micro in range(MICRO_BATCHES):
             optimizer.backward(loss_of(model, step, micro, rank))
         optimizer.step()
+        norms.append(cast(float, optimizer.get_grad_norm()))
         optimizer.zero_grad()
         if step % soak.evaluate_every == 0:
             evaluations.append(evaluated(model, step))
             memory.append(Memory.now())
         if step % soak.save_every == 0 or step == steps:
             save_checkpoint(f"{folder}/step-{step}", model, optimizer, extra={"step": step}, keep=2)
-    return Outcome(values(model), evaluations), memory, Held.now()
+    return Outcome(values(model), evaluations, norms), memory, Held.now()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ...checkpoint.consolidate import MODEL, OPTIMIZER, bytes_to_do, consolidate, refuse_existing
 from ...checkpoint.description import as_text, describe
-from ...checkpoint.folders import latest, locate
-from ...checkpoint.manifest import MANIFEST
+from ...checkpoint.folders import locate
 from ...checkpoint.progress import Progress
 from ...checkpoint.saved_layout import layout_in
 from ...checkpoint.whole import WholeCheckpoint
@@ -25,7 +24,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _open(path: Path) -> WholeCheckpoint:
     """The checkpoint ``path``, or the newest whole one in it, which is said then, out of the way of results."""
-    found = path if (path / MANIFEST).exists() else latest(path) or locate(path)
+    found = locate(path)
     if found != path:
         print(f"{path}: the newest whole checkpoint is {found}", file=sys.stderr)
     return WholeCheckpoint(found)
@@ -45,6 +44,8 @@ def _consolidate(options: argparse.Namespace) -> None:
     print(f"wrote {options.out / MODEL} and {options.out / OPTIMIZER}")
     if checkpoint.not_tensors():
         print(f"left out, since safetensors holds tensors alone: {', '.join(checkpoint.not_tensors())}")
+    if checkpoint.manifest.excluded:
+        print(f"not in it, since it was saved with exclude_frozen: {', '.join(checkpoint.manifest.excluded)}")
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:

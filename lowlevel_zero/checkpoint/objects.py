@@ -1,0 +1,83 @@
+"""What isn't a tensor of the model or an optimizer: one file of data, which is never run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..sharded_state import packed, renamed_settings, unpacked
+from .manifest import OBJECTS
+from .optimizers import Name, called
+
+Settings: TypeAlias = dict[str, Any]
+
+_SETTINGS = {"param_groups", "loss_scale", "plan", "states", "scheduler"}
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What is saved beside tensors.
+
+    Attributes:
+        optimizers: of each its settings (see ``ShardedState``), its ``scheduler``'s state, and what its layout
+            depends on: ``options``, ``stage`` and ``slices``. The only one's are on the file's first level.
+        model: extra states of modules, by name.
+        extra: the caller's.
+    """
+
+    optimizers: dict[Name, Settings]
+    model: dict[str, Any]
+    extra: Any
+
+    def packed(self) -> bytes:
+        """The file's bytes.
+
+        Raises:
+            TypeError: a part that could not be read back, by its name.
+        """
+        for name, settings in self.optimizers.items():
+            for key, value in settings.items():
+                packed(value, key if name is None else f"{key} of {called(name)}")
+        packed(self.model, "extra states of the model")
+        packed(self.extra, "extra")
+        alone = set(self.optimizers) == {None}
+        first = self.optimizers[None] if alone else {"optimizers": self.optimizers}
+        return packed({**first, "model": self.model, "extra": self.extra}, "the checkpoint's objects")
+
+    def renamed(self, own: Callable[[str], str]) -> Objects:
+        """The same with other names of tensors, ``own(name)``."""
+        optimizers = {name: renamed_settings(settings, own) for name, settings in self.optimizers.items()}
+        return Objects(optimizers, {own(name): state for name, state in self.model.items()}, self.extra)
+
+
+def read_objects(folder: Path) -> Objects:
+    """Those of the checkpoint ``folder``; nothing in them is run.
+
+    Raises:
+        ValueError: they are damaged, or something else.
+        OSError: they can't be read.
+    """
+    path = folder / OBJECTS
+    found = read_data(path)
+    settings = found.get("optimizers", {None: found}) if isinstance(found, dict) else {}
+    whole = all(isinstance(each, dict) and each.keys() >= _SETTINGS for each in settings.values())
+    if not (settings and whole and found.keys() >= {"model", "extra"}):
+        raise ValueError(f"{path}: expected {sorted(_SETTINGS)}, model and extra in it, got something else")
+    return Objects(settings, found["model"], found["extra"])
+
+
+def read_data(path: Path) -> Any:
+    """What ``packed`` has made of it.
+
+    Raises:
+        ValueError: it is damaged, or more than data.
+        OSError: it can't be read.
+    """
+    data = path.read_bytes()
+    try:
+        return unpacked(data)
+    except Exception as error:  # a damaged or hostile pickle may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"{path}: refused, it is damaged or not data alone: {reason:.300}") from error

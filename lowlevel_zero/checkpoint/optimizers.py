@@ -1,0 +1,122 @@
+"""One optimizer, or several that train a model together, and their schedulers: by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from ..communication.collectives import ShardGroup
+from ..optimizer import LowLevelZeroOptimizer
+
+# What callers give, and how an optimizer is called in a checkpoint: its place in a list, its key in a dict, or, the
+# only one, None.
+Optimizers: TypeAlias = LowLevelZeroOptimizer | Sequence[LowLevelZeroOptimizer] | Mapping[str, LowLevelZeroOptimizer]
+Name: TypeAlias = int | str | None
+
+# torch 2.4 takes the first rank of a group for rank 0.
+LED_BY_ANY_RANK = hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank")
+
+
+def by_name(given: Any) -> dict[Name, Any]:
+    """Optimizers or schedulers by name, in an order that is the same on all ranks; one in a list is the only one."""
+    if isinstance(given, Mapping):
+        return {name: given[name] for name in sorted(given, key=str)}
+    if isinstance(given, (list, tuple)) and len(given) != 1:
+        return dict(enumerate(given))
+    return {None: given[0] if isinstance(given, (list, tuple)) else given}
+
+
+def group_of(given: Any) -> ShardGroup:
+    """The ranks of the optimizers, who call together: what else is wrong they can tell each other.
+
+    Raises:
+        TypeError: there is no optimizer of this package's.
+    """
+    for each in by_name(given).values():
+        if isinstance(each, LowLevelZeroOptimizer):
+            return each._group
+    raise _not_ours("optimizer", given)
+
+
+def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
+    """The optimizers by name.
+
+    Raises:
+        TypeError: something isn't a module, an optimizer of this package's, or its name.
+        ValueError: they aren't of the same ranks.
+        NotImplementedError: torch can't do it for their ranks; on all of them alike.
+    """
+    optimizers = by_name(given)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    for name, optimizer in optimizers.items():
+        if isinstance(given, Mapping) and not isinstance(name, str):
+            raise TypeError(f"optimizer: expected names as keys, got a {type(name).__name__}, {name!r:.40}")
+        if not isinstance(optimizer, LowLevelZeroOptimizer):
+            raise _not_ours(called(name), optimizer)
+    first, *others = optimizers.values()
+    ranks = dist.get_process_group_ranks(first._group.group)
+    for other in others:
+        if dist.get_process_group_ranks(other._group.group) != ranks:
+            raise ValueError(
+                "optimizer: expected optimizers over the same ranks, got some over others: save them apart"
+            )
+    if not LED_BY_ANY_RANK and len(ranks) > 1 and ranks[0] != 0:
+        raise NotImplementedError(
+            f"optimizer: expected a process group whose first rank is rank 0, got one that rank {ranks[0]} leads, "
+            f"which torch.distributed.checkpoint of torch {torch.__version__} can't save or load for: use a later torch"
+        )
+    return optimizers
+
+
+def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Any]:
+    """Each optimizer's scheduler, or None.
+
+    Raises:
+        ValueError: ``scheduler`` isn't made up as ``optimizer`` is.
+    """
+    if scheduler is None:
+        return dict.fromkeys(optimizers)
+    found = by_name(scheduler)
+    partly = isinstance(scheduler, Mapping) and found.keys() <= set(optimizers)
+    if not partly and found.keys() != set(optimizers):
+        raise ValueError(
+            f"scheduler: expected {told(optimizers, 'scheduler')}, as optimizer is, got {told(found, 'scheduler')}: "
+            "give each optimizer's own, or None for one without"
+        )
+    return {name: found.get(name) for name in optimizers}
+
+
+def check_same_optimizers(optimizers: Collection[Name], saved: Collection[Name]) -> None:
+    """Raise ``ValueError`` unless these optimizers are those that were ``saved``."""
+    if set(optimizers) != set(saved):
+        raise ValueError(
+            f"optimizer: expected {told(saved, 'optimizer')}, with which the checkpoint was saved, got "
+            f"{told(optimizers, 'optimizer')}: pass them as they were passed to save_checkpoint"
+        )
+
+
+def called(name: Name, kind: str = "optimizer") -> str:
+    """An optimizer, or what goes with it, for messages."""
+    return kind if name is None else f"{kind}[{name!r}]"
+
+
+def told(names: Collection[Name], kind: str) -> str:
+    """How ``names`` come about, for messages."""
+    if set(names) == {None}:
+        return f"one {kind}"
+    if all(isinstance(name, int) for name in names):
+        return f"a list of {len(names)} {kind}s"
+    return f"a dict of {kind}s by {', '.join(map(repr, names))}"
+
+
+def _not_ours(name: str, got: object) -> TypeError:
+    return TypeError(
+        f"{name}: expected a LowLevelZeroOptimizer, got {type(got).__name__}: wrap it first, or use torch.save or "
+        "torch.distributed.checkpoint for a plain one"
+    )

@@ -1,0 +1,127 @@
+"""A model's own names: those that its tensors have without the wrappers around it, or around modules in it.
+
+``torch.compile``, activation checkpointing, ``DistributedDataParallel`` and their like are modules that hold another
+one, and put the name of that attribute into every name below. Whether a run uses them must not show in what it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import combinations
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+_COMPILED, _CHECKPOINTED, _MODULE = "_orig_mod", "_checkpoint_wrapped_module", "module"
+
+# By the full name of a wrapper's class the attribute that holds what it wraps. A model's own attribute may be called
+# "module" too, so names alone don't tell; and importing all of these classes would take seconds.
+_WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": _COMPILED,
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": _CHECKPOINTED,
+    "torch.nn.parallel.distributed.DistributedDataParallel": _MODULE,
+    "torch.nn.parallel.data_parallel.DataParallel": _MODULE,
+    "colossalai.interface.model.ModelWrapper": _MODULE,
+}
+
+
+class Place(NamedTuple):
+    """A module of a model, by one of the paths to it.
+
+    Attributes:
+        name: its own name; empty for the model, and for what wrappers around that hold.
+        key: what its entries in ``model.state_dict()`` begin with; activation checkpointing leaves itself out there.
+        module: it; a wrapper and what that holds have one name.
+    """
+
+    name: str
+    key: str
+    module: nn.Module
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """Every module of ``model``, which may be a wrapper, by every path to it."""
+    return _places(Place("", "", model))
+
+
+def own_names(model: nn.Module | None) -> dict[Tensor, str]:
+    """The first own name of every parameter, and then of every buffer; none without a model."""
+    found: dict[Tensor, str] = {}
+    everywhere = [] if model is None else list(places(model))
+    for place in everywhere:
+        for name, p in place.module._parameters.items():
+            if p is not None:
+                found.setdefault(p, joined(place.name, name))
+    for place in everywhere:
+        for name, buffer in place.module._buffers.items():
+            if buffer is not None:
+                found.setdefault(buffer, joined(place.name, name))
+    return found
+
+
+def state_dict_for(model: nn.Module, state_dict: Mapping[str, T]) -> dict[str, T]:
+    """``state_dict`` with the names that ``model.load_state_dict`` expects, whatever wraps one of the two.
+
+    So a plain model's loads into one that is compiled, and the other way round. What the model doesn't have keeps its
+    name.
+    """
+    key_of = {
+        joined(place.name, entry): joined(place.key, entry)
+        for place in places(model)
+        for entry in (*place.module._parameters, *place.module._buffers, "_extra_state")
+    }
+    names = matched(state_dict, key_of)
+    return {key_of.get(names[name], name): value for name, value in state_dict.items()}
+
+
+def matched(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
+    """By name as it was ``saved``, wrappers' attributes and all, the one of the ``own`` names that it stands for.
+
+    What stands for none of them keeps its name, but for attributes that nothing but a wrapper has.
+    """
+    saved = list(saved)
+    found = {name: name for name in saved if name in own}
+    taken = set(found)
+    for name in saved:
+        if name not in found:
+            likely = [each for each in _without_wrappers(name) if each not in taken]
+            found[name] = next((each for each in likely if each in own), likely[0] if likely else name)
+            taken.add(found[name])
+    return found
+
+
+def without_wrappers(name: str) -> str:
+    """A name as it was saved, without attributes that nothing but a wrapper has."""
+    return next(_without_wrappers(name))
+
+
+def joined(path: str, name: str) -> str:
+    """The name of what is called ``name`` in the module at ``path``."""
+    return f"{path}.{name}" if path else name
+
+
+def _places(place: Place) -> Iterator[Place]:
+    yield place
+    inside = _attribute_of(place.module)
+    for attribute, child in place.module._modules.items():
+        if child is not None:
+            name = place.name if attribute == inside else joined(place.name, attribute)
+            key = place.key if attribute == inside == _CHECKPOINTED else joined(place.key, attribute)
+            yield from _places(Place(name, key, child))
+
+
+def _attribute_of(module: nn.Module) -> str | None:
+    """The attribute in which a wrapper holds what it wraps; None: it is none."""
+    classes = (f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__)
+    return next((_WRAPPERS[each] for each in classes if each in _WRAPPERS), None)
+
+
+def _without_wrappers(name: str) -> Iterator[str]:
+    """What ``name`` may be without wrappers, likeliest first: ``module`` is a wrapper's attribute, or the model's."""
+    parts = [part for part in name.split(".") if part not in (_COMPILED, _CHECKPOINTED)]
+    at = [place for place, part in enumerate(parts[:-1]) if part == _MODULE]
+    for count in range(len(at) + 1):
+        for left_out in combinations(at, count):
+            yield ".".join(part for place, part in enumerate(parts) if place not in left_out)

@@ -1,0 +1,239 @@
+"""Checkpoints have the model's own names: what is wrapped in one run may be bare, or wrapped otherwise, in the next."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # here once, not in every forked rank
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor  # likewise
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from lowlevel_zero import LowLevelZeroOptimizer, module_names
+from lowlevel_zero.__main__ import main
+from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_metadata, save_checkpoint, state_dict_for
+from tests.support.checkpoints import differences
+from tests.support.ranks import run_ranks
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class Block(nn.Module):
+    """Has an attribute of its own that is called as wrappers call what they wrap, a buffer, and state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4))
+        self.seen = 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+
+class Net(nn.Module):
+    """Two blocks, tied weights, and a frozen layer."""
+
+    def __init__(self, wrap: Wrap = lambda module: module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([wrap(Block()), wrap(Block())])
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = wrap(nn.Linear(4, 4, bias=False))
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = next(self.head.parameters())
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+# What wraps parts of the model, and what wraps the model when it is saved or loaded.
+WRAPPINGS: dict[str, tuple[Wrap, Wrap]] = {
+    "bare": (lambda part: part, lambda model: model),
+    "checkpointing": (checkpoint_wrapper, lambda model: model),
+    "compiled": (lambda part: part, compiled),
+    "compiled parts": (compiled, lambda model: model),
+    "both": (lambda part: checkpoint_wrapper(compiled(part)), compiled),
+    "ddp": (lambda part: part, DistributedDataParallel),
+    "ddp inside": (lambda part: checkpoint_wrapper(DistributedDataParallel(part)), compiled),
+}
+
+
+def start(wrapping: str, seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
+    """The model as it is given to the checkpoint, and its optimizer."""
+    torch.manual_seed(seed)
+    inside, outside = WRAPPINGS[wrapping]
+    bare = Net(inside)
+    model = outside(bare)
+    optimizer = torch.optim.AdamW(
+        [{"params": list(bare.blocks.parameters())}, {"params": list(bare.head.parameters())}]
+    )
+    given = bare if isinstance(model, DistributedDataParallel) else model
+    return model, LowLevelZeroOptimizer(optimizer, model=given, partition_grad=True)
+
+
+def train(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+    """A step, which needs no forward: of what is compiled that would take seconds."""
+    optimizer.backward(torch.stack([p.square().sum() for p in model.parameters() if p.requires_grad]).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.seen += 1
+
+
+def whole(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> Any:
+    tensors = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+    return tensors, optimizer.state_dict()["state"], [m.seen for m in model.modules() if isinstance(m, Block)]
+
+
+OWN = {
+    *(f"blocks.{at}.{name}" for at in range(2) for name in ("module.weight", "module.bias", "mask")),
+    *("frozen.weight", "frozen.bias", "head.weight"),
+}
+
+
+@pytest.mark.parametrize("as_before", [False, True], ids=["own names", "names of wrappers"])
+def test_any_wrapping_loads_into_any_other(as_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was saved with the names that wrappers give."""
+
+    def save(rank: int, world_size: int) -> dict[str, Any]:
+        if as_before:
+            monkeypatch.setattr(module_names, "_WRAPPERS", {})
+        expected = {}
+        for wrapping in WRAPPINGS:
+            model, optimizer = start(wrapping, seed=0)
+            train(model, optimizer)
+            save_checkpoint(tmp_path / wrapping, model, optimizer)
+            expected[wrapping] = whole(model, optimizer)
+        return expected
+
+    def load(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for at, target in enumerate(WRAPPINGS):
+            model, optimizer = start(target, seed=1 + rank)
+            # Each into the bare one, and into the next but one; the bare one into each.
+            for source in {list(WRAPPINGS)[at - 2], "bare"} if target != "bare" else WRAPPINGS:
+                for module in model.modules():
+                    if isinstance(module, Block):
+                        module.seen = 7
+                load_checkpoint(tmp_path / source, model, optimizer)
+                wrong += differences(expected[source], whole(model, optimizer), at=f"{source} into {target}")
+        return wrong
+
+    expected = run_ranks(save, 2)[0]
+    for wrapping in WRAPPINGS:
+        named = set(read_manifest(tmp_path / wrapping).tensors)
+        assert as_before or named == OWN, wrapping
+        assert not as_before or (named == OWN) == (wrapping == "bare"), wrapping
+    assert run_ranks(load, 3) == [[]] * 3
+
+
+def test_consolidated_files_load_into_wrapped_and_bare_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By load_state_dict as it is, but for wrappers that hide the model's own names from it."""
+
+    def save(rank: int, world_size: int, folder: Path) -> Any:
+        told = {}
+        for wrapping in WRAPPINGS:
+            model, optimizer = start(wrapping, seed=0)
+            train(model, optimizer)
+            save_checkpoint(folder / wrapping, model, optimizer)
+            told[wrapping] = whole(model, optimizer)[0]
+        return told
+
+    def save_as_before(rank: int, world_size: int, folder: Path) -> Any:
+        monkeypatch.setattr(module_names, "_WRAPPERS", {})
+        return save(rank, world_size, folder)
+
+    def load(rank: int, world_size: int, file: Path, expected: Any) -> list[str]:
+        wrong = []
+        for wrapping in WRAPPINGS:
+            model, _ = start(wrapping, seed=1)
+            state = load_file(file)
+            takes_it = wrapping in ("bare", "checkpointing")
+            model.load_state_dict(state if takes_it else state_dict_for(model, state), strict=False)
+            wrong += differences(expected, whole(model, _)[0], at=wrapping)
+        return wrong
+
+    for folder, how in ((tmp_path / "now", save), (tmp_path / "before", save_as_before)):
+        expected = run_ranks(how, 2, folder)[0]
+        for wrapping in WRAPPINGS:
+            if how is save_as_before and "ddp" in wrapping:
+                continue  # "module" may be the model's own there: nobody can tell without it
+            out = tmp_path / f"{folder.name} {wrapping}"
+            assert main(["consolidate", str(folder / wrapping), str(out)]) == 0
+            named = set(load_file(out / "model.safetensors"))
+            assert named == OWN | {"tied.weight"}, wrapping
+        assert run_ranks(load, 1, tmp_path / f"{folder.name} both" / "model.safetensors", expected["both"]) == [[]]
+
+
+def test_names_of_slices_and_of_messages_are_the_model_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sharded_state_dict names as wrappers do goes on loading."""
+
+    def slices(rank: int, world_size: int) -> Any:
+        old = {}
+        with monkeypatch.context() as before:
+            before.setattr(module_names, "_WRAPPERS", {})
+            model, optimizer = start("both", seed=0)
+            train(model, optimizer)
+            dcp.save({"optim": optimizer.sharded_state_dict()}, checkpoint_id=tmp_path / "old")
+            old = optimizer.state_dict()
+        own = sorted({name.rpartition(".")[0] for name in optimizer.sharded_state_dict()})
+        fresh_model, fresh = start("both", seed=2)
+        state = {"optim": fresh.sharded_state_dict(read_metadata(tmp_path / "old"), "optim.")}
+        dcp.load(state, checkpoint_id=tmp_path / "old")
+        fresh.load_sharded_state_dict(state["optim"])
+        named = [p.name for p in fresh.layout().parameters]
+        train(fresh_model, fresh)
+        new = sorted({name.rpartition(".")[0] for name in fresh.sharded_state_dict()})
+        wrong = differences(old["state"][0]["exp_avg"].shape, fresh.state_dict()["state"][0]["exp_avg"].shape)
+        return own, new, named, wrong
+
+    for own, new, named, wrong in run_ranks(slices, 2):
+        trained = {name for name in OWN if "mask" not in name and "frozen" not in name}
+        assert any("_orig_mod" in name for name in own)
+        assert set(new) - {""} == set(named) == trained
+        assert wrong == []
+
+
+def test_a_boosted_model_s_names_are_the_bare_one_s(tmp_path: Path) -> None:
+    """ColossalAI's wrapper, around it and around what torch.compile and activation checkpointing have wrapped."""
+    boosting = pytest.importorskip("tests.support.boosting", reason="needs ColossalAI")
+    assert "colossalai" in sys.modules
+
+    def save_and_load(rank: int, world_size: int) -> list[str]:
+        from colossalai.booster import Booster
+        from colossalai.interface import ModelWrapper
+
+        def boosted(wrap: Wrap, seed: int) -> tuple[Any, Any]:
+            torch.manual_seed(seed)
+            booster = Booster(plugin=boosting.ours(stage=2, precision="fp32"))
+            net = Net(wrap)
+            inner = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
+            model, optimizer, *_ = booster.boost(net, inner)
+            return model, optimizer
+
+        wraps: list[Wrap] = [lambda part: part, checkpoint_wrapper, lambda part: ModelWrapper(compiled(part))]
+        wrong = []
+        for at, wrap in enumerate(wraps):
+            model, optimizer = boosted(wrap, at)
+            train(model, optimizer)
+            save_checkpoint(tmp_path / str(at), model, optimizer)
+            assert set(read_manifest(tmp_path / str(at)).tensors) == OWN
+            again, its_optimizer = boosted(wraps[at - 1], 5)
+            load_checkpoint(tmp_path / str(at), compiled(again), its_optimizer)
+            wrong += differences(whole(model, optimizer), whole(again, its_optimizer))
+        return wrong
+
+    assert run_ranks(save_and_load, 2) == [[], []]

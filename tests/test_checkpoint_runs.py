@@ -1,0 +1,166 @@
+"""Checkpoints of several runs, and several writers, in one folder; and which of them is the newest, on all ranks."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor  # here once, not in every forked rank
+from torch import nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
+from tests.support.ranks import run_ranks
+
+
+def start(group: Any = None) -> tuple[nn.Module, LowLevelZeroOptimizer]:
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    return model, LowLevelZeroOptimizer(inner, model=model, dp_process_group=group)
+
+
+def names_in(folder: Path) -> set[str]:
+    return {place.name for place in folder.iterdir()}
+
+
+def test_each_run_keeps_its_own(tmp_path: Path) -> None:
+    """Whatever they are called; a run that has loaded a checkpoint goes on with the run that saved it."""
+    folder = tmp_path / "run"
+
+    def runs(rank: int, world_size: int) -> None:
+        one, other = start(), start()
+        for step in (1, 2, 3):
+            save_checkpoint(folder / f"step-{step}", *one, keep=2)
+            save_checkpoint(folder / f"other {step}", *other, keep=1)
+        assert names_in(folder) == {"step-2", "step-3", "other 3"}
+        stranger = start()
+        save_checkpoint(folder / "step-4", *stranger, keep=1)
+        assert names_in(folder) == {"step-2", "step-3", "step-4", "other 3"}
+
+    def resumed(rank: int, world_size: int) -> None:
+        one, fork = start(), start()
+        for pair in (one, fork):
+            load_checkpoint(folder / "step-3", *pair)
+        save_checkpoint(folder / "best", *one, keep=2)
+        assert names_in(folder) == {"step-3", "best", "step-4", "other 3"}
+        save_checkpoint(folder / "fork 1", *fork, keep=1)  # what both come from is each one's own
+        assert names_in(folder) == {"best", "fork 1", "step-4", "other 3"}
+        save_checkpoint(folder / "last", *one, keep=1)
+        load_checkpoint(folder / "step-4", *one)
+        save_checkpoint(folder / "after step 4", *one, keep=1)
+        assert names_in(folder) == {"after step 4", "fork 1", "other 3"}
+
+    run_ranks(runs, 2)
+    run_ranks(resumed, 3)
+
+
+def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two optimizers' groups save into one folder at the same time, to two places and to the same; and by hand."""
+
+    def save(rank: int, world_size: int) -> list[Any]:
+        pairs, reader = [start(dist.new_group([0, 1])) for _ in range(2)], start()
+        goes_on, planned = threading.Event(), threading.Event()
+        write = storage.CommittingWriter.write_data
+
+        def held(writer: Any, plan: Any, planner: Any) -> Any:
+            planned.set()
+            assert goes_on.wait(20)
+            return write(writer, plan, planner)
+
+        by_hand = tmp_path / "of another tool.0123456789abcdef.tmp"
+        by_hand.mkdir(exist_ok=True)
+        (by_hand / "part").write_text("half of it")
+        told = []
+        for at, place in enumerate(("there", "here")):
+            goes_on.clear()
+            planned.clear()
+            monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
+            slow = save_checkpoint(tmp_path / place, *pairs[0], extra="slow", async_save=True)
+            assert planned.wait(20)
+            monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
+            for _ in range(2):
+                save_checkpoint(tmp_path / "here", *pairs[1], extra=f"quick {at}", keep=1)
+            told.append(load_checkpoint(tmp_path / "here", *reader))
+            goes_on.set()
+            slow.wait()
+            told.append(load_checkpoint(tmp_path / place, *reader))
+        return told
+
+    assert run_ranks(save, 2) == [["quick 0", "slow", "quick 1", "slow"]] * 2
+    assert names_in(tmp_path) == {"here", "there", "of another tool.0123456789abcdef.tmp"}
+
+
+def test_the_newest_is_what_rank_0_sees(tmp_path: Path) -> None:
+    """Others may see more, or less, at the moment they look. A directory of checkpoints stands for its newest."""
+
+    def run(rank: int, world_size: int) -> list[Any]:
+        pair = start()
+        views = [tmp_path / f"of rank {at}" for at in range(world_size)]
+        told: list[Any] = [latest(views[rank], group=dist.group.WORLD)]
+        for step in (1, 2):
+            save_checkpoint(views[0] / f"step-{step}", *pair, extra=step)
+        if rank == 1:
+            shutil.copytree(views[0], views[1])
+            shutil.copytree(views[1] / "step-2", views[1] / "step-9")
+        told.append(latest(views[rank], group=dist.group.WORLD))
+        told.append(load_checkpoint(views[0], *pair))
+        told.append(latest(views[0] / "step-1") if rank == 0 else None)  # rank 0 alone: nobody is waited for
+        return told
+
+    first, second = run_ranks(run, 2)
+    newest = tmp_path / "of rank 0" / "step-2"
+    assert first == [None, newest, 2, tmp_path / "of rank 0" / "step-1"]
+    assert second == [None, newest, 2, None]
+
+
+def test_an_empty_directory_is_refused_alike_on_all_ranks(tmp_path: Path) -> None:
+    def load(rank: int, world_size: int) -> list[str]:
+        told = []
+        for path in (tmp_path / "nothing", tmp_path):
+            with pytest.raises((FileNotFoundError, ValueError)) as caught:
+                load_checkpoint(path, *start())
+            told.append(f"{caught.type.__name__}: {caught.value}")
+        return told
+
+    for missing, empty in run_ranks(load, 3):
+        assert missing.startswith("FileNotFoundError: ")
+        assert empty.startswith("ValueError: ")
+
+
+def test_each_file_is_looked_at_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(rank: int, world_size: int) -> list[str]:
+        pair = start()
+        save_checkpoint(tmp_path / "a", *pair)
+        looked: list[str] = []
+        stat = Path.stat
+        monkeypatch.setattr(Path, "stat", lambda path, **options: (looked.append(path.name), stat(path, **options))[1])
+        load_checkpoint(tmp_path / "a", *pair)
+        return [name for name in set(looked) if name.endswith(".distcp")]
+
+    looks = Counter(name for names in run_ranks(load, 4) for name in names)
+    assert looks == {f"__{rank}_0.distcp": 1 for rank in range(4)}
+
+
+def test_a_rank_that_is_late_is_waited_for_as_long_as_the_group_waits(tmp_path: Path) -> None:
+    def lonely(rank: int, world_size: int) -> list[str]:
+        pair = start(dist.new_group([0, 1], timeout=timedelta(seconds=2)))
+        told = []
+        if rank == 0:
+            for call in (save_checkpoint, load_checkpoint):
+                with pytest.raises(TimeoutError) as caught:
+                    call(tmp_path / "a", *pair)
+                told.append(str(caught.value))
+        dist.barrier()
+        save_checkpoint(tmp_path / "a", *pair)
+        return told
+
+    told, _ = run_ranks(lonely, 2)
+    assert [line.partition(":")[0] for line in told] == ["save_checkpoint", "load_checkpoint"]
+    assert all("got rank 0 and, within 2 seconds, not rank 1" in line for line in told)
