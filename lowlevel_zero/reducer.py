@@ -99,7 +99,7 @@ class Reducer:
         self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         divisor = options.gradient_predivide_factor
-        self.buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor, self._add)
+        self.buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor, gradients)
         self.buckets.measured = [] if self._half or options.error_if_nonfinite else None
         # A rank must not wait in one family for a peer that may be waiting for it in another.
         alone = len(parameters.families) == 1
@@ -319,9 +319,6 @@ class Reducer:
             if leave is not None:
                 self.buckets.finish(leave)
         self.buckets.finish_done()
-
-    def _add(self, reduced: Reduced) -> None:
-        self._gradients.add(*reduced)
 
     # ---- the end of a step's syncs ----
 

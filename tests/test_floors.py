@@ -74,11 +74,11 @@ HOUSE = (
         (
             "bookkeeping.learnt_plan",
             "bookkeeping.gradient_sync",
-            "bookkeeping.bucket_store",
             "bookkeeping.gradient_store",
             "bookkeeping.gather_store",
         ),
     ),
+    ("floor 2, over the stores", ("bookkeeping.bucket_store",)),
     ("floor 2, its public names", ("bookkeeping.__init__",)),
     ("floor 3, at the bottom", ("optim.muon", "calls", "guards", "planning.layout")),
     ("floor 3, under the others", ("unused_parameters", "grad_norm", "optim.whole_steps")),
@@ -313,7 +313,7 @@ CLIMBS = [
     ("options", "from .partition import EvenSplit", "options:1: imports beside: partition (floor 0)"),
     ("bookkeeping/wire", "from .gather_store import x", "wire:1: imports up: bookkeeping.gather_store"),
     ("bookkeeping/wire", "from ..optimizer import x", "wire:1: imports up: optimizer"),
-    ("bookkeeping/bucket_store", "from .gather_store import x", "imports beside: bookkeeping.gather_store"),
+    ("bookkeeping/gradient_store", "from .gather_store import x", "imports beside: bookkeeping.gather_store"),
     ("optimizer", "from .planning.commands.plan import PLAN", "optimizer:1: imports up: planning.commands.plan"),
 ]
 TALKS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ..communication.progress import About
 from ..communication.transport import Pending, then
 from ..streams import Streams
 from .bucket_plan import Bucket
+from .gradient_store import GradientStore
 from .parameter_store import ShardedParameter
 from .wire import pack
 
@@ -49,7 +50,7 @@ class BucketStore:
         keeps_row_only: reduce-scatter, not all-reduce.
         streams: what buckets are packed, started and finished on.
         divisor: what gradients are divided by before they are summed.
-        reduced: takes what a reduction leaves.
+        gradients: takes what a reduction leaves.
 
     Attributes:
         measured: of buffers since it was last emptied; None: they are not to be measured.
@@ -62,14 +63,14 @@ class BucketStore:
         keeps_row_only: bool,
         streams: Streams,
         divisor: float,
-        reduced: Callable[[Reduced], None],
+        gradients: GradientStore,
     ) -> None:
         self._records = records
         self._group = group
         self._keeps_row_only = keeps_row_only
         self._streams = streams
         self._divisor = divisor
-        self._hand_on = reduced
+        self._gradients = gradients
         self._in_flight: deque[Pending[Reduced]] = deque()
         self.measured: list[Measured] | None = None
 
@@ -87,7 +88,7 @@ class BucketStore:
 
     def _finish_oldest(self) -> None:
         with self._streams.home(join=False):
-            self._hand_on(self._in_flight.popleft().wait())
+            self._gradients.add(*self._in_flight.popleft().wait())
 
     def under_way(self) -> list[Pending[Reduced]]:
         """The reductions in flight."""
