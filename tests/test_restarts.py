@@ -26,7 +26,8 @@ def torchrun(task: Task, *options: str, **environment: str) -> subprocess.Popen[
         "-m",
         "torch.distributed.run",
         *options,
-        str(ROOT / "tests/support/mortal.py"),
+        "--module",
+        "tests.support.mortal",
         json.dumps(task),
     ]
     return subprocess.Popen(
