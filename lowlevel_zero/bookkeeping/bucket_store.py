@@ -100,15 +100,18 @@ class BucketStore:
     def start(self, bucket: Bucket) -> int:
         """Pack a bucket's gradients and start its reduction; how many there were."""
         with self._streams.home(join=False):
-            gradients = [self._records[index].take_gradient() for index in bucket.members]
-            self._streams.borrow(gradients)
-            wire = self._in_place(bucket, gradients)
-            if wire is None:
-                wire = self._packed(bucket, gradients)
-            if self.measured is not None:
-                largest = torch.linalg.vector_norm(wire, math.inf, dtype=torch.promote_types(wire.dtype, torch.float32))
-                self.measured.append(Measured(bucket.members, largest))
-            self._in_flight.append(self._reduction(bucket, wire))
+            return self._start_at_home(bucket)
+
+    def _start_at_home(self, bucket: Bucket) -> int:
+        gradients = [self._records[index].take_gradient() for index in bucket.members]
+        self._streams.borrow(gradients)
+        wire = self._in_place(bucket, gradients)
+        if wire is None:
+            wire = self._packed(bucket, gradients)
+        if self.measured is not None:
+            largest = torch.linalg.vector_norm(wire, math.inf, dtype=torch.promote_types(wire.dtype, torch.float32))
+            self.measured.append(Measured(bucket.members, largest))
+        self._in_flight.append(self._reduction(bucket, wire))
         return sum([gradient is not None for gradient in gradients])
 
     def _reduction(self, bucket: Bucket, wire: Tensor) -> Pending[Reduced]:
