@@ -50,6 +50,7 @@ HOUSE = (
         ),
     ),
     ("floor 1, under the others", ("communication.transport", "communication.arena")),
+    ("floor 1, for what comes after", ("communication.sequel",)),
     (
         "floor 1, without the backend's collectives",
         (

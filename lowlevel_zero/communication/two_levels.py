@@ -16,9 +16,10 @@ from torch import Tensor
 from ..streams import streams_of
 from .collectives import ShardGroup
 from .groups import gloo_group
-from .levels import Levels, Nested, OnStream, OnThread, Replicated, Sequel
+from .levels import Levels, Nested, Replicated
 from .progress import NORM
 from .roll_call import Alarm, call_roll
+from .sequel import OnStream, OnThread, Sequel
 from .staging import Staged
 from .transport import Pending, Transport
 
