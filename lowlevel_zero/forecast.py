@@ -177,7 +177,6 @@ class Forecast:
         elif self._rest > 0:
             self._rest -= 1
         elif self._lacked_somewhere:
-            self._group.own_messages()
             self.on = True
             self._credit = CREDIT
         self._begin_step()
@@ -189,8 +188,6 @@ class Forecast:
     def restore(self, state: list[int] | None) -> None:
         """Go on as another run did, between two steps; None: off, as at first. All ranks call it alike."""
         on, self._credit, self._rest, self._next_rest = state or [0, 0, 0, CREDIT]
-        if on and not self.on:
-            self._group.own_messages()
         self.on = bool(on)
         self._fewest = None
         self._learnt.clear()

@@ -222,7 +222,7 @@ def test_thirty_steps_take_no_more_than_ten(looks: str, dtype: torch.dtype) -> N
             optimizer.step()
             optimizer.zero_grad()
             optimizer._group.largest([0])
-            seen.append(len(optimizer._group._wires.transport._own._slots))
+            seen.append(len(optimizer._group._hosts._own._slots))
         return seen
 
     for seen in run_ranks(train, 3):
@@ -239,9 +239,9 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone() -> None:
             del model, optimizer
             group.largest([0])  # all have forgotten all
             group.rest()
-            group._wires.transport.rest(for_good=True)
+            group._hosts.rest(for_good=True)
             group.largest([0])
-            group._wires.transport.rest(for_good=True)
+            group._hosts.rest(for_good=True)
         return sum(each.nbytes for each in group.held())
 
     assert max(run_ranks(train, 2)) <= 4096  # the last agreement's

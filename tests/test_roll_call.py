@@ -145,7 +145,6 @@ class TestStores:
         monkeypatch.setattr(roll_call.dist, "get_world_size", lambda group: size)
         monkeypatch.setattr(roll_call.dist, "get_process_group_ranks", lambda group: list(range(size)))
         monkeypatch.setattr(roll_call.dist, "get_backend", lambda group: "gloo")
-        monkeypatch.setattr(roll_call, "enter", lambda: None)
         over: list[dict[object, dict[str, int]]] = [{} for _ in range(size)]
         outcomes: dict[tuple[int, int], str] = {}
 

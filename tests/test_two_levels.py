@@ -99,7 +99,7 @@ def test_sixteen_bits_equal_one_process_to_rounding(dtype: torch.dtype, shared: 
             model, optimizer, norms = train_rank(rank, world_size, run.with_options(**grid.options(form)))
             group = optimizer._group
             assert isinstance(group, TwoLevels)
-            assert isinstance(group._inner._wires.transport, SharedMemory) == shared
+            assert isinstance(group._inner._hosts, SharedMemory) == shared
             whole = accessors.full_fp32_params(model)
             found[wire, stage, form] = {name: value for name, value in whole.items() if value is not None}, norms
         return found

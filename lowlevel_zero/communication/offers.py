@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from threading import RLock
 
 import torch
 from torch import Tensor
 
 from .arena import Arena, OthersArena, Slot
-from .exchange import SUMMED, sum_rows
+from .exchange import sum_rows
 from .mail import Header, Subject
 from .rows import Rows
 
@@ -22,7 +23,7 @@ class SharedSum:
     """A reduction for which all ranks have packed a wire, as one of them knows it.
 
     Attributes:
-        serial: its number among all reductions.
+        about: what this rank's offer is about.
         slot: of this rank's wire.
         theirs: of its peers', by rank.
         wires: all ranks', ``[size, row]`` each, in rank order; empty: this rank has finished with them.
@@ -30,10 +31,10 @@ class SharedSum:
         forgotten: nobody here can look any more.
     """
 
-    __slots__ = ("forgotten", "offers", "serial", "slot", "theirs", "wires")
+    __slots__ = ("about", "forgotten", "offers", "slot", "theirs", "wires")
 
-    def __init__(self, serial: int, slot: Slot, theirs: dict[int, int], wires: list[Tensor]) -> None:
-        self.serial = serial
+    def __init__(self, about: Subject, slot: Slot, theirs: dict[int, int], wires: list[Tensor]) -> None:
+        self.about = about
         self.slot = slot
         self.theirs = theirs
         self.wires = wires
@@ -55,6 +56,7 @@ class Offers:
         self._own = own
         self._others = others
         self._awaiting: list[SharedSum] = []
+        self._lock = RLock()  # threads of several optimizers; again in the same one, where a collection frees another
         self._forgotten: deque[SharedSum] = deque()
 
     def offer(self, summed: SharedSum) -> Rows:
@@ -63,12 +65,18 @@ class Offers:
         slot, row = self._own.lend(rows[0].numel(), rows[0].dtype, readers=len(self._others))
         sum_rows(rows, into=row)
         for arena in self._others.values():
-            arena.mail.tell(Subject(SUMMED, self._rank, summed.serial), Header(slot.offset, slot.number))
-        self._awaiting.append(summed)
+            arena.mail.tell(summed.about, Header(slot.offset, slot.number))
+        with self._lock:
+            self._awaiting.append(summed)
         return OfferedRows(self, summed, row)
 
     def tidy(self) -> None:
         """See what has been offered, and tell the others what this rank has finished with."""
+        if self._awaiting or self._forgotten:
+            with self._lock:
+                self._tidy()
+
+    def _tidy(self) -> None:
         if self._awaiting:
             self._own.mail.collect()
             self._awaiting = [summed for summed in self._awaiting if not self._complete(summed)]
@@ -98,7 +106,7 @@ class Offers:
     def _complete(self, summed: SharedSum) -> bool:
         """Whether all offers have come, so that nobody needs the wires."""
         for rank in self._others.keys() - summed.offers.keys():
-            header = self._own.mail.take(Subject(SUMMED, rank, summed.serial))
+            header = self._own.mail.take(summed.about._replace(sender=rank))
             if header is not None:
                 summed.offers[rank] = header
                 if summed.forgotten:

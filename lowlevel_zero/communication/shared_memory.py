@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..alignment import RowLayout
 from .arena import Address, Arena, OthersArena, Slot
-from .exchange import GATHER, REDUCE, Exchange, sum_rows
+from .exchange import GATHER, REDUCE, SUMMED, Exchange, sum_rows
 from .mail import Header, Subject
 from .offers import Offers, SharedSum
 from .process_group import timeout_of
@@ -45,32 +45,54 @@ class Packed(NamedTuple):
     slot: Slot
 
 
+class Pool:
+    """The arenas of all ranks of a process group, as one of them sees them; all of its optimizers use it.
+
+    Args:
+        group: the ranks, all on one host.
+        own: this rank's arena.
+        addresses: of every rank's, in rank order.
+
+    Attributes:
+        own: this rank's.
+        others: its peers', by rank.
+        offers: the sums that it can look at.
+        timeout: seconds to wait for a peer.
+
+    Raises:
+        OSError, ValueError: a peer's arena can't be reached from here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, own: Arena, addresses: Sequence[Address]) -> None:
+        rank, self.timeout = dist.get_rank(group), timeout_of(group)
+        self.own = own
+        others = {of: address for of, address in enumerate(addresses) if of != rank}
+        self.others = {of: OthersArena(address) for of, address in others.items()}
+        self.offers = Offers(rank, own, self.others)
+        for of, address in others.items():
+            own.mail.watch(of, address.process)
+
+
 class SharedMemory(Exchange):
     """Wires through arenas.
 
     Args:
         group: the gloo group of these ranks.
-        own: this rank's arena.
-        addresses: of every rank's, in rank order.
-
-    Raises:
-        OSError, ValueError: a peer's arena can't be reached from here.
+        number: of the optimizer whose wires these are.
+        pool: the ranks' arenas.
     """
 
     # Ranks that compute on the same cores are seldom abreast: let one that is ahead go on.
     in_flight = 8
     keeps_wires = False
 
-    def __init__(self, group: dist.ProcessGroup, own: Arena, addresses: Sequence[Address]) -> None:
-        super().__init__(group)
-        self._own = own
-        self._theirs = [OthersArena(addresses[of]) for _, of in self.peers]
-        self._offers = Offers(self.rank, own, dict(zip((of for _, of in self.peers), self._theirs, strict=True)))
-        for _, of in self.peers:
-            own.mail.watch(of, addresses[of].process)
+    def __init__(self, group: dist.ProcessGroup, number: int, pool: Pool) -> None:
+        super().__init__(group, number)
+        self._pool = pool
+        self._own = pool.own
+        self._theirs = [pool.others[of] for _, of in self.peers]
         self._handed_out: list[Packed] = []
         self._serials: defaultdict[int, int] = defaultdict(int)
-        self._timeout = timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A wire in a slot; each is handed to one reduction."""
@@ -118,14 +140,16 @@ class SharedMemory(Exchange):
     def all_reduce_rows(self, wire: Tensor) -> Pending[Rows]:
         """Every rank sums its own row, in rank order, for the others to copy if they look at it."""
         packed = self._take_or_copy(wire, [...])
-        serial = self._serials[REDUCE]
+        about = Subject(self.kind(SUMMED), self.rank, self._serials[REDUCE])
         expected = self._tell(packed, REDUCE)
 
         def finish() -> Rows:
-            theirs = self._own.mail.wait(expected, self._timeout)
+            theirs = self._own.mail.wait(expected, self._pool.timeout)
             views = [view.view(wire.shape) for view in self._views(theirs, wire.numel(), wire.dtype)]
             slots = {of: header.slot for (_, of), header in zip(self.peers, theirs, strict=True)}
-            return self._offers.offer(SharedSum(serial, packed.slot, slots, self._in_rank_order(packed.wire, views)))
+            return self._pool.offers.offer(
+                SharedSum(about, packed.slot, slots, self._in_rank_order(packed.wire, views))
+            )
 
         return Pending((), (packed.wire,), finish, lambda: self._own.mail.has(expected))
 
@@ -149,11 +173,8 @@ class SharedMemory(Exchange):
 
         return self._send(packed, GATHER, finish)
 
-    def everybody_s(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
-        """Start telling all ranks a few numbers (1-D), as many on each; the result is everybody's, in rank order.
-
-        Those of one ``kind`` have an order of their own.
-        """
+    def exchange_few(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
+        """In a slot."""
         packed = self._packed(few.numel(), few.dtype)
         packed.wire.copy_(few)
 
@@ -163,20 +184,24 @@ class SharedMemory(Exchange):
 
         return self._send(packed, kind, finish)
 
+    def noticed(self, pending: Pending[T]) -> Pending[T]:
+        """It is ``done`` when the headers have come."""
+        return pending
+
     def held(self) -> list[Tensor]:
         """Slots, in use or kept."""
         return self._own.held()
 
     def rest(self, for_good: bool = False) -> None:
         """Give back what idle slots take, but for what the next step needs anyway."""
-        self._offers.tidy()
+        self._pool.offers.tidy()
         self._own.give_back(0 if for_good else KEPT)
 
     # ---- slots ----
 
     def _packed(self, numel: int, dtype: torch.dtype) -> Packed:
         """Room for a wire; it is free again when all ranks, this one too, have finished with it."""
-        self._offers.tidy()
+        self._pool.offers.tidy()
         slot = self._own.take(numel * dtype.itemsize, readers=self.size)
         return Packed(self._own.view(slot, numel, dtype), slot)
 
@@ -198,7 +223,7 @@ class SharedMemory(Exchange):
         expected = self._tell(packed, kind)
 
         def read() -> T:
-            theirs = self._own.mail.wait(expected, self._timeout)
+            theirs = self._own.mail.wait(expected, self._pool.timeout)
             result = finish(theirs)
             self._release(packed, theirs)
             return result
@@ -209,8 +234,9 @@ class SharedMemory(Exchange):
         """Tell the peers where a wire lies; what they will tell of theirs, turn by turn."""
         serial = self._serials[kind]
         self._serials[kind] += 1
-        self._tell_of(packed.slot, Subject(kind, self.rank, serial))
-        return [Subject(kind, of, serial) for _, of in self.peers]
+        about = Subject(self.kind(kind), self.rank, serial)
+        self._tell_of(packed.slot, about)
+        return [about._replace(sender=of) for _, of in self.peers]
 
     def _tell_of(self, slot: Slot, about: Subject) -> None:
         for arena in self._theirs:

@@ -176,8 +176,27 @@ class Direct(Transport):
         """
 
 
-class Alone(Direct):
+class HostTransport(Direct):
+    """Between hosts, whose tensors these are."""
+
+    @abstractmethod
+    def exchange_few(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
+        """Start telling all ranks a few numbers (1-D), as many on each; the result is everybody's, in rank order.
+
+        Those of one ``kind`` have an order of their own. ``few`` must stay as it is until the result is there.
+        """
+
+    def noticed(self, pending: Pending[T]) -> Pending[T]:
+        """One that is ``done`` when it is; as it comes, that of another may only be known by waiting for it."""
+        return pending
+
+
+class Alone(HostTransport):
     """One rank: what it has is everybody's."""
+
+    def exchange_few(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
+        """``few``."""
+        return Pending((), (few,), lambda: [few])
 
     def swap(self, wire: Tensor) -> Pending[Tensor]:
         """``wire``."""

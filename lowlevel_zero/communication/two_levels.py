@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..streams import streams_of
 from .collectives import ShardGroup
-from .groups import gloo_group
+from .groups import union_group
 from .levels import Levels, Nested, Replicated
 from .progress import NORM
 from .roll_call import Alarm, call_roll
@@ -100,11 +99,11 @@ class TwoLevels(ShardGroup):
     def __init__(
         self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, grid: list[list[int]], replicated: bool
     ) -> None:
-        super().__init__(_union(grid))
+        super().__init__(union_group([rank for row in grid for rank in row]))
         self._outer, self._inner = ShardGroup(outer), ShardGroup(inner)
         self._replicated = replicated
         self._grid = grid
-        self._union_types = self.device_types
+        self._backends_of_all = self._backends
         self.made_of = outer, inner, grid, replicated
         self._backends = self._inner._backends
         self._levels: dict[tuple[str, bool], Levels] = {}
@@ -128,7 +127,7 @@ class TwoLevels(ShardGroup):
         return [rank for column in zip(*self._grid, strict=True) for rank in column]
 
     def own_wires(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
-        """On gloo, give each level's wires groups of their own, and messages one of all ranks."""
+        """Of each level, and of what hosts tell each other over a group of all ranks."""
         self._outer.own_wires(shared, sums_in_fp32)
         self._inner.own_wires(shared, sums_in_fp32)
         super().own_wires(shared=False)
@@ -183,8 +182,9 @@ class TwoLevels(ShardGroup):
     def _straight(self, device: torch.device) -> Transport:
         """Over a group of all ranks, which may not carry what the levels do: then through the host."""
         if self._on_gloo(device):
-            return self._wires.transport
-        return self._native if device.type in self._union_types else Staged(self._wires.transport)
+            return self._hosts
+        has_its_own = self._backends_of_all.get(device.type, "gloo") != "gloo"
+        return self._native if has_its_own else Staged(self._hosts)
 
     def _sequel(self, device: torch.device) -> Sequel:
         if device.type not in self._sequels:
@@ -287,18 +287,3 @@ def _check_grid(rows: list[list[_Told]]) -> None:
                 f"place in all of them, got inner groups {[[each.rank for each in row] for row in rows]} and, on rank "
                 f"{told.rank}, the outer one {told.outer}: {_REMEDY}"
             )
-
-
-_unions: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def _union(grid: list[list[int]]) -> dist.ProcessGroup:
-    """A group of all ranks of the grid; made once by them, and by nobody else."""
-    default = dist.distributed_c10d._get_default_group()
-    ranks = sorted(rank for row in grid for rank in row)
-    if len(ranks) == dist.get_world_size():
-        return default
-    made = _unions.setdefault(default, {})
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = gloo_group(ranks)
-    return made[tuple(ranks)]

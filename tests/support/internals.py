@@ -28,7 +28,6 @@ def always_forecast(patch: pytest.MonkeyPatch) -> None:
 
     def built(self: Forecast, parameters: Any, family: int) -> None:
         build(self, parameters, family)
-        self._group.own_messages()
         self.on = True
 
     def end_step(self: Forecast) -> None:
