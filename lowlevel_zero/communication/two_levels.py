@@ -24,9 +24,6 @@ from .transport import Pending, Transport
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
-# Seconds for all ranks to come: as long as a model may take to be made.
-_PATIENCE = 300.0
-
 # Of this process; in a program whose ranks do the same, a try has one number on all of them.
 _tries = count()
 
@@ -252,8 +249,8 @@ def _grid(outer: Any, inner: Any, alarm: Alarm) -> list[list[int]]:
     """
     _check_own(outer, inner)
     told = json.dumps(_Told(dist.get_rank(), dist.get_process_group_ranks(outer)))
-    row = json.dumps(call_roll(inner, "inner process group", _PATIENCE, word=told, alarm=alarm))
-    words = call_roll(outer, "outer process group", _PATIENCE, word=row, alarm=alarm)
+    row = json.dumps(call_roll(inner, "inner process group", word=told, alarm=alarm))
+    words = call_roll(outer, "outer process group", word=row, alarm=alarm)
     rows = [[_Told(*json.loads(word)) for word in json.loads(row)] for row in words]
     _check_grid(rows)
     return [[each.rank for each in row] for row in rows]
