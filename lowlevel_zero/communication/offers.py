@@ -65,7 +65,7 @@ class Offers:
         slot, row = self._own.lend(rows[0].numel(), rows[0].dtype, readers=len(self._others))
         sum_rows(rows, into=row)
         for arena in self._others.values():
-            arena.mail.tell(summed.about, Header(slot.offset, slot.number))
+            arena.mail.mention(summed.about, Header(slot.offset, slot.number))
         with self._lock:
             self._awaiting.append(summed)
         return OfferedRows(self, summed, row)

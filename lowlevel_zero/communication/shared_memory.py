@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import EllipsisType
 from typing import NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from .mail import Header, Subject
 from .offers import Offers, SharedSum
 from .process_group import timeout_of
 from .rows import Rows
+from .sequel import OnThread
 from .transport import Pending, keep_own, lay_out
 
 T = TypeVar("T")
@@ -57,6 +59,7 @@ class Pool:
         own: this rank's.
         others: its peers', by rank.
         offers: the sums that it can look at.
+        late: threads that wait for room in peers' pipes, by rank.
         timeout: seconds to wait for a peer.
 
     Raises:
@@ -69,8 +72,15 @@ class Pool:
         others = {of: address for of, address in enumerate(addresses) if of != rank}
         self.others = {of: OthersArena(address) for of, address in others.items()}
         self.offers = Offers(rank, own, self.others)
-        for of, address in others.items():
-            own.mail.watch(of, address.process)
+        self.late = {of: OnThread() for of in self.others}
+        for of, arena in self.others.items():
+            own.mail.watch(of, arena.mail)
+
+    def tidy(self) -> None:
+        """Tell the others what this rank has finished with."""
+        self.offers.tidy()
+        for arena in self.others.values():
+            arena.mail.tell_what_is_left()
 
 
 class SharedMemory(Exchange):
@@ -194,14 +204,14 @@ class SharedMemory(Exchange):
 
     def rest(self, for_good: bool = False) -> None:
         """Give back what idle slots take, but for what the next step needs anyway."""
-        self._pool.offers.tidy()
+        self._pool.tidy()
         self._own.give_back(0 if for_good else KEPT)
 
     # ---- slots ----
 
     def _packed(self, numel: int, dtype: torch.dtype) -> Packed:
         """Room for a wire; it is free again when all ranks, this one too, have finished with it."""
-        self._pool.offers.tidy()
+        self._pool.tidy()
         slot = self._own.take(numel * dtype.itemsize, readers=self.size)
         return Packed(self._own.view(slot, numel, dtype), slot)
 
@@ -239,8 +249,11 @@ class SharedMemory(Exchange):
         return [about._replace(sender=of) for _, of in self.peers]
 
     def _tell_of(self, slot: Slot, about: Subject) -> None:
-        for arena in self._theirs:
-            arena.mail.tell(about, Header(slot.offset, slot.number))
+        header = Header(slot.offset, slot.number)
+        for (_, of), arena in zip(self.peers, self._theirs, strict=True):
+            if not arena.mail.tell(about, header):
+                late = partial(arena.mail.tell_late, about, header, self._pool.timeout)
+                self._pool.late[of].after(Pending((), (), late), _nothing_more)
 
     def _release(self, packed: Packed, theirs: Sequence[Header]) -> None:
         """This rank has finished with a wire of its own and with its peers'."""
@@ -253,3 +266,7 @@ class SharedMemory(Exchange):
         return [
             arena.view(header.offset + start, numel, dtype) for arena, header in zip(self._theirs, theirs, strict=True)
         ]
+
+
+def _nothing_more(_: None) -> Pending[None]:
+    return Pending((), (), lambda: None)
