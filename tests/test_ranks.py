@@ -307,7 +307,9 @@ LEAVINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_what_a_case_leaves_behind_is_its_failure_and_does_not_reach_the_next() -> None:
+def test_what_a_case_leaves_behind_is_its_failure_and_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 0.1)
+
     def leave(rank: int, world_size: int, what: str) -> None:
         if what in LEAVINGS and rank == 1:
             LEAVINGS[what]()
@@ -319,6 +321,15 @@ def test_what_a_case_leaves_behind_is_its_failure_and_does_not_reach_the_next() 
         else:
             with pytest.raises(AssertionError, match=f"rank 1 of 2 failed:\nleft behind: {what}: "):
                 ran.values()
+
+
+def test_a_thread_may_end_a_little_later_than_its_case() -> None:
+    def start(rank: int, world_size: int, number: int) -> int:
+        threading.Thread(target=time.sleep, args=(0.3,)).start()
+        return os.getpid()
+
+    pids = [ran.values() for _, ran in run_cases(start, 1, [(0,), (1,)])]
+    assert pids[0] == pids[1]
 
 
 def test_a_cycle_that_holds_an_optimizer_is_collected_before_the_next_case() -> None:

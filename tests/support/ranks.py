@@ -42,6 +42,9 @@ _FORK = multiprocessing.get_context("fork")
 GRACE = 2.0
 EXPECTING_GRACE = 10.0
 
+# Seconds that a thread gets to end after its case.
+PATIENCE = 5.0
+
 # The type of the error of a case that leaves its process other than it was.
 LEFT_BEHIND = "LeftBehind"
 
@@ -84,6 +87,7 @@ class Ran(NamedTuple):
 
     def values(self) -> list[Any]:
         """What the ranks returned; as ``run_ranks``, whose errors these are."""
+        __tracebackhide__ = True
         if raised := self._raised():
             message = _describe(raised, self.job.world_size) + _show(self.stacks, "was still running, at")
             raise AssertionError(message)
@@ -92,6 +96,7 @@ class Ran(NamedTuple):
 
     def raised(self) -> list[Raised]:
         """What every rank raised; as ``run_ranks_expecting``, whose errors these are."""
+        __tracebackhide__ = True
         raised = self._raised()
         returned = {rank: outcome.value for rank, outcome in self.outcomes.items() if not outcome.raised}
         if returned or (raised and self.stacks):
@@ -410,6 +415,9 @@ def _leave(before: dict[str, Any]) -> _Outcome:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    for thread in threading.enumerate():
+        if thread.name not in before["threads"]:
+            thread.join(PATIENCE)
     after = _state()
     left = [f"{what}: {before[what]} became {now}" for what, now in after.items() if now != before[what]]
     if not left:
