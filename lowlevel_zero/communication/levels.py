@@ -103,6 +103,7 @@ def _end_threads() -> None:
 def _work(tasks: _Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
+        del task  # it holds the levels, with whose end this thread ends
 
 
 def _carry_on(first: Pending[S], start: Callable[[S], Pending[T]], second: Future[Pending[T]]) -> None:
