@@ -42,7 +42,7 @@ _FORK = multiprocessing.get_context("fork")
 GRACE = 2.0
 EXPECTING_GRACE = 10.0
 
-# Seconds that a thread gets to end after its case.
+# Seconds that threads get to end after their case.
 PATIENCE = 5.0
 
 # The type of the error of a case that leaves its process other than it was.
@@ -313,7 +313,7 @@ def _end(rank: _Rank) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _take_down(ranks: list[_Rank], outcomes: dict[int, _Outcome], patience: float = 10.0) -> list[int]:
+def _take_down(ranks: list[_Rank], outcomes: dict[int, _Outcome], patience: float = 30.0) -> list[int]:
     """Let the ranks end the case, now that all are done with it; what one has left behind becomes its outcome.
 
     Returns those that can't get out of it.
@@ -415,9 +415,10 @@ def _leave(before: dict[str, Any]) -> _Outcome:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    for thread in threading.enumerate():
-        if thread.name not in before["threads"]:
-            thread.join(PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while threading.active_count() > len(before["threads"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()  # what held a thread's last task may have been let go by now
     after = _state()
     left = [f"{what}: {before[what]} became {now}" for what, now in after.items() if now != before[what]]
     if not left:
