@@ -35,7 +35,7 @@ from tests.support.oracle import (
     train_rank,
     train_sharded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 OTHER_FACTORS: dict[str, dict[str, dict[str, Any]]] = {
@@ -110,12 +110,27 @@ def test_the_selection_covers_every_pair_of_levels() -> None:
         assert met == set(product(levels[one], levels[other]))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_fp32(case: Case) -> None:
-    expected, norms = train_alone(case.run)
-    ranks = run_ranks(train_sharded, case.world_size, case.run)
-    check_close(expected, [parameters for parameters, _ in ranks], 2e-6)
-    check_norms(norms, [norms for _, norms in ranks], 1e-5)
+def check_norms(expected: list[float], ranks: list[list[float]], rel: float) -> None:
+    for norms in ranks:
+        assert norms == pytest.approx(expected, rel=rel)
+
+
+over_world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+@over_world_sizes
+def test_fp32(world_size: int, subtests: pytest.Subtests) -> None:
+    cases = [case for case in CASES if case.world_size == world_size]
+    for (case,), ran in run_cases(train_fp32, world_size, [(case,) for case in cases]):
+        with subtests.test(case.label):
+            expected, norms = train_alone(case.run)
+            ranks = ran.values()
+            check_close(expected, [parameters for parameters, _ in ranks], 2e-6)
+            check_norms(norms, [norms for _, norms in ranks], 1e-5)
+
+
+def train_fp32(rank: int, world_size: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    return train_sharded(rank, world_size, case.run)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -164,6 +179,55 @@ def test_fp32_tolerance_would_show(mistake: Callable[[Run], Run]) -> None:
 
 # 16 bits
 
+
+def masters_of(rank: int, world_size: int, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    trained = train_rank(rank, world_size, run)
+    working = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+    return trained.masters(), working, trained.norms
+
+
+def joined(slices: list[dict[str, Tensor]], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of every rank's slices, in the shapes and strides of ``like``."""
+    return {
+        name: torch.as_strided(torch.cat([each[name] for each in slices])[: of.numel()], of.shape, of.stride())
+        for name, of in like.items()
+    }
+
+
+def check_movement(run: Run, expected: dict[str, Tensor], got: dict[str, Tensor], share: float) -> None:
+    """All parameters together are off by no more than ``share`` of the way they went, and each by 4 times that."""
+    start = dict(build(run).named_parameters())
+    ways = {name: (whole.double() - start[name].detach().double()).norm() for name, whole in expected.items()}
+    offs = {name: (got[name].double() - whole.double()).norm() for name, whole in expected.items()}
+    off = torch.stack(list(offs.values())).norm() / torch.stack(list(ways.values())).norm()
+    assert off <= share, f"off by {off:.2g} of the way"
+    for name, way in ways.items():
+        assert offs[name] <= 4 * share * way, f"{name} is off by {offs[name]:.2g}, its way was {way:.2g}"
+
+
+def check_sixteen_bits(run: Run, share: float) -> None:
+    check_masters(run, share, run_ranks(masters_of, run.world_size, run))
+
+
+def check_masters(run: Run, share: float, ranks: list[Any]) -> None:
+    """``ranks`` hold what ``masters_of`` returned."""
+    expected, norms = emulate(run)
+    masters = joined([slices for slices, _, _ in ranks], expected)
+    check_movement(run, expected, masters, share)
+    check_norms(norms, [norms for _, _, norms in ranks], max(share, 1e-6))
+    for _, working, _ in ranks:
+        for name, master in masters.items():
+            assert torch.equal(working[name], master.to(working[name].dtype)), f"{name} is not its master, rounded"
+
+
+def share_of(dtype: torch.dtype, world_size: int) -> float:
+    """Sums of gradients are rounded on the wire, once or at every rank: by half an epsilon each time.
+
+    One rank adds nothing, and so rounds nothing but the last bit of fp32.
+    """
+    return 1.5 * torch.finfo(dtype).eps if world_size > 1 else 1e-6
+
+
 SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIXTEEN_WAYS: dict[str, dict[str, Any]] = {
     "momentum": {},
@@ -180,16 +244,18 @@ def sixteen(world_size: int, dtype: str, stage: str, way: str) -> Run:
     return replace(run, **SIXTEEN_WAYS[way]).with_options(**STAGES[stage], **options)
 
 
-def sixteen_cases() -> list[Any]:
-    ways = cycle(SIXTEEN_WAYS)
-    frame = list(product(WORLD_SIZES, SIXTEEN, STAGES))
-    cases = [(*place, next(ways)) for place in frame]
-    return [pytest.param(sixteen(*case), id="-".join(map(str, case))) for case in cases]
+SIXTEEN_CASES = [(*place, way) for place, way in zip(product(WORLD_SIZES, SIXTEEN, STAGES), cycle(SIXTEEN_WAYS))]
 
 
-@pytest.mark.parametrize("run", sixteen_cases())
-def test_sixteen_bits_over_fp32_masters(run: Run) -> None:
-    check_sixteen_bits(run, share_of(run.dtype, run.world_size))
+@over_world_sizes
+def test_sixteen_bits_over_fp32_masters(world_size: int, subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, *case: Any) -> Any:
+        return masters_of(rank, world_size, sixteen(*case))
+
+    for case, ran in run_cases(train, world_size, [case for case in SIXTEEN_CASES if case[0] == world_size]):
+        with subtests.test(case=case):
+            run = sixteen(*case)
+            check_masters(run, share_of(run.dtype, world_size), ran.values())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -236,20 +302,24 @@ def test_fp32_wire_for_a_bf16_model_rounds_no_sum(world_size: int, stage: str) -
     check_sixteen_bits(run.with_options(**STAGES[stage], communication_dtype=torch.float32), 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("wire", "stage"),
-    [(torch.bfloat16, "stage1"), (torch.bfloat16, "stage2"), (torch.float16, "stage1-scatter")],
-    ids=str,
-)
-def test_sixteen_bit_wire_for_an_fp32_model(wire: torch.dtype, stage: str) -> None:
-    run = Run(world_size=3, optimizer=momentum).with_options(**STAGES[stage], communication_dtype=wire)
-    expected, norms = emulate(run)
-    ranks = run_ranks(masters_of, 3, run)
-    got = joined([slices for slices, _, _ in ranks], expected)
-    check_movement(run, expected, got, share_of(wire, 3))
-    check_norms(norms, [norms for _, _, norms in ranks], share_of(wire, 3))
-    with pytest.raises(AssertionError, match="off by"):  # the wire was used at all
-        check_movement(run, expected, got, 1e-6)
+def test_sixteen_bit_wire_for_an_fp32_model(subtests: pytest.Subtests) -> None:
+    def with_wire(wire: torch.dtype, stage: str) -> Run:
+        return Run(world_size=3, optimizer=momentum).with_options(**STAGES[stage], communication_dtype=wire)
+
+    def train(rank: int, world_size: int, wire: torch.dtype, stage: str) -> Any:
+        return masters_of(rank, world_size, with_wire(wire, stage))
+
+    cases = [(torch.bfloat16, "stage1"), (torch.bfloat16, "stage2"), (torch.float16, "stage1-scatter")]
+    for (wire, stage), ran in run_cases(train, 3, cases):
+        with subtests.test(wire=wire, stage=stage):
+            run = with_wire(wire, stage)
+            expected, norms = emulate(run)
+            ranks = ran.values()
+            got = joined([slices for slices, _, _ in ranks], expected)
+            check_movement(run, expected, got, share_of(wire, 3))
+            check_norms(norms, [norms for _, _, norms in ranks], share_of(wire, 3))
+            with pytest.raises(AssertionError, match="off by"):  # the wire was used at all
+                check_movement(run, expected, got, 1e-6)
 
 
 # Models of several dtypes, and of a wide one
@@ -296,30 +366,51 @@ MIXED_WAYS: dict[str, dict[str, Any]] = {
 MIXED_CASES = list(zip(cycle([2, 4, 3]), cycle(STAGES), [*MIXED_WAYS, *MIXED_WAYS], strict=False))
 
 
-@pytest.mark.parametrize(("world_size", "stage", "way"), MIXED_CASES)
-def test_mixed_dtypes(world_size: int, stage: str, way: str) -> None:
-    run = Run(world_size=world_size, model=Mixed, optimizer=momentum, **MIXED_WAYS[way])
-    check_sixteen_bits(run.with_options(**STAGES[stage], reduce_bucket_size=60), share_of(torch.bfloat16, world_size))
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_mixed_dtypes(world_size: int, subtests: pytest.Subtests) -> None:
+    def mixed(stage: str, way: str) -> Run:
+        run = Run(world_size=world_size, model=Mixed, optimizer=momentum, **MIXED_WAYS[way])
+        return run.with_options(**STAGES[stage], reduce_bucket_size=60)
+
+    def train(rank: int, world_size: int, stage: str, way: str) -> Any:
+        return masters_of(rank, world_size, mixed(stage, way))
+
+    cases = [(stage, way) for size, stage, way in MIXED_CASES if size == world_size]
+    for (stage, way), ran in run_cases(train, world_size, cases):
+        with subtests.test(stage=stage, way=way):
+            check_masters(mixed(stage, way), share_of(torch.bfloat16, world_size), ran.values())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_fp16_beside_fp32_is_scaled_and_unscaled(stage: str) -> None:
-    run = Run(world_size=2, model=MixedHalf, optimizer=momentum, clip=0.3)
-    check_sixteen_bits(run.with_options(**STAGES[stage], initial_scale=512.0), share_of(torch.float16, 2))
+def test_fp16_beside_fp32_is_scaled_and_unscaled(subtests: pytest.Subtests) -> None:
+    def of(stage: str) -> Run:
+        run = Run(world_size=2, model=MixedHalf, optimizer=momentum, clip=0.3)
+        return run.with_options(**STAGES[stage], initial_scale=512.0)
+
+    def train(rank: int, world_size: int, stage: str) -> Any:
+        return masters_of(rank, world_size, of(stage))
+
+    for (stage,), ran in run_cases(train, 2, [(stage,) for stage in STAGES]):
+        with subtests.test(stage=stage):
+            check_masters(of(stage), share_of(torch.float16, 2), ran.values())
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.3], ids=["whole", "clip"])
-@pytest.mark.parametrize(("world_size", "stage"), [(1, "stage2"), (3, "stage1"), (3, "stage2")])
-def test_fp64_stays_fp64(world_size: int, stage: str, clip: float) -> None:
-    run = Run(world_size=world_size, dtype=torch.float64, optimizer=momentum, micro_batches=3, clip=clip)
-    run = run.with_options(**STAGES[stage])
-    expected, norms = train_alone(run)
-    ranks = run_ranks(train_rank_numbers, world_size, run)
-    for parameters, masters, own in ranks:
-        assert {slice_.dtype for slice_ in masters.values()} == {torch.float64}
-        assert own == pytest.approx(norms, rel=1e-12)
-        for name, value in expected.items():
-            torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-13, msg=name)
+@pytest.mark.parametrize(("world_size", "stages"), [(1, ["stage2"]), (3, ["stage1", "stage2"])])
+def test_fp64_stays_fp64(world_size: int, stages: list[str], subtests: pytest.Subtests) -> None:
+    def of(stage: str, clip: float) -> Run:
+        run = Run(world_size=world_size, dtype=torch.float64, optimizer=momentum, micro_batches=3, clip=clip)
+        return run.with_options(**STAGES[stage])
+
+    def train(rank: int, world_size: int, stage: str, clip: float) -> Any:
+        return train_rank_numbers(rank, world_size, of(stage, clip))
+
+    for (stage, clip), ran in run_cases(train, world_size, product(stages, (0.0, 0.3))):
+        with subtests.test(stage=stage, clip=clip):
+            expected, norms = train_alone(of(stage, clip))
+            for parameters, masters, own in ran.values():
+                assert {slice_.dtype for slice_ in masters.values()} == {torch.float64}
+                assert own == pytest.approx(norms, rel=1e-12)
+                for name, value in expected.items():
+                    torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-13, msg=name)
 
 
 def train_rank_numbers(
@@ -349,8 +440,12 @@ def train_with_overflow(rank: int, world_size: int, run: Run) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(stage: str) -> None:
-    run = Run(dtype=torch.float16).with_options(**STAGES[stage], initial_scale=256.0, hysteresis=1)
-    for seen in run_ranks(train_with_overflow, 2, run):
-        assert seen == [([], 256.0), (["p", "p32"], 128.0), ([], 128.0)]
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, stage: str) -> list[Any]:
+        run = Run(dtype=torch.float16).with_options(**STAGES[stage], initial_scale=256.0, hysteresis=1)
+        return train_with_overflow(rank, world_size, run)
+
+    for (stage,), ran in run_cases(train, 2, [(stage,) for stage in STAGES]):
+        with subtests.test(stage=stage):
+            for seen in ran.values():
+                assert seen == [([], 256.0), (["p", "p32"], 128.0), ([], 128.0)]
