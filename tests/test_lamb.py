@@ -24,7 +24,10 @@ from tests.support.checkpoints import AFTER, BEFORE, Training
 from tests.support.grid import Grid
 from tests.support.numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
 from tests.support.oracle import Run, build, check_close, emulate, groups, train_alone, train_rank, train_sharded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
+from tests.test_experts import check as check_experts
+from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
+from tests.test_two_levels import Grid
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -132,40 +135,67 @@ def run_of(world_size: int, make: Callable[[Any], torch.optim.Optimizer], **sett
     return Run(world_size, steps=10, optimizer=make, **settings)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_slices_are_stepped_as_the_whole(world_size: int, settings: str) -> None:
-    stage, drop = list(STAGES)[(world_size + len(settings)) % 3], list(DROPS)[(2 * world_size + len(settings)) % 5]
-    run = run_of(world_size, lamb(**SETTINGS[settings]), drop=DROPS[drop], clip=0.3)
-    expected, _ = train_alone(run)
-    options = {"reduce_bucket_size": 50, **STAGES[stage]}
-    ranks = run_ranks(train_sharded, world_size, run.with_options(**options))
-    check_close(expected, [parameters for parameters, _ in ranks], 5e-6)
+def test_slices_are_stepped_as_the_whole(world_size: int, subtests: pytest.Subtests) -> None:
+    def of(settings: str) -> Run:
+        stage, drop = list(STAGES)[(world_size + len(settings)) % 3], list(DROPS)[(2 * world_size + len(settings)) % 5]
+        run = run_of(world_size, lamb(**SETTINGS[settings]), drop=DROPS[drop], clip=0.3)
+        return run.with_options(reduce_bucket_size=50, **STAGES[stage])
+
+    def train(rank: int, world_size: int, settings: str) -> Any:
+        return train_sharded(rank, world_size, of(settings))
+
+    for (settings,), ran in run_cases(train, world_size, [(settings,) for settings in SETTINGS]):
+        with subtests.test(settings):
+            expected, _ = train_alone(of(settings))
+            check_close(expected, [parameters for parameters, _ in ran.values()], 5e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"bias_correction": True}, {"adam": True, "weight_decay": 0}])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_colossalai_s_own(world_size: int, settings: dict[str, Any]) -> None:
-    run = run_of(world_size, colossalais(**settings), drop=DROPS["different"])
-    expected, _ = train_alone(run)
-    ranks = run_ranks(train_sharded, world_size, run.with_options(partition_grad=True))
-    check_close(expected, [parameters for parameters, _ in ranks], 5e-6)
+def test_colossalai_s_own(world_size: int, subtests: pytest.Subtests) -> None:
+    def of(settings: dict[str, Any]) -> Run:
+        return run_of(world_size, colossalais(**settings), drop=DROPS["different"]).with_options(partition_grad=True)
+
+    def train(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+        return train_sharded(rank, world_size, of(settings))
+
+    train_alone(of({}))  # imports it once, before ranks are forked
+    cases: list[tuple[dict[str, Any]]] = [({},), ({"bias_correction": True},), ({"adam": True, "weight_decay": 0},)]
+    for (settings,), ran in run_cases(train, world_size, cases):
+        with subtests.test(settings=settings):
+            expected, _ = train_alone(of(settings))
+            check_close(expected, [parameters for parameters, _ in ran.values()], 5e-6)
 
 
-@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"overlap_allgather": True, "partition_grad": True}])
-def test_options(options: dict[str, Any]) -> None:
-    run = run_of(2, lamb(), micro_batches=2).with_options(**options)
-    check_close(train_alone(run)[0], [parameters for parameters, _ in run_ranks(train_sharded, 2, run)], 5e-6)
+def test_options(subtests: pytest.Subtests) -> None:
+    run = run_of(2, lamb(), micro_batches=2)
+
+    def train(rank: int, world_size: int, options: dict[str, Any]) -> Any:
+        return train_sharded(rank, world_size, run.with_options(**options))
+
+    cases: list[tuple[dict[str, Any]]] = [
+        ({"cpu_offload": True},),
+        ({"overlap_allgather": True, "partition_grad": True},),
+    ]
+    for (options,), ran in run_cases(train, 2, cases):
+        with subtests.test(options=options):
+            check_close(train_alone(run)[0], [parameters for parameters, _ in ran.values()], 5e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_over_fp32_masters(dtype: torch.dtype) -> None:
-    run = replace(run_of(2, lamb(eps=1e-2)), dtype=dtype, steps=5)
-    run = run.with_options(partition_grad=True, initial_scale=256.0)
-    expected, _ = emulate(run)
-    ranks = run_ranks(masters_of, 2, run)
-    masters = joined([slices for slices, _, _ in ranks], expected)
-    check_movement(run, expected, masters, 4 * share_of(dtype, 2))
+def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
+    def of(dtype: torch.dtype) -> Run:
+        run = replace(run_of(2, lamb(eps=1e-2)), dtype=dtype, steps=5)
+        return run.with_options(partition_grad=True, initial_scale=256.0)
+
+    def train(rank: int, world_size: int, dtype: torch.dtype) -> Any:
+        return masters_of(rank, world_size, of(dtype))
+
+    for (dtype,), ran in run_cases(train, 2, [(torch.bfloat16,), (torch.float16,)]):
+        with subtests.test(dtype=dtype):
+            run = of(dtype)
+            expected, _ = emulate(run)
+            masters = joined([slices for slices, _, _ in ran.values()], expected)
+            check_movement(run, expected, masters, 4 * share_of(dtype, 2))
 
 
 def test_sixteen_bit_slices_themselves() -> None:

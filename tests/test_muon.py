@@ -19,7 +19,9 @@ from lowlevel_zero.orthogonal import adjusted_rate, newton_schulz, orthogonalise
 from tests.support.grid import Grid
 from tests.support.numbers import DROPS, STAGES, check_movement, joined, masters_of
 from tests.support.oracle import Run, check_close, emulate, loss_of, train_alone, train_rank, train_sharded
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
+from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of
+from tests.test_two_levels import Grid
 
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("torch has Muon from 2.9 on", allow_module_level=True)
@@ -63,6 +65,19 @@ def alone(run: Run) -> tuple[dict[str, Tensor], list[float]]:
     return run_ranks(lambda rank, world_size: train_alone(run), 1, init=False)[0]  # type: ignore[no-any-return]
 
 
+def alone_in_each(of: Callable[[str], Run], cases: list[tuple[str]]) -> dict[str, Any]:
+    """``alone`` for each case, by its name."""
+
+    def train(rank: int, world_size: int, case: str) -> tuple[dict[str, Tensor], list[float]]:
+        return train_alone(of(case))
+
+    return {case: ran.values()[0] for (case,), ran in run_cases(train, 1, cases, init=False)}
+
+
+def train_of(of: Callable[[str], Run]) -> Callable[[int, int, str], tuple[dict[str, Tensor], list[float]]]:
+    return lambda rank, world_size, case: train_sharded(rank, world_size, of(case))
+
+
 # ---- the numbers: in fp64, where no sum over the ranks tips the rounding to bf16 that follows, they are exact ----
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -78,32 +93,51 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_all_settings_on_any_number_of_ranks(world_size: int, settings: str) -> None:
-    stage = list(STAGES)[(world_size + len(settings)) % 3]
-    run = replace(run_of(world_size, drop=DROPS["different"]), optimizer=muon_of(**SETTINGS[settings]))
-    expected, _ = alone(run)
-    ranks = run_ranks(train_sharded, world_size, run.with_options(**STAGES[stage]))
-    check_close(expected, [parameters for parameters, _ in ranks], 1e-9)
+def test_all_settings_on_any_number_of_ranks(world_size: int, subtests: pytest.Subtests) -> None:
+    def of(settings: str) -> Run:
+        stage = list(STAGES)[(world_size + len(settings)) % 3]
+        run = replace(run_of(world_size, drop=DROPS["different"]), optimizer=muon_of(**SETTINGS[settings]))
+        return run.with_options(**STAGES[stage])
+
+    cases = [(settings,) for settings in SETTINGS]
+    oracle = alone_in_each(of, cases)
+    for (settings,), ran in run_cases(train_of(of), world_size, cases):
+        with subtests.test(settings):
+            expected, _ = oracle[settings]
+            check_close(expected, [parameters for parameters, _ in ran.values()], 1e-9)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_all_ways_to_get_gradients(stage: str, way: str) -> None:
-    run = run_of(3, **WAYS[way]).with_options(reduce_bucket_size=40, **STAGES[stage])
-    expected, norms = alone(run)
-    ranks = run_ranks(train_sharded, 3, run)
-    check_close(expected, [parameters for parameters, _ in ranks], 1e-9)
-    assert ranks[0][1] == pytest.approx(norms, rel=1e-9)
+def test_all_ways_to_get_gradients(stage: str, subtests: pytest.Subtests) -> None:
+    def of(way: str) -> Run:
+        return run_of(3, **WAYS[way]).with_options(reduce_bucket_size=40, **STAGES[stage])
+
+    cases = [(way,) for way in WAYS]
+    oracle = alone_in_each(of, cases)
+    for (way,), ran in run_cases(train_of(of), 3, cases):
+        with subtests.test(way):
+            expected, norms = oracle[way]
+            ranks = ran.values()
+            check_close(expected, [parameters for parameters, _ in ranks], 1e-9)
+            assert ranks[0][1] == pytest.approx(norms, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "options", [{"cpu_offload": True}, {"overlap_allgather": True}, {"cpu_offload": True, "partition_grad": True}]
-)
-def test_options(options: dict[str, Any]) -> None:
-    run = run_of(2, drop=DROPS["different"]).with_options(**options)
-    check_close(alone(run)[0], [parameters for parameters, _ in run_ranks(train_sharded, 2, run)], 1e-9)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "offload": {"cpu_offload": True},
+    "overlap": {"overlap_allgather": True},
+    "offload stage 2": {"cpu_offload": True, "partition_grad": True},
+}
+
+
+def test_options(subtests: pytest.Subtests) -> None:
+    def of(options: str) -> Run:
+        return run_of(2, drop=DROPS["different"]).with_options(**OPTIONS[options])
+
+    expected, _ = alone(of("offload"))
+    for (options,), ran in run_cases(train_of(of), 2, [(options,) for options in OPTIONS]):
+        with subtests.test(options):
+            check_close(expected, [parameters for parameters, _ in ran.values()], 1e-9)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -112,14 +146,21 @@ def test_fp32_to_1e_5(world_size: int) -> None:
     check_close(alone(run)[0], [parameters for parameters, _ in run_ranks(train_sharded, world_size, run)], 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_over_fp32_masters(dtype: torch.dtype) -> None:
+def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
     """With gradients in fp32 on the wire: else its rounding is what would be seen."""
-    run = run_of(2, dtype, drop=DROPS["different"], clip=0.3)
-    run = run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
-    expected, _ = emulate(run)
-    ranks = run_ranks(masters_of, 2, run)
-    check_movement(run, expected, joined([slices for slices, _, _ in ranks], expected), 1e-2)
+
+    def of(dtype: torch.dtype) -> Run:
+        run = run_of(2, dtype, drop=DROPS["different"], clip=0.3)
+        return run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
+
+    def train(rank: int, world_size: int, dtype: torch.dtype) -> Any:
+        return masters_of(rank, world_size, of(dtype))
+
+    for (dtype,), ran in run_cases(train, 2, [(torch.bfloat16,), (torch.float16,)]):
+        with subtests.test(dtype=dtype):
+            expected, _ = emulate(of(dtype))
+            masters = joined([slices for slices, _, _ in ran.values()], expected)
+            check_movement(of(dtype), expected, masters, 1e-2)
 
 
 def test_small_batches_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,10 +252,9 @@ def loss_on(model: Net, step: int, rank: int) -> Tensor:
     return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-@pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_muon_for_matrices_and_adamw_for_the_rest(world_size: int, bare: bool) -> None:
-    def work(rank: int, world_size: int) -> None:
+def test_muon_for_matrices_and_adamw_for_the_rest(world_size: int, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, bare: bool) -> None:
         torch.manual_seed(0)
         plain = Net().double()
         torch.manual_seed(0)
@@ -233,7 +273,9 @@ def test_muon_for_matrices_and_adamw_for_the_rest(world_size: int, bare: bool) -
         for (name, expected), got in zip(plain.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9, msg=name)
 
-    run_ranks(work, world_size)
+    for (bare,), ran in run_cases(work, world_size, [(False,), (True,)]):
+        with subtests.test(bare=bare):
+            ran.values()
 
 
 # ---- state ----
