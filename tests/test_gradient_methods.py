@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.oracle import Run, build, check_close, emulate, groups, loss_of, train_alone, train_sharded
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)
@@ -93,12 +93,13 @@ def dropping(step: int, rank: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("world_size", "edit"), [(1, replaced), (2, in_place), (3, replaced), (4, in_place)])
-@over_stages
-def test_edited_slices_are_what_is_stepped(stage: str, world_size: int, edit: Edit) -> None:
+def test_edited_slices_are_what_is_stepped(world_size: int, edit: Edit, subtests: pytest.Subtests) -> None:
     run = Run(world_size, 4, 2, drop=dropping, bare=world_size == 3)
     expected, _ = train_alone(squashing(run))
-    got = run_ranks(train, world_size, run.with_options(reduce_bucket_size=50, **STAGES[stage]), edit)
-    check_close(expected, [parameters for parameters, _, _ in got], 2e-5)
+    cases = [(run.with_options(reduce_bucket_size=50, **options), edit) for options in STAGES.values()]
+    for stage, (_, ran) in zip(STAGES, run_cases(train, world_size, cases), strict=True):
+        with subtests.test(stage):
+            check_close(expected, [parameters for parameters, _, _ in ran.values()], 2e-5)
 
 
 @pytest.mark.parametrize(

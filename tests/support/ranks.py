@@ -413,12 +413,12 @@ def _work(rank: int, job: _Job, case: tuple[Any, ...], rendezvous: Path) -> byte
 def _leave(before: dict[str, Any]) -> _Outcome:
     """End a case: without its group, and with nothing left of it."""
     gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
     deadline = time.monotonic() + PATIENCE
     while threading.active_count() > len(before["threads"]) and time.monotonic() < deadline:
         time.sleep(0.01)
         gc.collect()  # what held a thread's last task may have been let go by now
+    if dist.is_initialized():  # after the threads: one that asks its store then would wait for a file that is gone
+        dist.destroy_process_group()
     after = _state()
     left = [f"{what}: {before[what]} became {now}" for what, now in after.items() if now != before[what]]
     if not left:
