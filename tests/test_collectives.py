@@ -12,21 +12,12 @@ from torch import Tensor
 
 from lowlevel_zero.communication import byte_messages
 from lowlevel_zero.communication.collectives import ShardGroup
+from tests.support.buffers import buffer_of, sum_of_buffers
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ROWS = [1, 3, 7, 64, 1001]
-
-
-def wire_of(rank: int, world_size: int, row: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers, whose sums every dtype holds exactly; different on each rank and in each row."""
-    generator = torch.Generator().manual_seed(1000 * row + rank)
-    return torch.randint(-9, 10, (world_size, row), generator=generator).to(dtype)
-
-
-def sum_of_wires(world_size: int, row: int, dtype: torch.dtype) -> Tensor:
-    return torch.stack([wire_of(rank, world_size, row, torch.float64) for rank in range(world_size)]).sum(0).to(dtype)
 
 
 over_world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -44,7 +35,7 @@ def test_reduce_scatter_leaves_the_own_row_of_the_sum(world_size: int, subtests:
             for rank, totals in enumerate(ran.values()):
                 for row, total in zip(ROWS, totals, strict=True):
                     assert total.dtype == dtype
-                    assert torch.equal(total, sum_of_wires(world_size, row, dtype)[rank])
+                    assert torch.equal(total, sum_of_buffers(world_size, row, dtype)[rank])
 
 
 @over_world_sizes
@@ -63,7 +54,7 @@ def test_all_reduce_leaves_the_sum_in_the_wire(world_size: int, subtests: pytest
             for totals in ran.values():
                 for row, (total, in_place) in zip(ROWS, totals, strict=True):
                     assert in_place
-                    assert torch.equal(total, sum_of_wires(world_size, row, dtype))
+                    assert torch.equal(total, sum_of_buffers(world_size, row, dtype))
 
 
 @over_world_sizes
@@ -82,7 +73,7 @@ def test_all_gather_fills_the_wire_with_every_rank_s_row(world_size: int, subtes
             for wires in ran.values():
                 for row, wire in zip(ROWS, wires, strict=True):
                     for rank in range(world_size):
-                        assert torch.equal(wire[rank], wire_of(rank, world_size, row, dtype)[rank])
+                        assert torch.equal(wire[rank], buffer_of(rank, world_size, row, dtype)[rank])
 
 
 @over_world_sizes

@@ -25,9 +25,6 @@ from tests.support.grid import Grid
 from tests.support.numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
 from tests.support.oracle import Run, build, check_close, emulate, groups, train_alone, train_rank, train_sharded
 from tests.support.ranks import run_cases, run_ranks
-from tests.test_experts import check as check_experts
-from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of, share_of
-from tests.test_two_levels import Grid
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -7,9 +7,9 @@ import threading
 import time
 from dataclasses import replace
 
+from tests.support.grid import Grid
 from tests.support.oracle import Run, train_sharded
 from tests.support.ranks import run_ranks
-from tests.test_two_levels import Grid
 
 
 def test_threads_end_with_their_optimizer() -> None:

@@ -20,8 +20,6 @@ from tests.support.grid import Grid
 from tests.support.numbers import DROPS, STAGES, check_movement, joined, masters_of
 from tests.support.oracle import Run, check_close, emulate, loss_of, train_alone, train_rank, train_sharded
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
-from tests.test_optimizer_numbers import DROPS, STAGES, check_movement, joined, masters_of
-from tests.test_two_levels import Grid
 
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("torch has Muon from 2.9 on", allow_module_level=True)

@@ -69,8 +69,12 @@ def check_movement(run: Run, expected: dict[str, Tensor], got: dict[str, Tensor]
 
 
 def check_sixteen_bits(run: Run, share: float) -> None:
+    check_masters(run, share, run_ranks(masters_of, run.world_size, run))
+
+
+def check_masters(run: Run, share: float, ranks: list[Any]) -> None:
+    """``ranks`` hold what ``masters_of`` returned."""
     expected, norms = emulate(run)
-    ranks = run_ranks(masters_of, run.world_size, run)
     masters = joined([slices for slices, _, _ in ranks], expected)
     check_movement(run, expected, masters, share)
     check_norms(norms, [norms for _, _, norms in ranks], max(share, 1e-6))
