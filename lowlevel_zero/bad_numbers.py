@@ -64,7 +64,7 @@ class BadNumbers:
         self._group = self._parameters.shard_groups[0]
         self._scaler = scaler
         self._options = options = families.options
-        self._on_host = all(record.padded.device.type == "cpu" for record in self._parameters)
+        self._on_host = self._parameters.on_host
         self._looked_at: GlobalNorm | None = None
         self._later: _Later | None = None
         self._in_a_row = 0

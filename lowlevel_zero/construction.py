@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -188,23 +189,50 @@ def describe(
 ) -> Iterator[str]:
     """What has to be alike on all ranks that share a family, a line each: parameters with their states, and buffers.
 
-    Settings of param groups have to be on all ranks: they are the first family's.
+    The optimizer's class and the settings of its groups have to be on all ranks: they are the first family's. So has
+    the type of the device that is trained on.
     """
+    described = _Descriptions()
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if family == 0:
+        yield f"optimizer {full_name(optimizer)}"
+        yield f"trained on {', '.join(sorted({p.device.type for p in trained}))}"
+        yield "model=None" if model is None else "model given"
     for at, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
         if family == 0:
-            yield f"settings of group {at}: {settings}"
+            yield from (f"{key} of group {at}: {_setting(group[key])}" for key in sorted(group) if key != "params")
         for p in (p for p in group["params"] if family_of(p) == family):
-            state = ", ".join(f"{key} {_shape(value)}" for key, value in optimizer.state.get(p, {}).items())
+            state = ", ".join(f"{key} {described(value)}" for key, value in optimizer.state.get(p, {}).items())
             kind = "trainable" if p.requires_grad else "frozen"
-            yield f"parameter {names[p]} of group {at}: {kind}, {_shape(p)}" + (f", state {state}" if state else "")
+            yield f"parameter {names[p]} of group {at}: {kind}, {described(p)}" + (f", state {state}" if state else "")
     for tensor, name in own_names(model).items():
         if family_of(tensor) == family:
-            yield f"tensor {name} of the model: {_shape(tensor)}"
+            yield f"tensor {name} of the model: {described(tensor)}"
 
 
-def _shape(value: object) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+def _setting(value: object) -> str:
+    """A setting of a param group, as far as it can be compared."""
+    if isinstance(value, Tensor):
+        number = f" {value.item()}" if value.numel() == 1 and value.device.type != "meta" else ""
+        return f"a tensor{number}, {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_setting, value))})"
+    return repr(value) if isinstance(value, (bool, int, float, str, NoneType)) else type(value).__name__
+
+
+class _Descriptions:
+    """Tensors in words: shape, dtype and device, whose number is that in which this rank's devices come."""
+
+    def __init__(self) -> None:
+        self._devices: dict[torch.device, str] = {}
+
+    def __call__(self, value: object) -> str:
+        if not isinstance(value, Tensor):
+            return type(value).__name__
+        if value.device not in self._devices:
+            others = sum(device.type == value.device.type for device in self._devices)
+            self._devices[value.device] = value.device.type + (f" (device {others + 1} of this rank)" if others else "")
+        return f"on {self._devices[value.device]}, {tuple(value.shape)} {value.dtype}"
 
 
 class Alike(NamedTuple):

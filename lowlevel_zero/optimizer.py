@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ from .optim.elementwise import check_elementwise
 from .options import BackwardContext, ZeroOptions, debugging
 from .sharding import Sharding, convert
 from .state_methods import StateMethods
-from .stepping import Stepper, scales_gradients
+from .stepping import Stepper
 from .streams import streams_of
 from .verification import VerifyMethods
 from .wrapping import WrappingOptimizer
@@ -67,7 +68,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale:
             the dynamic loss scale, used where a parameter is fp16 (see ``LossScaler``).
         clip_grad_norm: clip gradients to this global L2 norm; 0: don't.
-        verbose: log skipped steps.
+        verbose: log each skipped fp16 step, if any rank asks for it; on a GPU the host waits for the device then.
         reduce_bucket_size: elements in a communication bucket.
         communication_dtype: dtype in which gradients travel; None: each parameter's own.
         overlap_communication: reduce during backward.
@@ -194,8 +195,10 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             names = self._check(optimizer, model)
             assignment = assign(pg_to_param_list, self._group, names, model)
             lines = [list(describe(optimizer, names, model, assignment.of, whose)) for whose in assignment.families]
-            agreed += [*lines[0], f"{self._options}", f"loss scale {scaling}"]
+            agreed += [*lines[0], *self._options.alike(), f"loss scale {scaling}"]
             agreed += assignment.in_common(names, self._options)
+        # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
+        self._options = replace(self._options, verbose=bool(self._group.largest([verbose])[0]))
         groups = [checked(each, self._options) for each in make_groups(self._group, assignment.groups, lines[1:])]
         self._group = groups[0]
         self._parameters = ParameterStore(groups, assignment.family_of)
@@ -268,7 +271,8 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         afterwards. A loss that doesn't require grad contributes nothing.
         """
         if self._scaler is not None and isinstance(loss, Tensor):
-            loss = loss * self._scaler.scale.to(loss.device)
+            with torch.enable_grad():
+                loss = loss * self._scaler.scale.to(loss.device)
         self.backward_by_grad(loss, None, inputs, retain_graph)
 
     def backward_by_grad(
@@ -366,18 +370,19 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             unit = unit * clip_factor(value, self._options.clip_grad_norm)
         if self._scaler is not None:
             overflow = ~value.isfinite() if overflow is None else ~value.isfinite() | overflow
-        if (sums or self._families.several) and not self._skips(overflow):
-            on_host = self._options.cpu_offload  # it has to know both, and to wait for gradients anyway
-            self._stepper.step(Scale(float(unit)) if on_host else Scale(unit, overflow), None)
+        if not (sums or self._families.several):
+            return
+        by_flag = self._stepper.skips_by_flag and not self._bad_numbers.expected
+        if not self._skips(overflow, by_flag):
+            on_host = self._options.cpu_offload  # which waits for gradients anyway
+            self._stepper.step(Scale(float(unit) if on_host else unit, overflow if by_flag else None), None)
 
-    def _skips(self, overflow: Tensor | None) -> bool:
-        """Whether the step is skipped, as far as the host has to know, which waits for the device; fp16 alone."""
+    def _skips(self, overflow: Tensor | None, by_flag: bool) -> bool:
+        """Whether the step is skipped, unless that is left to a flag: the host waits for the device; fp16 alone."""
         if overflow is None or self._scaler is None:
             return False
         self._scaler.update(overflow)
-        if scales_gradients(self.optim) and not self._bad_numbers.expected:
-            return False
-        if not overflow.item():
+        if by_flag or not overflow.item():
             return False
         self._bad_numbers.skipped(self._scaler)
         self._families.clear()

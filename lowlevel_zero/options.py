@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 
 import torch
 
 BackwardContext = Callable[[], AbstractContextManager[object]]
+
+# In a field's metadata: ranks may differ in it; how its value is told, where its name isn't the keyword, or not all.
+_MAY_DIFFER, _TOLD_AS = "may differ", "told as"
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,19 @@ class ZeroOptions:
         reduction: "mean" or "sum" over the ranks.
         pad_buckets_for_high_nccl_busbw: rows of wires are multiples of 2**16 elements.
         backward_context: makes the context manager that backward runs in.
-        verbose: log skipped steps.
+        verbose: log each skipped step, for which the host waits for the device; on one rank, or all.
         stall_timeout: seconds after which a wait is reported; 0: never.
         debug: compare what the ranks are about to do before they do it.
         verify_every: steps after which parameters are compared; 0: never.
         max_skipped_steps: fp16 steps in a row that may overflow while the loss scale is at its minimum; 0: any number.
         error_if_nonfinite: refuse a step whose gradient norm is inf or NaN, without fp16.
 
-    ``repr`` shows what has to be alike on all ranks.
+    ``alike`` tells what has to be the same on all ranks: all but what decides over no collective.
     """
 
     partition_grad: bool = False
     reduce_scatter: bool = False
-    bucket_size: int = 1024 * 1024
+    bucket_size: int = field(default=1024 * 1024, metadata={_TOLD_AS: "reduce_bucket_size={}"})
     communication_dtype: torch.dtype | None = None
     forced_dtype: torch.dtype | None = None
     overlap_communication: bool = True
@@ -65,10 +68,10 @@ class ZeroOptions:
     gradient_predivide_factor: float = 1.0
     reduction: str = "mean"
     pad_buckets_for_high_nccl_busbw: bool = False
-    backward_context: BackwardContext | None = field(default=None, repr=False)
-    verbose: bool = field(default=False, repr=False)
+    backward_context: BackwardContext | None = field(default=None, metadata={_MAY_DIFFER: True})
+    verbose: bool = field(default=False, metadata={_MAY_DIFFER: True})
     stall_timeout: float = 60.0
-    debug: bool = False
+    debug: bool = field(default=False, metadata={_TOLD_AS: "debug={} (LOWLEVEL_ZERO_DEBUG sets it, too)"})
     verify_every: int = 0
     max_skipped_steps: int = 20
     error_if_nonfinite: bool = False
@@ -96,6 +99,12 @@ class ZeroOptions:
                 "backward_context: expected a callable that returns a context manager, "
                 f"got {type(self.backward_context).__name__}"
             )
+
+    def alike(self) -> Iterator[str]:
+        """What has to be the same on all ranks, a line each."""
+        for each in fields(self):
+            if not each.metadata.get(_MAY_DIFFER):
+                yield each.metadata.get(_TOLD_AS, f"{each.name}={{}}").format(getattr(self, each.name))
 
     @property
     def keeps_row_only(self) -> bool:

@@ -96,7 +96,7 @@ class Reducer:
         self._group = group = parameters.shard_groups[family]
         self._options = options
         self._gradients = gradients
-        self._on_host = all(record.padded.device.type == "cpu" for record in self._records)
+        self._on_host = parameters.on_host
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         divisor = options.gradient_predivide_factor
         self.buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor, gradients)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .communication.collectives import ShardGroup
+from .construction import Alike, agree
 
 # One number a parameter, whatever the parameter's shape: never cut.
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -21,6 +22,10 @@ MASTER = "master_param"
 
 # Bytes of a message that brings many slices: what is held beside them.
 WIRE_BYTES = 64 * 2**20
+
+_STATES = Alike(
+    "the same states of the optimizer", "let a hook that adds some do so on every rank, or keep them somewhere else"
+)
 
 State = dict[str, Any]
 Pinned = dict[int, State]
@@ -115,7 +120,13 @@ def whole_state_shards(
         max_shard_size: MiB in a piece; a parameter whose state is larger has a piece of its own.
         pinned: buffers by place and name, made at the first call, that the tensors are returned in.
         only_on_master: ranks other than the first of those that share a parameter get empty states.
+
+    Raises:
+        ValueError: ranks have different states, as where a hook of one of them has added some; on all of them.
     """
+    for family, group in zip(parameters.families, parameters.shard_groups, strict=True):
+        lines = [line for record in family for line in _gathered_states(optim, record)]
+        agree(group, lines, None, "give its state dict", _STATES)
     places = _places(parameters)
     piece: dict[int, State] = {}
     held = 0.0
@@ -133,6 +144,14 @@ def whole_state_shards(
         piece[place] = whole
         held += size
     yield piece, held
+
+
+def _gathered_states(optim: Optimizer, record: ShardedParameter) -> Iterator[str]:
+    """What is gathered of a parameter's state, a line each; names may differ between ranks of other families."""
+    name = f"parameter {record.index} of family {record.family}" if record.family else record.name
+    for key, value in own_state(optim, record).items():
+        if is_slice(key, value, record):
+            yield f"{key} of {name}, {value.dtype}"
 
 
 def own_state(optim: Optimizer, record: ShardedParameter) -> State:
@@ -166,7 +185,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
     if key not in pinned:
-        pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+        pins = tensor.device.type != "cpu"
+        pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
     held: Tensor = pinned[key].copy_(tensor)
     return held
 
@@ -375,7 +395,7 @@ def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
     """A copy of what this rank has as a state, on ``p``'s device; of a number a 0-d tensor; None: there is none."""
     if value is None:
         return None
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
     return at_least_fp32(tensor.detach().to(record.padded.device, copy=True))
 
 

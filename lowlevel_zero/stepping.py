@@ -56,10 +56,17 @@ def steps_in_parts(optim: Optimizer) -> bool:
     return type(optim) in _BY_PARAMETER and not any(watched)
 
 
+def is_fused(optim: Optimizer) -> bool:
+    """Whether the kernels of ``optim`` take a gradient's scale and a flag to leave everything as it is."""
+    return type(optim) in _FUSED and all(group.get("fused") for group in optim.param_groups)
+
+
 def scales_gradients(optim: Optimizer) -> bool:
-    """Whether ``optim`` multiplies its gradients itself, as ``torch.amp.GradScaler`` would have it do."""
-    fused = type(optim) in _FUSED and all(group.get("fused") for group in optim.param_groups)
-    return fused and steps_in_parts(optim)
+    """Whether ``optim`` multiplies its gradients itself now, as ``torch.amp.GradScaler`` would have it do.
+
+    Not where a hook looks at them. So ranks may differ in it, and no collective may depend on it.
+    """
+    return is_fused(optim) and steps_in_parts(optim)
 
 
 class Stepper:
@@ -69,6 +76,10 @@ class Stepper:
         optim: the wrapped optimizer.
         families: where gradients are, and what brings stepped slices back.
         on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
+
+    Attributes:
+        skips_by_flag: a flag on the device may tell that a step is to be left out, which the host needn't read. All
+            ranks were built with the same optimizer, so it is the same on all, whatever becomes of their settings.
     """
 
     def __init__(self, optim: Optimizer, families: Families, on_host: bool = False) -> None:
@@ -76,6 +87,7 @@ class Stepper:
         self._optim = optim
         self._families = families
         self._step_whole = whole_step(optim, families.parameters)
+        self.skips_by_flag = is_fused(optim)
 
     def step(self, scale: Scale, norm: GlobalNorm | None) -> None:
         """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be.
@@ -84,8 +96,23 @@ class Stepper:
             scale: how what has been summed becomes gradients.
             norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
         """
-        in_parts = steps_in_parts(self._optim)
         parts = [part for family in self._families for part in self._parts(family)]
+        if self._is_left_out(scale):
+            for part in parts:
+                part.family.gathers.start(part.records)
+        else:
+            self._step_and_gather(parts, scale, norm)
+        if norm is not None:
+            norm.start()
+        for family in self._families:
+            family.gathers.end_step()
+
+    def _is_left_out(self, scale: Scale) -> bool:
+        """Whether ``optim`` must not be called: it overflowed, which only kernels that scale gradients can see to."""
+        return scale.overflow is not None and not scales_gradients(self._optim) and bool(scale.overflow.item())
+
+    def _step_and_gather(self, parts: Sequence[Part], scale: Scale, norm: GlobalNorm | None) -> None:
+        in_parts = steps_in_parts(self._optim)
         with _fused(self._optim, self._on_host), _scaling(self._optim, scale) as by_optimizer:
             for part in parts:
                 for total, working in part.sums:
@@ -101,10 +128,6 @@ class Stepper:
             for part in parts:
                 _release_gradients(part.records)
                 part.family.gathers.start(part.records)
-        if norm is not None:
-            norm.start()
-        for family in self._families:
-            family.gathers.end_step()
 
     def _parts(self, family: Family) -> list[Part]:
         """Buckets that are stepped and gathered together; first what came last, which the next forward wants first.

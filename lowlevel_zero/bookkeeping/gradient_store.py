@@ -170,13 +170,14 @@ class GradientStore:
             total: what has been summed.
             working: those of its members that worked.
             scale: how sums become gradients.
-            by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips.
+            by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips. What
+                is kept doesn't depend on it, since ranks may differ in it.
         """
         dtype = working[0].p32.dtype
         if self._offload is not None and total.landing is not None:
             self._offload.wait(total.landing)
         row = total.row
-        if row.dtype == dtype and not (by_optimizer and scale.overflow is not None):
+        if row.dtype == dtype and scale.overflow is None:
             total.forget_others()
             total.unit = 1.0
         else:

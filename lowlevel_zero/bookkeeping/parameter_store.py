@@ -315,6 +315,11 @@ class ParameterStore:
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self.records)
 
+    @property
+    def on_host(self) -> bool:
+        """What is done with the parameters is done when the host has done it; on all ranks alike."""
+        return all(record.padded.device.type == "cpu" for record in self.records)
+
     def family_of(self, tensor: Tensor) -> int:
         """The family of a parameter, trained or not, of its master slice, or of a buffer."""
         record = self._record_of_slice.get(tensor)

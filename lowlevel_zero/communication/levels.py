@@ -200,7 +200,7 @@ class Nested(Levels):
     ) -> Pending[Tensor]:
         """Straight: nothing of it becomes less on the way over a third rank."""
         parts, parts_into = wire.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
-        leaving = torch.cat([parts[number] for number in self._by_place])
+        leaving = torch.cat([parts[number] for number in self._by_place], out=torch.empty_like(wire))
         sizes_by_place = [[each[number] for number in self._by_place] for each in (sizes, sizes_into)]
         coming = self._straight.all_to_all(leaving, sizes_by_place[0], torch.empty_like(into), sizes_by_place[1])
 

@@ -250,7 +250,9 @@ def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:
     if pieces[0].dtype == into.dtype:
         torch.cat(list(pieces), out=into)
     elif into.numel() < _TINY * len(pieces):
-        into.copy_(torch.cat(list(pieces)))  # one more pass, but not several microseconds a piece
+        end_to_end = pieces[0].new_empty(into.numel())
+        torch.cat(list(pieces), out=end_to_end)  # where there is no ``out`` a surrounding autocast has a say
+        into.copy_(end_to_end)  # one more pass, but not several microseconds a piece
     else:
         torch._foreach_copy_(into.split_with_sizes([piece.numel() for piece in pieces]), list(pieces))
 
