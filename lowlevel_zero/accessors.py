@@ -336,7 +336,7 @@ def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool
         if is_slice(key, held, record):
             fill_slice(held, value if is_local else record.slice_of(value), record)
         elif isinstance(held, Tensor):
-            held.copy_(torch.as_tensor(value).reshape(held.shape))
+            held.copy_(torch.as_tensor(value, device=held.device).reshape(held.shape))
         else:
             state[key] = type(held)(value)
 

@@ -63,7 +63,7 @@ class FlatShards:
             if slices is not None:
                 self._meshes[device_type] = DeviceMesh.from_group(slices, device_type)
             else:  # one that says who has which, and can't communicate
-                ranks = torch.tensor(self._group.slice_ranks)
+                ranks = torch.tensor(self._group.slice_ranks, device="cpu")
                 self._meshes[device_type] = DeviceMesh(device_type, ranks, _init_backend=False)
         return self._meshes[device_type]
 

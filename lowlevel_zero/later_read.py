@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .streams import streams_of
+
 
 class LaterRead:
     """A number on a device, copied to the host without waiting for it, to be read when it has long been there.
@@ -13,19 +15,17 @@ class LaterRead:
         value: one element.
     """
 
-    __slots__ = ("_event", "_value")
+    __slots__ = ("_arrived", "_value")
 
     def __init__(self, value: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
+        streams = streams_of([value.device])
         self._value = value
-        if value.is_cuda:
-            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        if streams.pins:
+            self._value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
             self._value.copy_(value, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._arrived = streams.mark()  # on the stream of the value's device, whichever is the current one
 
     def read(self) -> float:
         """The number; waits for the copy alone."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._arrived.synchronize()
         return self._value.item()

@@ -153,7 +153,7 @@ class LossScaler:
         _check_factors(state["growth_factor"], state["backoff_factor"])
         for key in ("hysteresis", *_COUNT_KEYS):
             _check_count(key, state.setdefault(key, 0), least=0)
-        self._counts.copy_(torch.tensor([state[key] for key in _COUNT_KEYS]))
+        self._counts.copy_(torch.tensor([state[key] for key in _COUNT_KEYS], device="cpu"))
         if self.dynamic:
             self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
             self.hysteresis = state["hysteresis"]

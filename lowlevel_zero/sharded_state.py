@@ -204,7 +204,7 @@ class ShardedState:
             if key not in SCALARS and tuple(size) == (numel,):
                 found[full] = self._shards[record.family].empty(numel, dtype, device)
             else:
-                found[full] = torch.empty(size, dtype=dtype)
+                found[full] = torch.empty(size, dtype=dtype, device="cpu")
         return found
 
     def check(self, settings: Mapping[str, Any]) -> None:

@@ -96,8 +96,9 @@ class Sharding:
     @torch.no_grad()
     def start_alike(self) -> None:
         """Give all ranks that share a parameter the first one's values and state. Communicates, and no more."""
+        device = (self._records or self._parameters.records)[0].padded.device
         for ranks, tensors in zip(self._parameters.shard_groups, self._alike, strict=True):
-            ranks.broadcast(tensors)
+            ranks.broadcast(tensors, device)
             tensors.clear()
 
     @torch.no_grad()

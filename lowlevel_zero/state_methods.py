@@ -148,7 +148,7 @@ class StateMethods:
         as_saved = {_renamed(full, names): full for full in saved}
         templates = sharded.templates({own: saved[full] for own, full in as_saved.items()})
         found = {as_saved[own]: template for own, template in templates.items()}
-        return {**found, SETTINGS: torch.empty(size, dtype=torch.uint8)}
+        return {**found, SETTINGS: torch.empty(size, dtype=torch.uint8, device="cpu")}
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:

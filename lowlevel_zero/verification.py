@@ -80,7 +80,7 @@ def _read(sums: Sequence[Tensor]) -> list[int]:
 
 def _digest(sums: Sequence[int]) -> list[int]:
     """A few non-negative integers."""
-    data = torch.tensor(sums, dtype=torch.int64)
+    data = torch.tensor(sums, dtype=torch.int64, device="cpu")
     value = int(checksum(data)) % 2**64
     return [len(sums), value >> 32, value % 2**32]
 

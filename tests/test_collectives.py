@@ -149,7 +149,7 @@ def test_broadcast_carries_all_kinds(world_size: int, batch_bytes: int, monkeypa
 
     def broadcast(rank: int, world_size: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         tensors = assorted(rank)
-        ShardGroup().broadcast(tensors)
+        ShardGroup().broadcast(tensors, torch.device("cpu"))
         return [(tensor, tensor.stride()) for tensor in tensors]
 
     for got in run_ranks(broadcast, world_size):
@@ -202,7 +202,7 @@ def test_part_of_the_ranks_can_be_a_group() -> None:
         wire = torch.zeros(2, 1)
         wire[shard.rank] = rank
         value = torch.tensor(float(rank))
-        shard.broadcast([value])
+        shard.broadcast([value], torch.device("cpu"))
         return shard.rank, shard.all_gather(wire).wait().tolist(), value.item(), shard.from_rank_zero([rank])
 
     got = run_ranks(use, 4)

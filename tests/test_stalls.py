@@ -10,17 +10,18 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.communication.progress import NORM, REDUCTION
+from lowlevel_zero.communication.progress import NORM, REDUCTION, About
 from tests.support.ranks import run_ranks
 
 TIMEOUT = 1.5  # after which a wait is reported: what isn't meant to stall takes less even on a busy machine
@@ -217,6 +218,133 @@ def test_the_report_comes_before_the_process_groups_own_timeout() -> None:
         return group._watch._timeout + 5 * group._watch.pause
 
     assert all(seconds < 30.0 for seconds in run_ranks(live, 2, timeout=10.0))
+
+
+# ---- what a device waits for ----
+
+
+@contextmanager
+def devices_are_this_threads() -> Iterator[list[str]]:
+    """Whatever another thread asks a device, an event or a stream meanwhile is an error there; what it asked."""
+    home, asked = threading.current_thread(), []
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **keywords: Any) -> Any:
+            if threading.current_thread() is not home:
+                asked.append(name)
+                raise AssertionError(f"{threading.current_thread().name} calls {name}")
+            return call(*args, **keywords)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream, torch.Event, torch.Stream):
+            for name in (name for name in dir(owner) if not name.startswith("__") and callable(getattr(owner, name))):
+                with suppress(TypeError):  # a built-in type's
+                    patch.setattr(owner, name, watched(f"{owner.__name__}.{name}", getattr(owner, name)))
+        patch.setattr(torch, "get_device_module", watched("get_device_module", lambda *_: Device))
+        yield asked
+
+
+class Device:
+    """What ``torch.cuda`` is for a device that never gets anywhere, and answers the thread alone that uses it."""
+
+    class Event:
+        def __init__(self) -> None:
+            self.home = threading.current_thread()
+
+        def record(self, *_: object) -> None:
+            assert threading.current_thread() is self.home
+
+        def query(self) -> bool:
+            assert threading.current_thread() is self.home, "an event is asked by another thread"
+            return False
+
+
+def give(group: ShardGroup, names: str) -> None:
+    """Begin reductions, one a name, whose sums the device is to wait for."""
+    for name in names:
+        about = About([Parameter(name)])
+        group.progress.wait(group.progress.begin(REDUCTION, about), lambda: None, by_device=True)
+
+
+class Parameter(NamedTuple):
+    name: str
+
+
+def test_what_a_device_waits_for_is_known_without_asking_it() -> None:
+    """Rank 0's host has gone on; the first of its collectives that rank 1 hasn't begun is what its device waits for."""
+    reports = Reports()
+
+    def live(rank: int, world_size: int) -> list[str]:
+        told = Told(reports)
+        with devices_are_this_threads() as asked:
+            group = ShardGroup()
+            group.watch(TIMEOUT)
+            give(group, "ab" if rank == 1 else "abcd")
+            reports.wait_for(1)
+            assert asked == []
+        return told.lines
+
+    (line,), late = run_ranks(live, 2, timeout=2 * PATIENCE)
+    assert late == []
+    assert re.match(r"rank 0 has waited [\d.]+ s for the reduction \(step 1, micro-batch 1\): c\. ", line)
+    assert line.endswith("Not there yet: rank 1 (outside of the optimizer, after 0 steps)")
+
+
+def test_who_is_busy_elsewhere_with_nobody_missing_is_left_alone() -> None:
+    """Where all have begun the same nobody waits for anybody, though one may be gone for good (of ranks 2 and 3)."""
+    timeout = 2 * TIMEOUT
+
+    def live(rank: int, world_size: int) -> list[str]:
+        told = Told(Reports())
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = ShardGroup(pairs[rank // 2])
+        group.watch(timeout)
+        give(group, "ab")
+        if rank == 3:
+            group.release()
+            del group
+            gc.collect()
+        time.sleep(2 * timeout)
+        return told.lines
+
+    assert run_ranks(live, 4, timeout=2 * PATIENCE) == [[], [], [], []]
+
+
+def test_who_has_left_without_beginning_it_is_missed() -> None:
+    reports = Reports()
+
+    def live(rank: int, world_size: int) -> list[str]:
+        told = Told(reports)
+        group = ShardGroup()
+        group.watch(TIMEOUT)
+        if rank == 1:
+            group.release()
+        else:
+            give(group, "a")
+        reports.wait_for(1)
+        return told.lines
+
+    (line,), gone = run_ranks(live, 2, timeout=2 * PATIENCE)
+    assert gone == []
+    assert line.endswith("Not there yet: rank 1 (has let go of its optimizer, after 0 steps)")
+
+
+def test_optimizers_that_were_refused_don_t_count() -> None:
+    """One rank's was wrong from the start: the next is watched over under one name all the same."""
+
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
+        with pytest.raises((TypeError, RuntimeError)):
+            wrap(net(), reduce_bucket_size="many" if rank == 1 else 100)
+        other = wrap(odd := net())
+        if rank == 1:
+            reports.wait_for(1)
+        train(odd, other)
+
+    (line,), late = run_stalled(2, stall)
+    assert late == []
+    assert line.endswith("Not there yet: rank 1 (outside of the optimizer, after 0 steps)")
 
 
 def watchdogs() -> list[threading.Thread]:

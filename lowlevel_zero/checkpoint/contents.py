@@ -244,7 +244,7 @@ class Contents:
             if entry.record is not None:
                 _put_row(entry.record, own, masters.get(entry.record), ranks)
             elif entry.saved.numel:
-                flat = _gathered(own, entry.saved.numel, ranks)
+                flat = _gathered(own, entry.saved.numel, ranks, self._optimizer._device)
                 whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
                 _overwrite(entry.tensor.detach(), whole)
         for name, module in self._stateful.items():
@@ -256,7 +256,7 @@ class Contents:
     def _in_order_of(self, full: str, template: Tensor, saved: Mapping[str, SavedTensor]) -> Tensor:
         if not hasattr(template, "to_local") or saved[name_in(full)].stride == self._entry(full).saved.stride:
             return template
-        return torch.empty(template.numel(), dtype=template.dtype)
+        return torch.empty(template.numel(), dtype=template.dtype, device="cpu")
 
     def _reordered(self, full: str, tensor: Tensor, saved: Mapping[str, SavedTensor]) -> Tensor:
         ours, theirs = self._entry(full), saved[name_in(full)]
@@ -294,10 +294,10 @@ def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks
     record.note_version()
 
 
-def _gathered(own: Tensor, numel: int, ranks: ShardGroup) -> Tensor:
+def _gathered(own: Tensor, numel: int, ranks: ShardGroup, by_way_of: torch.device) -> Tensor:
     """A flat tensor of which each rank has its slice, as bytes: collectives don't know all dtypes."""
     split = EvenSplit(numel, ranks.size)
-    device = own.device if ranks.serves(own.device) else torch.device(ranks.device_types[0])
+    device = own.device if ranks.serves(own.device) else by_way_of
     wire = torch.empty(ranks.size, split.slice_size, dtype=own.dtype, device=device)
     wire[ranks.rank, : len(own)].copy_(own)
     ranks.all_gather(wire.view(torch.uint8)).wait()

@@ -27,7 +27,7 @@ class TensorReader:
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self._path = path
         self._metadata = metadata
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._files = FileSystemReader(path)
         self._files.set_up_storage_reader(self._metadata, is_coordinator=True)
 
@@ -58,7 +58,7 @@ class TensorReader:
     def _room_for(self, numel: int, dtype: torch.dtype) -> Tensor:
         size = numel * dtype.itemsize
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._buffer[:size].view(dtype)
 
     def _read(self, item: ReadItem, planner: _OneTensor) -> None:

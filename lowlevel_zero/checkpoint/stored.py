@@ -42,7 +42,7 @@ class StoredTensor:
 
     def read(self) -> Tensor:
         """All of it, of its shape and strides."""
-        flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        flat = torch.empty(math.prod(self.shape), dtype=self.dtype, device="cpu")
         at = 0
         for piece in self.pieces():
             flat[at : at + piece.numel()].copy_(piece)

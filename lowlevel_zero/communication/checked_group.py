@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -196,10 +197,10 @@ class CheckedGroup(ShardGroup):
         self._meetings.forget()
         return super().sum_scalar(value)
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """As ever, after a meeting."""
         self._meet(BROADCAST, _shapes(tensors))
-        super().broadcast(tensors)
+        super().broadcast(tensors, by_way_of)
 
     # ---- what the hosts tell each other ----
 

@@ -30,7 +30,7 @@ from .process_group import timeout_of
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Place, Progress
 from .staging import Staged
 from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, then
-from .watchdog import SHARE_OF_TIMEOUT, Watch, watch
+from .watchdog import SHARE_OF_TIMEOUT, Watch, dismiss, next_number, watch
 from .wires import Wires, board, borrow, keep
 
 _SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -85,6 +85,7 @@ class ShardGroup:
         self.number = -1
         self.progress = Progress()
         self._watch: Watch | None = None
+        self._watch_number = next_number(self.group)
         self._lost: LostRank | None = None
         if self.ranks > 1:
             enter()
@@ -93,7 +94,7 @@ class ShardGroup:
         """From now on report what takes longer than so many seconds, or a share of the group's timeout; 0: nothing."""
         if self._watch is None and timeout > 0 and self.ranks > 1 and not is_fake(self.group):
             share = SHARE_OF_TIMEOUT * min(timeout_of(self.group, device_type) for device_type in self._backends)
-            self._watch = watch(self.group, self.progress, min(timeout, share))
+            self._watch = watch(self.group, self._watch_number, self.progress, min(timeout, share))
 
     def own_wires(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
         """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
@@ -122,10 +123,16 @@ class ShardGroup:
         """Let another instance have this one's wires, all of which have been waited for."""
         self._wires.transport.rest(for_good=True)
         self._wires.busy = False
+        self._leave()
 
     def abandon(self, under_way: Sequence[Pending[Any]]) -> None:
         """The instance dies with wires that nobody has waited for, so it keeps its order of wires; let them travel."""
         keep([pending.unclaimed() for pending in under_way])
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._watch is not None:
+            dismiss(self._watch)
 
     def apart(self) -> dist.ProcessGroup:
         """A gloo group over the same ranks, for what a thread beside training tells; made once, by all of them."""
@@ -245,12 +252,15 @@ class ShardGroup:
 
         return self._begun(NORM, None, summed, start)
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite ``tensors`` with rank 0's values, whatever their dtypes and devices, in a few large messages."""
+    def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
+        """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, in a few large messages.
+
+        Those on devices that the group doesn't serve travel by way of one that it does, this rank's own.
+        """
         if self.ranks == 1:
             return
         for batch in batches(tensors):
-            self._wait(BROADCAST, partial(self._broadcast_batch, batch))
+            self._wait(BROADCAST, partial(self._broadcast_batch, batch, by_way_of))
 
     # ---- the control path: a few integers on the host, in an order of its own ----
 
@@ -261,7 +271,7 @@ class ShardGroup:
         """
         if self.ranks == 1:
             return list(values)
-        agreed = torch.tensor(values, dtype=torch.int64)
+        agreed = torch.tensor(values, dtype=torch.int64, device="cpu")
         fast = board(self.group)
         start = partial(reduce_few, agreed, dist.ReduceOp.MAX, self._control, fast, AGREED)
         self._wait(AGREEMENT, lambda: start().wait())
@@ -293,7 +303,7 @@ class ShardGroup:
         """Rank 0's ``values``, on the host; every rank gives as many."""
         if self.ranks == 1:
             return list(values)
-        told = torch.tensor(values, dtype=torch.int64)
+        told = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._wait(AGREEMENT, lambda: dist.broadcast(told, src=self._global_ranks[0], group=self._control))
         return cast("list[int]", told.tolist())
 
@@ -308,18 +318,17 @@ class ShardGroup:
     def _begun(self, kind: str, about: About | None, tensor: Tensor, start: Callable[[], Pending[T]]) -> Pending[T]:
         """Start what carries tensors of ``tensor``'s device, such that one sees who waits for it, and who is lost."""
         place = self.progress.begin(kind, about)
-        on_host = self._watch is None or tensor.device.type == "cpu" or self._on_gloo(tensor.device)
-        device = None if on_host else tensor.device
+        by_device = not (tensor.device.type == "cpu" or self._on_gloo(tensor.device))
         with self._all_needed(place):
-            return start().within(partial(self._wait_for, place, device))
+            return start().within(partial(self._wait_for, place, by_device))
 
     def _wait(self, kind: str, act: Callable[[], object]) -> None:
         """Do what returns when all ranks have come to it."""
-        self._wait_for(self.progress.begin(kind), None, act)
+        self._wait_for(self.progress.begin(kind), False, act)
 
-    def _wait_for(self, place: Place, device: torch.device | None, act: Callable[[], T]) -> T:
+    def _wait_for(self, place: Place, by_device: bool, act: Callable[[], T]) -> T:
         with self._all_needed(place):
-            return self.progress.wait(place, act, device)
+            return self.progress.wait(place, act, by_device)
 
     @contextmanager
     def _all_needed(self, place: Place) -> Iterator[None]:
@@ -345,13 +354,13 @@ class ShardGroup:
         """Account for a wire with rows of so many bytes, of which others get all but one."""
         self._sent[purpose] += times * (self.size - 1) * row
 
-    def _broadcast_batch(self, batch: list[Tensor]) -> None:
+    def _broadcast_batch(self, batch: list[Tensor], by_way_of: torch.device) -> None:
         """Send the tensors of one device as one message of bytes."""
         message = as_message(batch)
         if self._on_gloo(message.device):
             message = message.cpu()
         elif not self.serves(message.device):
-            message = message.to(self.device_types[0])
+            message = message.to(by_way_of)
         dist.broadcast(message, src=self._global_ranks[0], group=self.group)
         read_message(message, batch)
 

@@ -1,12 +1,15 @@
-"""Progress: how far this rank has come with one optimizer, in plain values that a watching thread may read."""
+"""Progress: how far this rank has come with one optimizer, in plain values that a watching thread may read.
+
+The watching thread asks no device: what it did there could break a capture of a graph, or make a context on a device
+that isn't this rank's. A collective that a device waits for can't be over while a rank hasn't begun it, and that the
+ranks' counts tell.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-import torch
+from typing import NamedTuple, Protocol, TypeVar
 
 REDUCTION, GATHER, NORM, EXCHANGE = "reduction", "gather", "sum of the norm", "exchange of updates"
 AGREEMENT, MESSAGE, BROADCAST = "agreement", "presence map", "broadcast"
@@ -66,13 +69,6 @@ class Place(NamedTuple):
         return f"{what} ({when}): {listed(self.about.names())}"
 
 
-class _Queued(NamedTuple):
-    """A collective that a device's stream waits for, and the event behind it."""
-
-    place: Place
-    event: Any
-
-
 class Progress:
     """How far this rank has come.
 
@@ -89,7 +85,7 @@ class Progress:
         self.waits = 0
         self.begun = dict.fromkeys(KINDS, 0)
         self._waits_for: Place | None = None
-        self._queued: deque[_Queued] = deque(maxlen=256)
+        self._queued: deque[Place] = deque(maxlen=256)
 
     def begin(self, kind: str, about: About | None = None) -> Place:
         """This rank begins one more collective of ``kind``."""
@@ -97,30 +93,24 @@ class Progress:
         self.begun[kind] = serial + 1
         return Place(kind, serial, self.step, self.micro_batch, about)
 
-    def wait(self, place: Place, act: Callable[[], T], device: torch.device | None = None) -> T:
-        """``act()``, which returns when the host has waited for ``place``, or the current stream of ``device`` will."""
+    def wait(self, place: Place, act: Callable[[], T], by_device: bool = False) -> T:
+        """``act()``, which returns when the host has waited for ``place``, or, ``by_device``, a stream will have."""
         before, self._waits_for = self._waits_for, place
         self.waits += 1
         try:
             return act()
         finally:
             self._waits_for = before
-            if device is not None:
-                self._queue(place, device)
-
-    def _queue(self, place: Place, device: torch.device) -> None:
-        event = torch.get_device_module(device).Event()
-        event.record()
-        while self._queued and self._queued[0].event.query():
-            self._queued.popleft()
-        self._queued.append(_Queued(place, event))
+            if by_device:
+                self._queued.append(place)
 
     def waits_for(self) -> Place | None:
-        """What the host waits for now, or else the device; None: nothing. Any thread may ask."""
-        place = self._waits_for
-        if place is None and self._queued:
-            place = next((queued.place for queued in list(self._queued) if not queued.event.query()), None)
-        return place
+        """What the host waits for now; None: nothing. Any thread may ask."""
+        return self._waits_for
+
+    def queued(self) -> list[Place]:
+        """What a device has been given to wait for, the latest last; it may be over. Any thread may ask."""
+        return list(self._queued)
 
     def __str__(self) -> str:
         place = self.waits_for()

@@ -158,10 +158,10 @@ class TwoLevels(ShardGroup):
         start = partial(sequel.after, self._inner.sum_scalar(value), self._outer.sum_scalar)
         return self._begun(NORM, None, value, start)
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """From the first row to the others, then within rows."""
-        self._outer.broadcast(tensors)
-        self._inner.broadcast(tensors)
+        self._outer.broadcast(tensors, by_way_of)
+        self._inner.broadcast(tensors, by_way_of)
 
     def _transport(self, device: torch.device, fp8: bool = False) -> Transport:
         if not self._on_gloo(device):

@@ -1,0 +1,163 @@
+"""Devices are named: nothing is made on, or asked of, whichever device happens to be the current or the default one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.later_read import LaterRead
+from tests.support.ranks import run_ranks
+
+PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
+CURRENT, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+# ---- two simulated devices, of which one is current ----
+
+
+class Line:
+    """A device's stream, and how often something was recorded on it."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+
+class Device:
+    """What ``torch.cuda`` is for two devices."""
+
+    def __init__(self) -> None:
+        self.lines = {CURRENT: Line(), OTHER: Line()}
+        lines = self.lines
+
+        class Event:
+            def record(self, stream: Line | None = None) -> None:
+                (lines[CURRENT] if stream is None else stream).recorded += 1
+
+            def synchronize(self) -> None:
+                pass
+
+        self.Event = Event
+
+    def current_stream(self, device: torch.device | None = None) -> Line:
+        return self.lines[CURRENT if device is None else device]
+
+    @contextmanager
+    def stream(self, line: Line) -> Iterator[None]:
+        yield
+
+
+class OnOther(Tensor):
+    """A tensor of the host that says that it is on the device that isn't current."""
+
+    is_cuda = True
+    device = OTHER
+
+
+def test_a_number_is_read_when_it_has_come_from_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, empty = Device(), torch.empty
+    pinned: list[Any] = []
+
+    def unpinned(*args: Any, pin_memory: bool = False, device: Any = None, **keywords: Any) -> Tensor:
+        pinned.append((pin_memory, str(device)))
+        return empty(*args, **keywords)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: api)
+    monkeypatch.setattr(torch.cuda, "Event", api.Event)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    number = LaterRead(torch.tensor(2.5).as_subclass(OnOther))
+    assert number.read() == 2.5
+    assert (api.lines[OTHER].recorded, api.lines[CURRENT].recorded) == (1, 0)
+    assert pinned == [(True, "cpu")]
+
+
+def test_what_a_group_does_not_serve_travels_by_way_of_this_rank_s_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As buffers of the host do over NCCL: here the host isn't served, and there is a device of no memory."""
+
+    def work(rank: int, world_size: int) -> list[str]:
+        moved: list[str] = []
+        monkeypatch.setattr(ShardGroup, "serves", lambda self, device: False)
+        monkeypatch.setattr(ShardGroup, "_on_gloo", lambda self, device: False)
+        monkeypatch.setattr(dist, "broadcast", lambda message, **_: moved.append(message.device.type))
+        monkeypatch.setattr("lowlevel_zero.communication.collectives.read_message", lambda *_: None)
+        ShardGroup().broadcast([torch.zeros(3)], torch.device("meta"))
+        return moved
+
+    assert run_ranks(work, 2) == [["meta"]] * 2
+
+
+def test_a_default_device_of_one_rank_is_nothing_to_it(tmp_path: Path) -> None:
+    """It trains, saves, loads and looks at what it has; another rank has another default device, or none."""
+
+    def work(rank: int, world_size: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2), nn.Linear(2, 2)).bfloat16()
+        model.register_buffer("seen", torch.ones(3))
+        x = torch.ones(2, 5, dtype=torch.bfloat16)
+        if rank:
+            torch.set_default_device("meta")
+        optimizer = LowLevelZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model, reduce_bucket_size=5
+        )
+        for _ in range(2):
+            optimizer.backward(model(x).sum())
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+        load_checkpoint(tmp_path / "checkpoint", model, optimizer)
+        optimizer.load_sharded_state_dict(optimizer.sharded_state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.verify(buffers=True)
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, *others = run_ranks(work, 3)
+    assert all(torch.equal(p, same) for other in others for p, same in zip(first, other, strict=True))
+
+
+# ---- all of the source ----
+
+# Of torch, what makes a tensor; and what is of the current device if it isn't given another.
+MAKERS = {"tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "eye", "linspace"}
+OF_A_DEVICE = {"Event", "Stream", "current_stream", "current_device", "cuda"}
+# Where streams and events are made and asked for.
+STREAMS = "streams.py"
+
+
+def unnamed(source: str) -> list[str]:
+    """The calls in a source that make a tensor, a stream or an event without saying where."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in calls if isinstance(call.func, ast.Attribute) and is_unnamed(call, call.func)]
+
+
+def is_unnamed(call: ast.Call, function: ast.Attribute) -> bool:
+    if function.attr == "to":
+        return any(isinstance(each, ast.Constant) and each.value == "cuda" for each in call.args)
+    if function.attr in MAKERS and ast.unparse(function.value) == "torch":
+        return not any(each.arg in ("device", None) for each in call.keywords)
+    return function.attr in OF_A_DEVICE and not call.args
+
+
+def test_all_of_the_library_names_its_devices() -> None:
+    library = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {name: unnamed(text) for name, text in library.items()}
+    found[STREAMS].remove("self._api.Event()")  # it is of the stream that it is recorded on
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["torch.zeros(3)", "torch.cuda.Event()", "torch.cuda.current_stream()", "x.to('cuda')", "x.cuda()", "api.Stream()"],
+)
+def test_what_is_not_named_would_be_found(source: str) -> None:
+    assert unnamed(source) == [source]
