@@ -238,11 +238,13 @@ class Families:
 def log_start(families: Families, group: ShardGroup) -> None:
     """One line, on the first of ``group``'s ranks."""
     if group.place == 0:
+        way = group.way_of(families.parameters.records[0].padded.device)
         _log.info(
-            "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets",
+            "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets%s",
             2 if families.options.partition_grad else 1,
             f"{sum(record.split.numel for record in families.parameters):,}",
             len(families.parameters.records),
             group.ranks,
             sum(len(family.reducer.plan.whole.buckets) for family in families),
+            "" if way is None else f", by {way}",
         )

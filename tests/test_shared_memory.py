@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -13,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication import shared_memory, wires
+from lowlevel_zero.communication import arena, shared_memory
 from lowlevel_zero.communication.arena import Arena, OthersArena
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.lost_ranks import LostRank
@@ -356,6 +359,66 @@ def test_one_rank_that_can_t_makes_all_send_messages(refusal: str) -> None:
     assert run_ranks(reduce, 3) == [[False, [3.0] * 5, 0]] * 3
 
 
+def lines_of(logger: str) -> list[str]:
+    """What is logged from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    logging.getLogger(logger).setLevel(logging.INFO)
+    return lines
+
+
+WAYS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "shared": (lambda patch: None, "by shared memory of one host"),
+    "no memfd": (REFUSALS["no memfd"], "by pairwise messages over gloo (rank 1: not on its system: module 'os' has"),
+    "a peer's can't be opened": (
+        REFUSALS["a peer's can't be opened"],
+        "by pairwise messages over gloo (rank 1: not here)",
+    ),
+    "switched off": (REFUSALS["switched off"], f"by pairwise messages over gloo ({SWITCH}=0 is set on one of them)"),
+}
+
+
+def test_the_first_line_says_how_wires_travel_and_why() -> None:
+    def construct(rank: int, world_size: int) -> list[str]:
+        lines = lines_of("lowlevel_zero")
+        for prepare, _ in WAYS.values():
+            group = dist.new_group()  # what it has found out about shared memory it keeps
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    prepare(patch)
+                model = nn.Linear(3, 3)
+                LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), dp_process_group=group)
+        return lines
+
+    first, second = run_ranks(construct, 2)
+    assert second == []
+    for line, (_, way) in zip(first, WAYS.values(), strict=True):
+        assert line.startswith("ZeRO stage 1: 12 elements in 2 parameters over 2 ranks, 1 buckets, ")
+        assert way in line
+
+
+def test_it_leaves_room_where_the_address_space_is_limited() -> None:
+    """With what the mappings would leave of it the rank could hardly do anything else."""
+    ranks, size = 2, min(64 * 2**30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE"))
+
+    def work(rank: int, world_size: int, room: int) -> tuple[bool, list[str], int]:
+        lines = lines_of("lowlevel_zero")
+        if rank == 1:
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (taken + room, resource.RLIM_INFINITY))
+        model = nn.Linear(50, 50)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        step_once(model, optimizer)
+        return is_shared(optimizer._group), lines, torch.empty(2**30, dtype=torch.uint8).numel()
+
+    for shared, lines, _ in run_ranks(work, ranks, ranks * size + 2**29):
+        assert not shared
+        assert all("(rank 1: 2 mappings of" in line and "ulimit -v unlimited" in line for line in lines)
+    assert all(shared for shared, *_ in run_ranks(work, ranks, 3 * ranks * size))
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -484,7 +547,7 @@ def test_the_transport_is_not_set_up_where_it_is_of_no_use(monkeypatch: pytest.M
     def never(*_: object) -> Any:
         raise AssertionError("set up")
 
-    monkeypatch.setattr(wires, "Arena", never)
+    monkeypatch.setattr(arena, "Arena", never)
 
     def alone(rank: int, world_size: int) -> list[Tensor]:
         return train(rank, world_size, True, torch.float32)[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import secrets
 from collections import deque
 from dataclasses import dataclass
@@ -59,16 +60,20 @@ class Slot:
 class Arena:
     """This process's own.
 
+    Args:
+        mapped: how many arenas this process will map, of which this is one.
+
     Attributes:
         address: where others find it.
         mail: what they tell this process.
 
     Raises:
-        OSError: the system has no such thing.
+        OSError: the system has no such thing, or no room for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mapped: int = 1) -> None:
         size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
+        _check_room(mapped, size)
         self._memory = os.memfd_create("lowlevel_zero")
         close_with(self, self._memory)
         self.mail = Mailbox()
@@ -195,6 +200,20 @@ class OthersArena:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """``numel`` elements from byte ``offset`` on, 1-D; only to be read, and until its owner is told."""
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+
+
+def _check_room(count: int, size: int) -> None:
+    """Raise ``OSError`` where so many arenas would take more than half of the address space that is left."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * _PAGE
+    if 2 * count * size > limit - taken:
+        raise OSError(
+            f"{count} mappings of {size / 2**30:.3g} GiB are too much for an address space limited to "
+            f"{limit / 2**30:.3g} GiB: lift it by «ulimit -v unlimited»"
+        )
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap:

@@ -31,9 +31,7 @@ from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, RED
 from .staging import Staged
 from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, then
 from .watchdog import SHARE_OF_TIMEOUT, Watch, dismiss, next_number, watch
-from .wires import Wires, board, borrow, keep
-
-_SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
+from .wires import SWITCH, Wires, board, borrow, keep
 
 # How many optimizers have taken wires of each group.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
@@ -110,7 +108,7 @@ class ShardGroup:
             self._native = SumsInFp32(self.group)
         if not self._on_gloo(torch.device("cpu")):
             return
-        self._wires = borrow(self, self.group, shared and os.environ.get(_SWITCH) != "0")
+        self._wires = borrow(self, self.group, shared and os.environ.get(SWITCH) != "0")
 
     def own_messages(self) -> None:
         """Before the first ``maximum``, give what the hosts tell each other of rounds an order of its own."""
@@ -153,6 +151,10 @@ class ShardGroup:
     def serves(self, device: torch.device) -> bool:
         """Whether the group's backends can carry tensors of ``device``."""
         return device.type in self.device_types
+
+    def way_of(self, device: torch.device) -> str | None:
+        """How wires of ``device`` travel, in words; None: as its backend has it."""
+        return str(self._wires) if self._on_gloo(device) else None
 
     @property
     def device_types(self) -> list[str]:

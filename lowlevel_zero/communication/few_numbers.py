@@ -5,14 +5,16 @@ gloo's threads have to be woken on every rank in turn, which on busy cores takes
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .shared_memory import SharedMemory
 from .transport import Pending, then
+
+if TYPE_CHECKING:  # it needs what only Linux has
+    from .shared_memory import SharedMemory
 
 
 def reduce_few(

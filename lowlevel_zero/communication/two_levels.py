@@ -126,6 +126,11 @@ class TwoLevels(ShardGroup):
             return self._inner.slice_ranks
         return [rank for column in zip(*self._grid, strict=True) for rank in column]
 
+    def way_of(self, device: torch.device) -> str | None:
+        """Level by level."""
+        across, within = self._outer.way_of(device), self._inner.way_of(device)
+        return None if within is None else f"{within} within rows, {across} across them"
+
     def own_wires(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
         """On gloo, give each level's wires groups of their own, and messages one of all ranks."""
         self._outer.own_wires(shared, sums_in_fp32)

@@ -285,7 +285,8 @@ def _begin_anew() -> None:
     _watchdog = _Watchdog()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+if hasattr(os, "register_at_fork"):  # else there is no fork
+    os.register_at_fork(after_in_child=_begin_anew)
 atexit.register(lambda: _watchdog.stop())
 
 

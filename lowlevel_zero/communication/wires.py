@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from .arena import Arena
 from .exchange import Exchange
 from .groups import gloo_like
-from .shared_memory import SharedMemory
 from .transport import Direct, Pending
+
+if TYPE_CHECKING:  # they need what only Linux has
+    from .arena import Arena
+    from .shared_memory import SharedMemory
+
+SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 
 
 class Agreeing(Protocol):
@@ -33,28 +36,39 @@ class Wires:
 
     Attributes:
         transport: in use.
-        shared: the one through shared memory; None: not tried yet; False: the ranks don't see each other's.
+        shared: the one through shared memory, or why there can't be one; None: not tried yet.
         busy: an instance of this rank has it.
     """
 
     group: dist.ProcessGroup
     transport: Direct
-    shared: SharedMemory | bool | None = None
+    shared: SharedMemory | str | None = None
     busy: bool = False
 
     @property
     def fast(self) -> SharedMemory | None:
         """The transport, if it is shared memory."""
-        return self.transport if isinstance(self.transport, SharedMemory) else None
+        return _memory(self.shared) if self.transport is self.shared else None
 
     def share(self, ranks: Agreeing, wanted: bool) -> None:
         """Use shared memory or not, alike on all ranks."""
         if wanted and self.shared is None:
-            self.shared = _shared_memory(ranks, self.group) or False
-        if wanted and isinstance(self.shared, SharedMemory):
-            self.transport = self.shared
-        elif isinstance(self.transport, SharedMemory):
+            self.shared = _shared_memory(ranks, self.group)
+        memory = _memory(self.shared) if wanted else None
+        if memory is not None:
+            self.transport = memory
+        elif self.fast is not None:
             self.transport = Exchange(self.group)
+
+    def __str__(self) -> str:
+        if self.fast is not None:
+            return "shared memory of one host"
+        why_not = self.shared if isinstance(self.shared, str) else f"{SWITCH}=0 is set on one of them"
+        return f"pairwise messages over gloo ({why_not})"
+
+
+def _memory(shared: SharedMemory | str | None) -> SharedMemory | None:
+    return None if isinstance(shared, str) else shared
 
 
 # By group: the groups made for wires, in the order of making, which is the same on all ranks.
@@ -88,7 +102,7 @@ def board(group: dist.ProcessGroup) -> SharedMemory | None:
     It is the same for all optimizers, whose agreements have one order.
     """
     lent = _lent.get(group)
-    return lent[0].shared if lent and isinstance(lent[0].shared, SharedMemory) else None
+    return _memory(lent[0].shared) if lent else None
 
 
 def keep(under_way: Sequence[Pending[Any]]) -> None:
@@ -96,14 +110,37 @@ def keep(under_way: Sequence[Pending[Any]]) -> None:
     _kept[:] = [*(pending for pending in _kept if not pending.done()), *under_way]
 
 
-def _shared_memory(ranks: Agreeing, group: dist.ProcessGroup) -> SharedMemory | None:
-    """Wires in shared memory if every rank can see every other's, else None on all."""
-    own, transport = None, None
-    with suppress(OSError, AttributeError):  # no memfd: not Linux, or an old one
-        own = Arena()
-    addresses = ranks.exchange(own and own.address)
-    if own is not None and all(addresses):
-        with suppress(OSError, ValueError, AttributeError):  # other hosts, containers or users; an old system
-            transport = SharedMemory(group, own, addresses)
-    (failed,) = ranks.largest([transport is None])
-    return None if failed else transport
+def _shared_memory(ranks: Agreeing, group: dist.ProcessGroup) -> SharedMemory | str:
+    """Wires in shared memory if every rank can see every other's, else why not; alike on all."""
+    own = _own_arena(dist.get_world_size(group))
+    told = ranks.exchange(own if isinstance(own, str) else own.address)
+    if isinstance(own, str) or _refusals(told):
+        return _refusals(told)
+    transport = _over_arenas(group, own, told)
+    told = ranks.exchange(transport if isinstance(transport, str) else None)
+    return _refusals(told) or transport
+
+
+def _own_arena(ranks: int) -> Arena | str:
+    try:
+        from .arena import Arena
+
+        return Arena(ranks)
+    except (ImportError, AttributeError) as error:
+        return f"not on its system: {error}"
+    except OSError as error:
+        return str(error)
+
+
+def _over_arenas(group: dist.ProcessGroup, own: Arena, addresses: Sequence[Any]) -> SharedMemory | str:
+    from .shared_memory import SharedMemory
+
+    try:
+        return SharedMemory(group, own, addresses)
+    except (OSError, ValueError, AttributeError) as error:  # other hosts, containers or users; an old system
+        return str(error)
+
+
+def _refusals(told: Sequence[object]) -> str:
+    """Which ranks have said that they can't, and why; empty: none has."""
+    return "; ".join(f"rank {rank}: {word}" for rank, word in enumerate(told) if isinstance(word, str))
