@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,9 +20,6 @@ Sums = dict[str, FileSum]
 
 # Why an asynchronous save may find its ranks gone.
 ALONE = "destroy_process_group was called before all was written: call wait() first"
-
-# torch 2.4 warns of its own writer's code, which nobody here can change.
-warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed\.checkpoint")
 
 
 class _Summing(io.FileIO):
