@@ -29,9 +29,6 @@ from .optimizer import LowLevelZeroOptimizer
 from .owners import Records, at_once, is_frozen, owner_of, owners_of
 from .state import at_least_fp32, copied_state, fill_slice, is_slice, whole_gradients, whole_masters, whole_states
 
-# Seconds to wait for the other ranks.
-TIMEOUT = 18.0
-
 # Gathers travel beside reductions, of which a plain backward may have started more on one rank than on another.
 _STATE = Call("read or write state")
 
@@ -51,12 +48,12 @@ class _What(NamedTuple):
 # ---- one parameter, whole ----
 
 
-def safe_get_full_fp32_param(param: Tensor, *, timeout: float = TIMEOUT) -> Tensor:
+def safe_get_full_fp32_param(param: Tensor, *, timeout: float | None = None) -> Tensor:
     """The fp32 master of a parameter.
 
     Args:
         param: the model's parameter.
-        timeout: seconds to wait for the other ranks to call this.
+        timeout: seconds to wait for the other ranks to call this; None: as long as their process group would.
 
     Raises (all of these functions):
         TypeError: not a tensor.
@@ -69,14 +66,16 @@ def safe_get_full_fp32_param(param: Tensor, *, timeout: float = TIMEOUT) -> Tens
     return master
 
 
-def safe_get_full_grad(param: Tensor, *, timeout: float = TIMEOUT) -> Tensor | None:
+def safe_get_full_grad(param: Tensor, *, timeout: float | None = None) -> Tensor | None:
     """The gradient of a parameter; None if no rank has one, as of a dropped layer, or it is frozen."""
     if is_frozen(param):
         return None
     return _read_one(param, "safe_get_full_grad", _GRADIENTS, timeout)
 
 
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str, *, timeout: float = TIMEOUT) -> Tensor | None:
+def safe_get_full_optimizer_state(
+    param: Tensor, optim_state_key: str, *, timeout: float | None = None
+) -> Tensor | None:
     """A state of a parameter, as ``exp_avg``; a number, as ``step``, is 0-d. None if the optimizer has none for it yet.
 
     Raises:
@@ -85,13 +84,13 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str, *, timeou
     return _read_one(param, f"safe_get_full_optimizer_state({optim_state_key!r})", _states_of(optim_state_key), timeout)
 
 
-def safe_set_full_fp32_param(param: Tensor, value: Tensor, *, timeout: float = TIMEOUT) -> None:
+def safe_set_full_fp32_param(param: Tensor, value: Tensor, *, timeout: float | None = None) -> None:
     """Overwrite a parameter: its fp32 master with ``value``, and itself, on all ranks, with what that rounds to.
 
     Args:
         param: the model's parameter.
         value: of its shape, floating-point, the same on every rank.
-        timeout: seconds to wait for the other ranks to call this.
+        timeout: seconds to wait for the other ranks to call this; None: as long as their process group would.
 
     Raises:
         TypeError, ValueError: a wrong dtype or shape.
@@ -103,13 +102,13 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor, *, timeout: float = T
     _put_master(optimizer, record, record.slice_of(value))
 
 
-def safe_set_full_grad(param: Tensor, value: Tensor, *, timeout: float = TIMEOUT) -> None:
+def safe_set_full_grad(param: Tensor, value: Tensor, *, timeout: float | None = None) -> None:
     """Overwrite the gradient of a parameter that has one; ``value`` as above. A later backward adds to it."""
     _set_gradient(param, value, "safe_set_full_grad", False, timeout)
 
 
 def safe_set_full_optimizer_state(
-    param: Tensor, value: Tensor, optim_state_key: str, *, timeout: float = TIMEOUT
+    param: Tensor, value: Tensor, optim_state_key: str, *, timeout: float | None = None
 ) -> None:
     """Overwrite a state of a parameter that has been stepped; ``value`` as above, or, for a number, one element."""
     _set_state(param, value, optim_state_key, "safe_set_full_optimizer_state", False, timeout)
@@ -128,7 +127,7 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def safe_get_local_grad(param: Tensor, *, timeout: float = TIMEOUT) -> Tensor | None:
+def safe_get_local_grad(param: Tensor, *, timeout: float | None = None) -> Tensor | None:
     """This rank's slice of the averaged gradient; every rank calls it, since reductions may have to be finished."""
     if is_frozen(param):
         return None
@@ -149,7 +148,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
         return copied_state(_state(optimizer, record).get(optim_state_key), record)
 
 
-def safe_set_local_fp32_param(param: Tensor, value: Tensor, *, timeout: float = TIMEOUT) -> None:
+def safe_set_local_fp32_param(param: Tensor, value: Tensor, *, timeout: float | None = None) -> None:
     """Overwrite a parameter, of which every rank gives its slice, ``[s]``: the masters, and what they round to."""
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], "safe_set_local_fp32_param", timeout):
@@ -158,13 +157,13 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor, *, timeout: float = 
     _put_master(optimizer, record, value)
 
 
-def safe_set_local_grad(param: Tensor, value: Tensor, *, timeout: float = TIMEOUT) -> None:
+def safe_set_local_grad(param: Tensor, value: Tensor, *, timeout: float | None = None) -> None:
     """Overwrite the gradient of a parameter that has one: every rank gives its slice, ``[s]``."""
     _set_gradient(param, value, "safe_set_local_grad", True, timeout)
 
 
 def safe_set_local_optimizer_state(
-    param: Tensor, value: Tensor, optim_state_key: str, *, timeout: float = TIMEOUT
+    param: Tensor, value: Tensor, optim_state_key: str, *, timeout: float | None = None
 ) -> None:
     """Overwrite a state of a parameter: every rank gives its slice, ``[s]``, or, for a number, the same element."""
     _set_state(param, value, optim_state_key, "safe_set_local_optimizer_state", True, timeout)
@@ -174,7 +173,7 @@ def safe_set_local_optimizer_state(
 
 
 def full_grads(
-    model: nn.Module, *, device: torch.device | str | None = None, timeout: float = TIMEOUT
+    model: nn.Module, *, device: torch.device | str | None = None, timeout: float | None = None
 ) -> dict[str, Tensor | None]:
     """``safe_get_full_grad`` of all of a model's parameters, by name, in messages of about 64 MiB.
 
@@ -184,7 +183,7 @@ def full_grads(
     Args:
         model: any module; its parameters may belong to several optimizers.
         device: where to put the tensors; None: on their parameters'.
-        timeout: seconds to wait for the other ranks to call this.
+        timeout: seconds to wait for the other ranks to call this; None: as long as their process group would.
 
     Returns:
         An entry for each of ``model.named_parameters()``; None where there is no gradient, or no optimizer.
@@ -196,7 +195,7 @@ def full_grads(
 
 
 def full_fp32_params(
-    model: nn.Module, *, device: torch.device | str | None = None, timeout: float = TIMEOUT
+    model: nn.Module, *, device: torch.device | str | None = None, timeout: float | None = None
 ) -> dict[str, Tensor | None]:
     """``safe_get_full_fp32_param`` of all of a model's parameters, as ``full_grads``; None of frozen ones."""
     return _read_all(model, "full_fp32_params", _MASTERS, device, timeout)
@@ -207,7 +206,7 @@ def full_optimizer_states(
     optim_state_key: str,
     *,
     device: torch.device | str | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
 ) -> dict[str, Tensor | None]:
     """``safe_get_full_optimizer_state`` of all of a model's parameters, as ``full_grads``; None where there is none."""
     return _read_all(model, f"full_optimizer_states({optim_state_key!r})", _states_of(optim_state_key), device, timeout)
@@ -216,14 +215,14 @@ def full_optimizer_states(
 # ---- what is read ----
 
 
-def _read_one(param: Tensor, call: str, what: _What, timeout: float) -> Tensor | None:
+def _read_one(param: Tensor, call: str, what: _What, timeout: float | None) -> Tensor | None:
     optimizer, record = owner_of(param)
     (value,) = _read(optimizer, [record], call, what, timeout)
     return value
 
 
 def _read_all(
-    model: nn.Module, call: str, what: _What, device: torch.device | str | None, timeout: float
+    model: nn.Module, call: str, what: _What, device: torch.device | str | None, timeout: float | None
 ) -> dict[str, Tensor | None]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -246,7 +245,7 @@ def _read(
     records: Records,
     call: str,
     what: _What,
-    timeout: float,
+    timeout: float | None,
     device: torch.device | str | None = None,
 ) -> list[Tensor | None]:
     """Values of some parameters of one optimizer, on ``device``."""
@@ -306,7 +305,7 @@ def _put_master(optimizer: LowLevelZeroOptimizer, record: ShardedParameter, own:
 
 
 @torch.no_grad()
-def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool, timeout: float) -> None:
+def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool, timeout: float | None) -> None:
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], call, timeout):
         _check_value(value, record, record.p32.shape if is_local else param.shape)
@@ -320,7 +319,7 @@ def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool, timeo
 
 
 @torch.no_grad()
-def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool, timeout: float) -> None:
+def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool, timeout: float | None) -> None:
     optimizer, record = owner_of(param)
     state = _state(optimizer, record)
     with at_once(optimizer, [record], f"{call}({key!r})", timeout) as lines:

@@ -223,7 +223,6 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
     ) -> None:
         for group in self._parameters.shard_groups:
             group.own_wires(sums_in_fp32=self._options.reduce_scatter_with_fp32_accumulation)
-            group.own_messages()
         with together(self._group, CONSTRUCT):
             if self._options.forced_dtype is not None:
                 convert(optimizer, self._options.forced_dtype)

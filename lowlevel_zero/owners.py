@@ -64,13 +64,16 @@ def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[Shar
 
 
 @contextmanager
-def at_once(optimizer: LowLevelZeroOptimizer, records: Records, call: str, timeout: float) -> Iterator[list[str]]:
+def at_once(
+    optimizer: LowLevelZeroOptimizer, records: Records, call: str, timeout: float | None
+) -> Iterator[list[str]]:
     """Every rank makes this ``call``, of these parameters; the body, which doesn't communicate, checks it.
 
     The body may add to the lines that have to be alike on all ranks.
 
     Raises:
-        TimeoutError: not every rank came within ``timeout`` seconds; the message says which did.
+        TimeoutError: not every rank came within ``timeout`` seconds (None: the process group's); the message says
+            which did.
         ValueError: ranks came for different things; the message says who for what.
         RuntimeError: what another rank's body raised (this one's own is raised as it is); or a backward is going on.
     """

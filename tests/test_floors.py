@@ -41,6 +41,7 @@ HOUSE = (
     ("floor 0, for those who are left", ("communication.lost_ranks",)),
     ("floor 1, without wires", ("communication.mail", "communication.byte_messages", "communication.groups")),
     ("floor 1, under the others", ("communication.transport", "communication.arena")),
+    ("floor 1, for what comes after", ("communication.sequel",)),
     (
         "floor 1, without the backend's collectives",
         (
@@ -56,8 +57,7 @@ HOUSE = (
         (
             "communication.watchdog",
             "communication.roll_call",
-            "communication.wires",
-            "communication.few_numbers",
+            "communication.hosts",
         ),
     ),
     ("floor 1", ("communication.collectives",)),
@@ -109,14 +109,12 @@ TALKERS: dict[str, frozenset[str] | None] = {
     "communication.transport": frozenset(
         {"all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single"}
     ),
-    "communication.groups": frozenset({"new_group"}),
-    "communication.few_numbers": frozenset({"all_reduce"}),
-    "communication.exchange": frozenset({"isend", "irecv"}),
+    "communication.groups": frozenset({"_new_process_group_helper"}),
 }
 TALK = re.compile(
     r"_?(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|gather|scatter|i?send|i?recv)\w*"
     r"|reduce|batch_isend_irecv|(monitored_)?barrier|_coalescing_manager"
-    r"|(init|destroy)_process_group|init_device_mesh|new_(sub)?group\w*|(split|shrink)_group"
+    r"|(init|destroy)_process_group|init_device_mesh|new_(sub)?group\w*|_new_process_group_helper|(split|shrink)_group"
 )
 CHECKPOINT_IO = "torch.distributed.checkpoint."
 

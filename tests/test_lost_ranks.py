@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero.checkpoint import latest, save_checkpoint
 from lowlevel_zero.communication import lost_ranks
+from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.lost_ranks import LostRank, explained, lost
 from tests.support.mortal import BACKWARD, FORWARD, GATHER, PLACES, SAVE, STEP, build, die_at, loss_of
 from tests.support.ranks import Raised, run_ranks, run_ranks_losing
@@ -70,6 +71,12 @@ def test_of_four_ranks_those_too_that_had_nothing_to_do_with_it(place: str, lost
 @pytest.mark.parametrize("place", [FORWARD, GATHER])
 def test_gathers_that_nobody_waits_for_any_more_let_a_rank_go(place: str, tmp_path: Path) -> None:
     check(run_ranks_losing(mortal(1, place, lambda: {"overlap_allgather": True}), 3, 1, tmp_path), 1)
+
+
+@pytest.mark.usefixtures("_wires")
+def test_sums_that_are_under_way_to_all_let_a_rank_go(tmp_path: Path) -> None:
+    """In stage 1 a thread sends them on."""
+    check(run_ranks_losing(mortal(1, BACKWARD, lambda: {"partition_grad": False}), 4, 1, tmp_path), 1)
 
 
 @pytest.mark.usefixtures("_wires")
@@ -129,7 +136,7 @@ def test_once_a_rank_is_lost_nothing_is_waited_for(tmp_path: Path) -> None:
 
 def test_other_errors_stay_what_they_are() -> None:
     def look(rank: int, world_size: int) -> list[Any]:
-        lost_ranks.enter()
+        ShardGroup()
         mine = RuntimeError("expected something else")
         lost_already = LostRank("Connection closed by peer")
         return [explained(error, dist.group.WORLD, "it") for error in (mine, lost_already, ValueError("it"))]
@@ -141,7 +148,7 @@ def test_a_broken_connection_to_a_rank_that_nobody_sees(monkeypatch: pytest.Monk
     monkeypatch.setattr(lost_ranks, "_PATIENCE", 0.05)
 
     def look(rank: int, world_size: int) -> str:
-        lost_ranks.enter()
+        ShardGroup()
         dist.barrier()
         told = explained(RuntimeError("Connection closed by peer [10.0.0.1]:1"), dist.group.WORLD, "gather 3")
         assert isinstance(told, LostRank)
@@ -155,13 +162,11 @@ def test_who_ended_since_another_did_is_not_blamed() -> None:
     """Ranks 1 and 2 have ended, and rank 1 has left a note that it has lost rank 2."""
 
     def look(rank: int, world_size: int) -> list[int]:
-        lost_ranks.enter()
-        dist.barrier()
+        ShardGroup()
         if rank == 1:
-            (store,) = lost_ranks._entered.values()
-            store.set("note of 1", "[2]")
-            store.set("process 1", '["", 0, ""]')
+            lost_ranks.farewell([2], "it")
         dist.barrier()
+        lost_ranks.know({1: lost_ranks.own_process()._replace(began="another's")})
         return lost(range(3))
 
     assert run_ranks(look, 3) == [[2]] * 3
@@ -169,10 +174,43 @@ def test_who_ended_since_another_did_is_not_blamed() -> None:
 
 def test_a_number_that_another_process_has_now_is_no_sign_of_life() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    own = lost_ranks._Process(lost_ranks._space(), os.getpid(), lost_ranks._state(os.getpid())[1])
+    own = lost_ranks.own_process()
     theirs = own._replace(number=ended.pid)
     ended.wait()
     assert theirs.has_ended()
     assert own._replace(began="1").has_ended()
     assert not own.has_ended()
     assert not theirs._replace(space="another host").has_ended()
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_who_looks_for_the_lost_asks_the_store_for_as_much_however_many_ranks_there_are(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[str] = []
+
+    class Counting:
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            requests.append(name)
+            return getattr(self._store, name)
+
+    def look(rank: int, _: int) -> tuple[list[int], int, int]:
+        prefixed = lost_ranks.prefixed
+        monkeypatch.setattr(lost_ranks, "prefixed", lambda *args: Counting(prefixed(*args)))
+        own = lost_ranks.own_process()
+        lost_ranks.know(dict.fromkeys(range(world_size), own))
+        lost_ranks.know({5: own._replace(began="another's")})
+        found, asked = lost(range(world_size)), len(requests)
+        lost_ranks.know({5: own})
+        monkeypatch.setattr(lost_ranks.dist, "get_process_group_ranks", lambda group: list(range(world_size)))
+        told = explained(RuntimeError("Connection closed by peer"), dist.group.WORLD, "gather 3")
+        assert "the connection to one of them" in str(told)
+        return found, asked, len(requests) - asked
+
+    ((found, asked, later),) = run_ranks(look, 1)
+    assert found == [5]
+    assert asked <= 2
+    assert later <= 16

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -126,59 +129,128 @@ def test_an_arrival_at_the_very_deadline_is_seen_alike_by_all() -> None:
     assert min(one.count(True), one.count(False)) >= 10
 
 
-class TestStores:
-    """The protocol over each of torch's stores, by threads."""
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_a_group_s_own_timeout_is_waited_for_unless_another_is_given(timeout: float | None) -> None:
+    def come(rank: int, world_size: int) -> tuple[str, float]:
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=1 if timeout is None else 50))
+        message, start = "", time.monotonic()
+        if rank == 1:
+            with pytest.raises(TimeoutError) as caught:
+                call_roll(group, "save", timeout)
+            message = str(caught.value)
+        took = time.monotonic() - start
+        dist.barrier()
+        return message, took
 
-    @pytest.fixture(params=["hash", "file", "tcp"])
-    def store(self, request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
-        if request.param == "hash":
-            return dist.HashStore()
-        if request.param == "file":
-            return dist.FileStore(str(tmp_path / "store"), 3)
-        return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10))
+    message, took = run_ranks(come, 2)[1]
+    assert f"within {timeout or 1:g} seconds, not rank 0:" in message
+    assert (timeout or 1) <= took < 20
 
-    def test_the_store_has_what_a_roll_call_needs(self, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        size = 3
-        here = threading.local()
-        monkeypatch.setattr(roll_call, "store_of", lambda group: dist.PrefixStore("group", store))
+
+# ---- over any store, by threads for ranks ----
+
+
+class Counting:
+    """A store that counts each thread's requests; all pass on at once when one has been made that settles anything."""
+
+    def __init__(self, store: dist.Store, here: threading.local) -> None:
+        self._store = dist.PrefixStore("group", store)
+        self._here = here
+        self.settled = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        request = getattr(self._store, name)
+
+        def counted(*args: Any) -> Any:
+            self._here.requests += 1
+            answer = request(*args)
+            if name == "compare_set":
+                self.settled.set()
+            return answer
+
+        return counted
+
+
+class Ranks:
+    """``size`` ranks that are threads."""
+
+    def __init__(self, store: dist.Store, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size = size
+        self.here = here = threading.local()
+        self.store = Counting(store, here)
+        self._over: list[Any] = [roll_call._Over() for _ in range(size)]
+        monkeypatch.setattr(roll_call, "store_of", lambda group: self.store)
+        monkeypatch.setattr(roll_call, "of_group", lambda group, kind: self._over[here.rank])
+        monkeypatch.setattr(roll_call, "Lookout", NobodyIsLost)
         monkeypatch.setattr(roll_call.dist, "get_rank", lambda group: here.rank)
         monkeypatch.setattr(roll_call.dist, "get_world_size", lambda group: size)
         monkeypatch.setattr(roll_call.dist, "get_process_group_ranks", lambda group: list(range(size)))
         monkeypatch.setattr(roll_call.dist, "get_backend", lambda group: "gloo")
-        monkeypatch.setattr(roll_call, "enter", lambda: None)
-        over: list[dict[object, dict[str, int]]] = [{} for _ in range(size)]
-        outcomes: dict[tuple[int, int], str] = {}
 
-        class Counts:
-            """``_over``, a thread for a process."""
+    def come(self, ranks: Iterable[int], timeout: float) -> dict[int, tuple[str, int]]:
+        """Some call the roll: what they are told, and how many requests each has made."""
+        told: dict[int, tuple[str, int]] = {}
 
-            def setdefault(self, group: object, value: dict[str, int]) -> dict[str, int]:
-                return over[here.rank].setdefault(group, value)
-
-            def __getitem__(self, group: object) -> dict[str, int]:
-                return over[here.rank][group]
-
-        monkeypatch.setattr(roll_call, "_over", Counts())
-
-        def come(rank: int, turn: int, timeout: float) -> None:
-            here.rank = rank
+        def come(rank: int) -> None:
+            self.here.rank, self.here.requests, message = rank, 0, "came"
             try:
                 call_roll("group", "save", timeout)  # type: ignore[arg-type]
-                outcomes[turn, rank] = "came"
             except TimeoutError as error:
-                outcomes[turn, rank] = str(error)
+                message = str(error)
+            told[rank] = message, self.here.requests
 
-        for turn, ranks in enumerate(((0, 1, 2), (2,), (0, 2), (0, 1, 2), (0, 1, 2))):
-            threads = [
-                threading.Thread(target=come, args=(rank, turn, 0.3 if len(ranks) < 3 else 10.0)) for rank in ranks
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert {key for key, said in outcomes.items() if said == "came"} == {
-            (t, r) for t in (0, 3, 4) for r in range(3)
-        }
-        assert "got rank 2 and, within 0.3 seconds, not ranks 0, 1:" in outcomes[1, 2]
-        assert "got ranks 0, 2 and, within 0.3 seconds, not rank 1:" in outcomes[2, 0]
-        assert "got ranks 0, 2 and, within 0.3 seconds, not rank 1:" in outcomes[2, 2]
+        self.store.settled.clear()
+        threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return told
+
+
+class NobodyIsLost:
+    def __init__(self, ranks: list[int]) -> None:
+        pass
+
+    def lost(self) -> list[int]:
+        return []
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), 3)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10))
+
+
+def test_the_store_has_what_a_roll_call_needs(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(store, 3, monkeypatch)
+    turns: tuple[tuple[int, ...], ...] = ((0, 1, 2), (2,), (0, 2), (0, 1, 2), (0, 1, 2))
+    outcomes = [ranks.come(turn, 0.3 if len(turn) < 3 else 10.0) for turn in turns]
+    for turn in (0, 3, 4):
+        assert {message for message, _ in outcomes[turn].values()} == {"came"}
+    assert "got rank 2 and, within 0.3 seconds, not ranks 0, 1:" in outcomes[1][2][0]
+    for rank in (0, 2):
+        assert "got ranks 0, 2 and, within 0.3 seconds, not rank 1:" in outcomes[2][rank][0]
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_a_rank_asks_for_as_much_however_many_there_are(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(dist.HashStore(), size, monkeypatch)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: ranks.store.settled.wait(10))
+    monkeypatch.setattr(roll_call, "time", clock)
+    for _ in range(3):
+        told = ranks.come(range(size), 30.0)
+        assert {message for message, _ in told.values()} == {"came"}
+        assert max(requests for _, requests in told.values()) <= 10
+
+
+def test_where_one_stays_away_one_rank_looks_who_it_is_and_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(dist.HashStore(), 64, monkeypatch)
+    told = ranks.come(range(63), 0.5)
+    assert all("and, within 0.5 seconds, not rank 63:" in message for message, _ in told.values())
+    *others, most = sorted(requests for _, requests in told.values())
+    assert most > 64
+    assert max(others) <= 40  # in which they have looked now and then

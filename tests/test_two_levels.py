@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from lowlevel_zero.communication import levels
-from lowlevel_zero.communication.levels import OnStream, OnThread
+from lowlevel_zero.communication import sequel
+from lowlevel_zero.communication.sequel import OnStream, OnThread
 from lowlevel_zero.communication.shared_memory import SharedMemory
 from lowlevel_zero.communication.transport import Pending
 from lowlevel_zero.communication.two_levels import TwoLevels, shard_group
@@ -99,7 +99,7 @@ def test_sixteen_bits_equal_one_process_to_rounding(dtype: torch.dtype, shared: 
             model, optimizer, norms = train_rank(rank, world_size, run.with_options(**grid.options(form)))
             group = optimizer._group
             assert isinstance(group, TwoLevels)
-            assert isinstance(group._inner._wires.transport, SharedMemory) == shared
+            assert isinstance(group._inner._hosts, SharedMemory) == shared
             whole = accessors.full_fp32_params(model)
             found[wire, stage, form] = {name: value for name, value in whole.items() if value is not None}, norms
         return found
@@ -206,7 +206,7 @@ def slowed(seed: int, rank: int) -> Any:
     """In this rank's process, the thread between the levels, and layers, take a while at random."""
     draw = random.Random(100 * seed + rank)
     slow = draw.random() < 0.5
-    carry_on, forward = levels._carry_on, nn.Linear.forward
+    carry_on, forward = sequel._carry_on, nn.Linear.forward
 
     def nap() -> None:
         if slow and draw.random() < 0.4:
@@ -221,7 +221,7 @@ def slowed(seed: int, rank: int) -> Any:
         return forward(layer, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(levels, "_carry_on", slow_carry_on)
+        patch.setattr(sequel, "_carry_on", slow_carry_on)
         patch.setattr(nn.Linear, "forward", slow_forward)
         yield
 
@@ -327,7 +327,7 @@ def test_the_thread_ends_with_its_owner() -> None:
 def test_the_thread_finishes_before_the_interpreter_goes() -> None:
     script = (
         "import time\n"
-        "from lowlevel_zero.communication.levels import OnThread\n"
+        "from lowlevel_zero.communication.sequel import OnThread\n"
         "from lowlevel_zero.communication.transport import Pending\n"
         "sequel = OnThread()\n"
         "slow = Pending((), (), lambda: time.sleep(0.3))\n"

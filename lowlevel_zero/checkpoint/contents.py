@@ -244,7 +244,7 @@ class Contents:
             if entry.record is not None:
                 _put_row(entry.record, own, masters.get(entry.record), ranks)
             elif entry.saved.numel:
-                flat = _gathered(own, entry.saved.numel, ranks, self._optimizer._device)
+                flat = _gathered(own, entry.saved.numel, ranks, next(iter(self._optimizers.values()))._device)
                 whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
                 _overwrite(entry.tensor.detach(), whole)
         for name, module in self._stateful.items():

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..communication.collectives import ShardGroup
-from ..communication.process_group import timeout_of
 from ..communication.roll_call import call_roll
 from ..construction import together
 from ..planning.text import counted, ranks_text
@@ -82,7 +81,7 @@ def load_checkpoint(
     """
     group = group_of(optimizer)
     wait_for_last(group)
-    call_roll(group.group, "load_checkpoint", timeout_of(group.group) if timeout is None else timeout)
+    call_roll(group.group, "load_checkpoint", timeout)
     doing = f"load the checkpoint {path}"
     with together(group, doing) as lines:
         optimizers = check_optimizers(model, optimizer)

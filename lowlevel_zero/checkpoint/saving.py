@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..communication.collectives import ShardGroup
 from ..communication.lost_ranks import explained
-from ..communication.process_group import timeout_of
 from ..communication.roll_call import call_roll
 from ..construction import together
 from ..optimizer import LowLevelZeroOptimizer
@@ -96,7 +95,7 @@ def save_checkpoint(
     """
     group = group_of(optimizer)
     wait_for_last(group)
-    call_roll(group.group, "save_checkpoint", timeout_of(group.group) if timeout is None else timeout)
+    call_roll(group.group, "save_checkpoint", timeout)
     target = Path(os.path.abspath(path))
     doing = f"save a checkpoint to {path}"
     with together(group, doing) as lines:

@@ -195,7 +195,7 @@ class OthersArena:
             os.close(memory)
         if self._map[: len(address.token)] != address.token:
             raise ValueError("its memory isn't what is seen here")
-        self.mail = OthersMailbox(f"{folder}/{address.mail}")
+        self.mail = OthersMailbox(f"{folder}/{address.mail}", address.process)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """``numel`` elements from byte ``offset`` on, 1-D; only to be read, and until its owner is told."""

@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from ..alignment import END_TO_END, Alignment
 from ..options import ZeroOptions
 from .collectives import ShardGroup
 from .lost_ranks import Lookout, farewell
-from .process_group import prefixed
+from .process_group import of_group, prefixed
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, listed
 from .transport import Pending
 from .two_levels import TwoLevels
@@ -41,9 +41,14 @@ from .two_levels import TwoLevels
 _PATIENCE = 60.0
 _FIRST_LOOK, _SLOWEST_LOOK = 0.0002, 0.02
 
-_numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
 T = TypeVar("T")
+
+
+class _Numbers:
+    """Of a process group's optimizers whose ranks compare, which all ranks count alike."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,7 @@ class Meetings:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._patience = patience
-        _numbers[group] = number = _numbers.get(group, -1) + 1
-        self._store = prefixed(f"lowlevel_zero/debug/{number}", group)
+        self._store = prefixed(f"lowlevel_zero/debug/{next(of_group(group, _Numbers).numbers)}", group)
         self._published: dict[str, int] = {}
         self._own: list[str] = []
 

@@ -11,9 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,19 +20,17 @@ from torch import Tensor
 from ..alignment import END_TO_END, Alignment
 from .byte_messages import as_message, batches, read_message
 from .compression import Fp8, encoded_size
-from .exchange import ADDED, AGREED, PRESENT, Exchange
-from .few_numbers import reduce_few
-from .groups import backends_by_device, control_group, group_apart, is_fake, message_group
-from .lost_ranks import LostRank, enter, naming_lost
-from .process_group import timeout_of
+from .exchange import ADDED, PRESENT, Exchange
+from .groups import backends_by_device, is_fake, side_group
+from .hosts import SWITCH, InCommon, exchange, in_common, largest
+from .lost_ranks import LostRank, naming_lost
+from .process_group import default_group, timeout_of
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Place, Progress
 from .staging import Staged
-from .transport import Alone, Direct, Native, Pending, SumsInFp32, Transport, then
+from .transport import Alone, Direct, HostTransport, Native, Pending, SumsInFp32, Transport, then
 from .watchdog import SHARE_OF_TIMEOUT, Watch, dismiss, next_number, watch
-from .wires import SWITCH, Wires, board, borrow, keep
 
-# How many optimizers have taken wires of each group.
-_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
+_LEAST = torch.iinfo(torch.int64).min
 
 T = TypeVar("T")
 
@@ -50,7 +46,8 @@ class ShardGroup:
         size: slices that a parameter is cut into.
         place: this process's rank among all over which gradients are summed; the first's values are everybody's.
         ranks: how many these are: ``size``, or more where slices have replicas (see ``two_levels``).
-        number: how many others of this process group took wires of their own before, which all ranks count alike.
+        number: of this instance among those of the process group that have an order of their own, the same on all
+            ranks; 0: it has none.
         progress: how far this rank has come with what it began here.
 
     Raises:
@@ -64,7 +61,7 @@ class ShardGroup:
                 "expected an initialised process group, got none: call torch.distributed.init_process_group() "
                 "first (or start the program with torchrun); one process alone needs it too, with world_size=1"
             )
-        self.group: dist.ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        self.group: dist.ProcessGroup = group if group is not None else default_group()
         self.rank = self.place = dist.get_rank(self.group)
         if self.rank < 0:
             raise ValueError(
@@ -74,58 +71,55 @@ class ShardGroup:
         self.size = self.ranks = dist.get_world_size(self.group)
         self._global_ranks = dist.get_process_group_ranks(self.group)
         self._backends = backends_by_device(self.group)
-        self._control = control_group(self.group)
         self._native: Direct = Alone(self.rank, 1) if self.size == 1 else Native(self.group)
-        on_gloo = self._on_gloo(torch.device("cpu"))
-        self._wires = Wires(self.group, Exchange(self.group) if on_gloo else self._native)
+        self._common: InCommon | None = None  # nobody else is there
+        self._hosts: HostTransport = Alone(self.rank, 1)
+        if self.size > 1 and not is_fake(self.group):
+            self._common = in_common(self.group)
+            self._hosts = Exchange(side_group(self.group))
         self._sent = {"reduce": 0, "gather": 0}
-        self._messages = self.group
-        self.number = -1
+        self.number = 0
         self.progress = Progress()
         self._watch: Watch | None = None
         self._watch_number = next_number(self.group)
         self._lost: LostRank | None = None
-        if self.ranks > 1:
-            enter()
 
     def watch(self, timeout: float) -> None:
         """From now on report what takes longer than so many seconds, or a share of the group's timeout; 0: nothing."""
         if self._watch is None and timeout > 0 and self.ranks > 1 and not is_fake(self.group):
-            share = SHARE_OF_TIMEOUT * min(timeout_of(self.group, device_type) for device_type in self._backends)
+            share = SHARE_OF_TIMEOUT * timeout_of(self.group)
             self._watch = watch(self.group, self._watch_number, self.progress, min(timeout, share))
 
     def own_wires(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
-        """On gloo, give wires a group of their own, and so an order of their own; all ranks call it.
+        """Give what hosts send each other from here an order of its own; all ranks call it.
 
-        A rank may then be ahead with one optimizer's wires when another's, or the caller's own collectives, are
-        next. NCCL's communicators are too large for that: there the order of all collectives must be the same on
-        every rank. If ``shared`` and all ranks are processes of one host, these wires travel through shared memory,
-        unless ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit
-        wires in fp32 elsewhere too.
+        On gloo a rank may then be ahead with one optimizer's wires when another's, or the caller's own collectives,
+        are next. On NCCL the order of all optimizers' wires must be the same on every rank. If ``shared`` and all
+        ranks are processes of one host, wires on gloo travel through shared memory, unless
+        ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit wires in
+        fp32 elsewhere too.
         """
-        self.number = next(_numbers.setdefault(self.group, count()))
         if sums_in_fp32 and self.size > 1:
             self._native = SumsInFp32(self.group)
+        if self._common is None:
+            return
+        self.number = next(self._common.numbers)
+        self._hosts = Exchange(side_group(self.group), self.number)
         if not self._on_gloo(torch.device("cpu")):
             return
-        self._wires = borrow(self, self.group, shared and os.environ.get(SWITCH) != "0")
-
-    def own_messages(self) -> None:
-        """Before the first ``maximum``, give what the hosts tell each other of rounds an order of its own."""
-        if self._backends.get("cpu") == "gloo":
-            self._messages = self._wires.group
-        elif self.ranks > 1:
-            self._messages = message_group(self.group)
+        (refused,) = self.largest([not shared or os.environ.get(SWITCH) == "0"])
+        if not refused:
+            self._hosts = self._common.share_memory(self.group, self.number) or self._hosts
 
     def release(self) -> None:
-        """Let another instance have this one's wires, all of which have been waited for."""
-        self._wires.transport.rest(for_good=True)
-        self._wires.busy = False
+        """The instance is gone, and all of its wires have been waited for."""
+        self._hosts.rest(for_good=True)
         self._leave()
 
     def abandon(self, under_way: Sequence[Pending[Any]]) -> None:
-        """The instance dies with wires that nobody has waited for, so it keeps its order of wires; let them travel."""
-        keep([pending.unclaimed() for pending in under_way])
+        """The instance is gone, with wires that nobody has waited for: let them travel."""
+        if self._common is not None:
+            self._common.keep([pending.unclaimed() for pending in under_way])
         self._leave()
 
     def _leave(self) -> None:
@@ -133,8 +127,8 @@ class ShardGroup:
             dismiss(self._watch)
 
     def apart(self) -> dist.ProcessGroup:
-        """A gloo group over the same ranks, for what a thread beside training tells; made once, by all of them."""
-        return group_apart(self.group)
+        """A gloo group over the same ranks, for a checkpoint's collectives, be they a thread's beside training."""
+        return side_group(self.group)
 
     # ---- what the group is, and can do ----
 
@@ -154,7 +148,9 @@ class ShardGroup:
 
     def way_of(self, device: torch.device) -> str | None:
         """How wires of ``device`` travel, in words; None: as its backend has it."""
-        return str(self._wires) if self._on_gloo(device) else None
+        if self._common is None or not self._on_gloo(device):
+            return None
+        return self._common.way_of(self._hosts)
 
     @property
     def device_types(self) -> list[str]:
@@ -233,11 +229,11 @@ class ShardGroup:
 
     def held(self) -> list[Tensor]:
         """Memory that wires take on the host, or that is kept for them."""
-        return self._wires.transport.held()
+        return self._hosts.held()
 
     def rest(self) -> None:
         """Nothing is under way on this rank, for a while: give memory back that wires took."""
-        self._wires.transport.rest()
+        self._hosts.rest()
 
     def sum_scalar(self, value: Tensor) -> Pending[Tensor]:
         """Start summing ``value`` (0-d, or a few numbers) over the ranks, in place.
@@ -248,11 +244,10 @@ class ShardGroup:
             return self._begun(NORM, None, value, lambda: self._native.all_reduce(value))
         summed = value if not _is_staged(value.device) else value.cpu()
 
-        def start() -> Pending[Tensor]:
-            pending = reduce_few(summed.view(-1), dist.ReduceOp.SUM, self._wires.group, self._wires.fast, ADDED)
-            return then(pending, lambda _: summed if summed is value else value.copy_(summed))
+        def add(told: list[Tensor]) -> Tensor:
+            return value.copy_(torch.stack(told).sum(dim=0).view(value.shape))  # in rank order: the same bits
 
-        return self._begun(NORM, None, summed, start)
+        return self._begun(NORM, None, summed, lambda: then(self._hosts.exchange_few(summed.view(-1), ADDED), add))
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, in a few large messages.
@@ -271,28 +266,20 @@ class ShardGroup:
 
         It travels beside the data path, so ranks may stand at different wires when they call it.
         """
-        if self.ranks == 1:
-            return list(values)
-        agreed = torch.tensor(values, dtype=torch.int64, device="cpu")
-        fast = board(self.group)
-        start = partial(reduce_few, agreed, dist.ReduceOp.MAX, self._control, fast, AGREED)
-        self._wait(AGREEMENT, lambda: start().wait())
-        return cast("list[int]", agreed.tolist())
+        return list(values) if self._common is None else self._agreed(partial(largest, values=values), self._common)
 
     def maximum(self, values: Tensor) -> Pending[Tensor]:
         """Start the element-wise maximum over the ranks of a few bytes on the host, in place.
 
-        In one order with an optimizer's wires on the host, and beside them otherwise: all ranks make these calls
-        in the same order among their rounds, but not among calls of ``largest``.
+        It travels beside the wires: all ranks make these calls in the same order among their rounds, but not among
+        calls of ``largest``. Its ``done`` tells when it is.
         """
-        if self.ranks == 1:
-            return Pending((), (values,), lambda: values)
+
+        def most(told: list[Tensor]) -> Tensor:
+            return values.copy_(torch.stack(told).amax(dim=0))
 
         def start() -> Pending[Tensor]:
-            fast = self._wires.fast
-            pending = reduce_few(values, dist.ReduceOp.MAX, self._messages, fast, PRESENT)
-            keep([pending] if fast is None else [])
-            return pending
+            return then(self._hosts.noticed(self._hosts.exchange_few(values, PRESENT)), most)
 
         return self._begun(MESSAGE, None, values, start)
 
@@ -303,17 +290,14 @@ class ShardGroup:
 
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
         """Rank 0's ``values``, on the host; every rank gives as many."""
-        if self.ranks == 1:
-            return list(values)
-        told = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self._wait(AGREEMENT, lambda: dist.broadcast(told, src=self._global_ranks[0], group=self._control))
-        return cast("list[int]", told.tolist())
+        is_heard = self.place == 0 or self._common is None
+        return self.largest(values if is_heard else [_LEAST] * len(values))
 
     def exchange(self, mine: object) -> list[Any]:
         """Every rank's ``mine`` in rank order, pickled: for the rare case in which something differs."""
-        everyone: list[Any] = [None] * self.ranks
-        self._wait(AGREEMENT, lambda: dist.all_gather_object(everyone, mine, group=self._control))
-        return everyone
+        if self._common is None:
+            return [mine] * self.ranks
+        return self._agreed(partial(exchange, mine=mine), self._common)
 
     # ---- how ----
 
@@ -324,9 +308,13 @@ class ShardGroup:
         with self._all_needed(place):
             return start().within(partial(self._wait_for, place, by_device))
 
-    def _wait(self, kind: str, act: Callable[[], object]) -> None:
+    def _agreed(self, agree: Callable[[HostTransport], T], common: InCommon) -> T:
+        """What ranks agree on, in one order for all optimizers of the process group."""
+        return self._wait(AGREEMENT, lambda: agree(common.agreements))
+
+    def _wait(self, kind: str, act: Callable[[], T]) -> T:
         """Do what returns when all ranks have come to it."""
-        self._wait_for(self.progress.begin(kind), False, act)
+        return self._wait_for(self.progress.begin(kind), False, act)
 
     def _wait_for(self, place: Place, by_device: bool, act: Callable[[], T]) -> T:
         with self._all_needed(place):
@@ -345,7 +333,7 @@ class ShardGroup:
             raise
 
     def _transport(self, device: torch.device, fp8: bool = False) -> Transport:
-        direct = self._wires.transport if self._on_gloo(device) else self._native
+        direct = self._hosts if self._on_gloo(device) else self._native
         way = Fp8(direct) if fp8 and self.size > 1 else direct
         return Staged(way) if self._on_gloo(device) and _is_staged(device) else way
 

@@ -1,28 +1,38 @@
-"""Exchange: on gloo, each row goes straight to the rank that wants it, which sums.
+"""Exchange: over gloo, each row goes straight to the rank that wants it, which sums.
 
-gloo's native reduce-scatter and all-gather are several times slower, and sum 16-bit gradients in 16 bits.
+gloo's native reduce-scatter and all-gather are several times slower, and sum 16-bit gradients in 16 bits. And its
+collectives come in one order, all of them: here each optimizer has an order of its own, and in it each kind of message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import Native, Pending
+from .sequel import OnThread
+from .transport import HostTransport, Pending, in_rows
 
 # Elements that fit a core's cache several times.
 _BLOCK = 2**16
 
-# Tags of messages between two ranks: reductions, gathers and the rest have an order of their own each. (Of a few
-# numbers there are no messages.)
-REDUCE, GATHER, HAND_OUT, AGREED, ADDED, PRESENT = 7001, 7002, 7003, 7004, 7005, 7006
+# What ranks tell each other of.
+REDUCE, SPREAD, GATHER, HAND_OUT, AGREED, ADDED, PRESENT = range(1, 8)
+_KINDS = 16  # at most
+
+T = TypeVar("T")
 
 
-class Exchange(Native):
-    """Messages from rank to rank; an all-reduce is gloo's own.
+class Exchange(HostTransport):
+    """Messages from rank to rank.
+
+    Args:
+        group: a gloo group. Its collectives aren't used.
+        number: of the optimizer whose messages these are.
 
     Attributes:
         peers: whom to send to and whom to receive from, turn by turn. gloo runs on few ranks: a loop is right.
@@ -30,11 +40,17 @@ class Exchange(Native):
 
     orders_gathers_apart = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self._global_ranks = dist.get_process_group_ranks(group)
+    def __init__(self, group: dist.ProcessGroup, number: int = 0) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = ref(group)  # which may have this in its own record
+        self._first_kind = _KINDS * number
+        self._sums, self._notices = OnThread(), OnThread()
         turns = range(1, self.size)
         self.peers = [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in turns]
+
+    def kind(self, kind: int) -> int:
+        """What this optimizer's messages of a kind are known by."""
+        return self._first_kind + kind
 
     def swap(self, wire: Tensor) -> Pending[Tensor]:
         """Each row goes to the rank that it is for."""
@@ -50,6 +66,26 @@ class Exchange(Native):
         into = others[0] if self.size == 2 else None
         return Pending(works, (wire, others), lambda: sum_rows([wire[self.rank], *others], into))
 
+    def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
+        """Each rank sums a row, in rank order, and sends it to all others, whatever it is at then.
+
+        In place, if ``wire`` (of any shape) can be cut into as many rows as there are ranks.
+        """
+        rows = in_rows(wire, self.size)
+        total = rows.view(-1)[: wire.numel()].view(wire.shape)
+        theirs = {of: torch.empty_like(rows[0]) for _, of in self.peers}
+        works = self.send_and_receive([(rows[to], theirs[of]) for to, of in self.peers], REDUCE)
+
+        def sum_own() -> None:
+            versions = theirs | {self.rank: rows[self.rank]}
+            rows[self.rank].copy_(sum_rows([versions[rank] for rank in range(self.size)]))
+
+        def spread(_: None) -> Pending[Tensor]:
+            works = self.send_and_receive([(rows[self.rank], rows[of]) for _, of in self.peers], SPREAD)
+            return Pending(works, (rows,), lambda: total)
+
+        return self._sums.after(Pending(works, (rows, *theirs.values()), sum_own), spread)
+
     def all_gather(self, wire: Tensor) -> Pending[Tensor]:
         """Each rank sends its own row to all others."""
         works = self.send_and_receive([(wire[self.rank], wire[of]) for _, of in self.peers], GATHER)
@@ -64,15 +100,27 @@ class Exchange(Native):
         theirs[self.rank].copy_(mine[self.rank])
         return Pending(works, (wire, into), lambda: into)
 
-    def send_and_receive(self, pairs: Sequence[tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
+    def exchange_few(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
+        """All ranks to all others."""
+        told = [few if rank == self.rank else torch.empty_like(few) for rank in range(self.size)]
+        works = self.send_and_receive([(few, told[of]) for _, of in self.peers], kind)
+        return Pending(works, tuple(told), lambda: told)
+
+    def noticed(self, pending: Pending[T]) -> Pending[T]:
+        """A thread waits, since gloo doesn't tell of a message before."""
+        return self._notices.after(pending, lambda result: Pending((), (), lambda: result))
+
+    def send_and_receive(self, pairs: Sequence[tuple[Tensor, Tensor]], kind: int) -> list[dist.Work]:
         """Start sending the first and receiving into the second of a pair, a pair a turn; what is empty stays."""
-        works: list[dist.Work | None] = []
+        works: list[dist.Work] = []
+        group = self._group()
+        assert group is not None
         for (to, of), (mine, theirs) in zip(self.peers, pairs, strict=True):
             if theirs.numel():
-                works.append(dist.irecv(theirs, src=self._global_ranks[of], group=self._group, tag=tag))
+                works.append(group.recv([theirs], of, self.kind(kind)))
             if mine.numel():
-                works.append(dist.isend(mine, dst=self._global_ranks[to], group=self._group, tag=tag))
-        return [work for work in works if work is not None]
+                works.append(group.send([mine], to, self.kind(kind)))
+        return works
 
 
 def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:

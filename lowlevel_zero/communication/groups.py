@@ -1,15 +1,34 @@
-"""Process groups beside the caller's own, over the same ranks: each for what needs an order of its own."""
+"""Process groups beside the caller's own, over the same ranks: one for each, whoever uses it.
+
+Ranks find each other by a group's name, which must be the same on all of them. The names that torch makes up tell how
+many groups a rank has, so those made here are named after the caller's group instead.
+"""
 
 from __future__ import annotations
 
-from typing import cast
-from weakref import WeakKeyDictionary
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-_control: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_messages: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+from .process_group import default_group, of_group, store_of, timeout_of
+
+_PREFIX = "lowlevel_zero/"
+
+
+class _Made:
+    """Groups that were made beside one of the caller's.
+
+    Attributes:
+        side: the one of the same ranks.
+        unions: those of several levels, by their ranks.
+    """
+
+    def __init__(self) -> None:
+        self.side: dist.ProcessGroup | None = None
+        self.unions: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
@@ -23,43 +42,47 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return "fake" in backends_by_device(group).values()
 
 
-def gloo_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A new gloo group of these global ranks; made by all of them, and by nobody else."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The gloo group over the same ranks, made by all of them when they first ask for it; of one rank, ``group``.
 
-
-def gloo_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new gloo group of the same ranks; made by all of them, and by nobody else."""
-    return gloo_group(dist.get_process_group_ranks(group))
-
-
-def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group over the same ranks, for what the hosts tell each other; made once per group.
-
-    Ranks that disagree on how many wires there are can still agree on it here, since neither waits for the
-    other's wires. It is gloo wherever the data travels, so that it never synchronises a device.
+    It is gloo wherever the data travels, so that what hosts tell each other never synchronises a device. Its messages
+    from rank to rank have tags, and so an order for each use. Its collectives have one order: they are for
+    checkpoints alone, of which one is written or read at a time, be it in a thread.
     """
-    return group if dist.get_world_size(group) == 1 else _made_once(_control, group)
-
-
-def message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """One more, where wires don't travel over gloo: for what tells of rounds; made once per group."""
-    return _made_once(_messages, group)
-
-
-def group_apart(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """And one for what a thread beside training tells; made once per group, by all of its ranks.
-
-    Two threads can't share a group: its collectives must come in the same order on every rank.
-    """
-    return _made_once(_apart, group)
-
-
-def _made_once(
-    made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup], group: dist.ProcessGroup
-) -> dist.ProcessGroup:
-    if is_fake(group):
+    if dist.get_world_size(group) == 1 or is_fake(group) or group.group_name.startswith(_PREFIX):
         return group
-    if group not in made:
-        made[group] = gloo_like(group)
-    return made[group]
+    made = of_group(group, _Made)
+    if made.side is None:
+        made.side = _gloo_group(f"side/{group.group_name}", dist.get_process_group_ranks(group), group)
+    return made.side
+
+
+def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of these global ranks: the default one if it is of all, else one of gloo's, made by them alone."""
+    default = default_group()
+    if len(ranks) == dist.get_world_size():
+        return default
+    unions, members = of_group(default, _Made).unions, tuple(sorted(ranks))
+    if members not in unions:
+        name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+        unions[members] = _gloo_group(f"union/{default.group_name}/{name}", list(members), default)
+    return unions[members]
+
+
+def _gloo_group(name: str, ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of these global ranks, with the store and timeout of another; ``name`` is theirs alone."""
+    torchs: Any = dist.distributed_c10d
+    name = _PREFIX + name
+    made, _ = torchs._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend("gloo"),
+        store_of(like),
+        name,
+        timeout=timedelta(seconds=timeout_of(like)),
+        pg_tag=name,  # or torch would give it to who asks for any group of these ranks
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made

@@ -1,8 +1,9 @@
 """Lost ranks: whose process has ended, for the error of those who are left waiting for it.
 
-Each rank enters its process in the store. When a collective breaks off, the others look which of the processes on their
-host are gone, and leave a note of what they have found, which tells ranks of other hosts. A rank that breaks off soon
-ends itself, and breaks off further ones: its note says that it wasn't the first.
+Ranks tell each other of their processes when they first meet. When a collective breaks off, the others look which of
+the processes on their host are gone, and leave a note of what they have found. A rank that breaks off soon ends itself,
+and breaks off further ones: its note says that it wasn't the first. Ranks of other hosts look for the first note of
+all. So nobody asks the store about each rank, at a time when all ask it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from .process_group import prefixed
+from .process_group import default_group, of_group, prefixed
 
 _REMEDY = (
     "What it has printed, or the kernel's log, may say why. Start all ranks again from the newest checkpoint, as "
@@ -35,14 +35,14 @@ _BROKEN = re.compile(
 _PATIENCE, _PAUSE = 1.0, 0.02
 _FIRST_LOOK = 0.5  # seconds
 
-_entered: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+_FIRST_NOTE = "the first note"
 
 
 class LostRank(RuntimeError):
     """The process of another rank has ended: what needs all ranks can't be done any more."""
 
 
-class _Process(NamedTuple):
+class Process(NamedTuple):
     """A process, by plain values: its number, where that is valid, and when it began: numbers come again."""
 
     space: str
@@ -57,35 +57,36 @@ class _Process(NamedTuple):
         return state in "ZX" or began != self.began
 
 
-def enter() -> None:
-    """Tell the other ranks which process this is; before they may look for it, and once is enough."""
-    group = dist.distributed_c10d._get_default_group()
-    if group not in _entered and dist.get_backend(group) != "fake":
-        _entered[group] = store = prefixed("lowlevel_zero/processes", group)
-        own = _Process(_space(), os.getpid(), _state(os.getpid())[1])
-        store.set(f"note of {dist.get_rank()}", "null")  # torchrun may have kept the store from an earlier start
-        store.set(f"process {dist.get_rank()}", json.dumps(own))
+class _Known:
+    """Processes of other ranks, by global rank."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, Process] = {}
 
 
-def lost(ranks: Sequence[int], patience: float = 0.0) -> list[int]:
-    """Those of the global ``ranks`` that are known to have ended, though no other rank's end has ended them.
+def own_process() -> Process:
+    """This one, for other ranks to know."""
+    return Process(_space(), os.getpid(), _state(os.getpid())[1])
 
-    Args:
-        ranks: whom to look for.
-        patience: seconds to wait until one of them is seen to have ended.
+
+def know(processes: Mapping[int, Process]) -> None:
+    """These are the processes of some ranks, by global rank."""
+    of_group(default_group(), _Known).processes.update(processes)
+
+
+def lost(ranks: Sequence[int]) -> list[int]:
+    """Those of the global ``ranks`` that are seen to have ended, or, where others' end has ended them, those others.
+
+    Asks the store about those alone whose process has ended on this host.
     """
-    store = _store()
-    deadline = monotonic() + patience
-    while store is not None:
-        found = _lost(store, ranks)
-        if found or monotonic() >= deadline:
-            return found
-        sleep(_PAUSE)
-    return []
+    known = of_group(default_group(), _Known).processes
+    ended = [rank for rank in ranks if rank in known and known[rank].has_ended()]
+    found = (_told(_note_of(rank), [rank]) for rank in ended)  # only now: a note is left before the end
+    return sorted({rank for ranks in found for rank in ranks})
 
 
 class Lookout:
-    """For who waits by itself: looks for ranks that have ended, and seldom, since it asks the store about each."""
+    """For who waits by itself: looks now and then for ranks that have ended."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
@@ -118,7 +119,7 @@ def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> L
     if not dist.is_initialized() or isinstance(error, LostRank) or not _BROKEN.search(str(error)):
         return None
     try:
-        return farewell(lost(dist.get_process_group_ranks(group), _PATIENCE), what)
+        return farewell(_lost_at_last(dist.get_process_group_ranks(group)), what)
     except RuntimeError:
         return LostRank(
             f"{what}: expected all ranks, lost the connection to one of them, and to the store: the process that holds "
@@ -128,37 +129,43 @@ def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> L
 
 def farewell(ranks: Sequence[int], what: object) -> LostRank:
     """The error with which this rank ends, having lost ``ranks`` in ``what``; leaves the note that it does."""
-    store = _store()
-    if store is not None:
-        store.set(f"note of {dist.get_rank()}", json.dumps(ranks))
+    note, store = json.dumps(ranks), _store()
+    store.set(_note_of(dist.get_rank()), note)
     if not ranks:
         lost = "the connection to one of them, whose end isn't seen from this host, or the network is broken"
     elif len(ranks) == 1:
         lost = f"rank {ranks[0]}, whose process has ended"
     else:
         lost = f"ranks {', '.join(map(str, ranks))}, whose processes have ended"
+    if ranks:
+        store.compare_set(_FIRST_NOTE, "", note)
     return LostRank(f"{what}: expected all ranks, lost {lost}. {_REMEDY}")
 
 
+def _lost_at_last(ranks: Sequence[int]) -> list[int]:
+    """Whom the connection was lost to: seen from here, or by who was the first to notice; empty: nobody sees it."""
+    deadline, pause = monotonic() + _PATIENCE, _PAUSE
+    while True:
+        found: list[int] = lost(ranks) or _told(_FIRST_NOTE, [])
+        if found or monotonic() >= deadline:
+            return found
+        sleep(pause)
+        pause *= 2
+
+
 def _store() -> Any:
-    return _entered.get(dist.distributed_c10d._get_default_group()) if dist.is_initialized() else None
+    # torchrun may have kept the store from an earlier start.
+    return prefixed(f"lowlevel_zero/lost/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", default_group())
 
 
-def _lost(store: Any, ranks: Iterable[int]) -> list[int]:
-    found: set[int] = set()
-    for rank in ranks:
-        process = _told(store, f"process {rank}")
-        ended = process is not None and _Process(*process).has_ended()
-        note = _told(store, f"note of {rank}")  # only now: it is left before the end
-        if note is not None:
-            found.update(note)
-        elif ended:
-            found.add(rank)
-    return sorted(found)
+def _note_of(rank: int) -> str:
+    return f"note of {rank}"
 
 
-def _told(store: Any, key: str) -> Any:
-    return json.loads(store.get(key)) if store.check([key]) else None
+def _told(key: str, otherwise: list[int]) -> list[int]:
+    store = _store()
+    told: list[int] = json.loads(store.get(key)) if store.check([key]) else otherwise
+    return told
 
 
 def _space() -> str:

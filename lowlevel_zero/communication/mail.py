@@ -3,6 +3,10 @@
 A reader sleeps in the kernel until mail comes, and no thread has to carry it: where ranks are as many as cores, a
 message through gloo's threads takes a hundred times as long. A reader also wakes when the process that it waits for
 has ended.
+
+Nobody waits for room in a pipe, where two could wait for each other, or for one that waits elsewhere. A pipe is small
+where the user has many, and others may have much to tell at once. So what finds no room is left to go with later
+letters, if nobody waits for it, or to a thread.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import fcntl
 import os
 import select
 import struct
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock, RLock
@@ -22,7 +27,7 @@ _RECORD = struct.Struct("=iiqqi")
 _MOST = 1024 * _RECORD.size  # bytes that are read at a time
 _READ = 0  # the kind of letters that say "I have read that slot"
 _ROOM = 2**20  # of a pipe: tens of thousands of letters
-_DOZE, _NAP = 0.05, 0.001  # seconds
+_DOZE, _NAP, _LATE = 0.05, 0.001, 1.0  # seconds
 
 
 class Subject(NamedTuple):
@@ -61,12 +66,10 @@ class Mailbox:
         self._rank_of: dict[int, int] = {}
         self._ended: set[int] = set()
 
-    def watch(self, rank: int, process: int) -> None:
+    def watch(self, rank: int, others: OthersMailbox) -> None:
         """Tell who waits for ``rank`` when its process has ended."""
-        descriptor = os.pidfd_open(process)
-        close_with(self, descriptor)
-        self._rank_of[descriptor] = rank
-        self._poll.register(descriptor, select.POLLIN)
+        self._rank_of[others.process] = rank
+        self._poll.register(others.process, select.POLLIN)
 
     def collect(self) -> None:
         """Take in what has come."""
@@ -93,10 +96,6 @@ class Mailbox:
         if not all(subject in self._headers for subject in subjects):
             self.collect()
         return all(subject in self._headers for subject in subjects)
-
-    def take(self, subject: Subject) -> Header | None:
-        """This header, once, if it has come and been collected."""
-        return self._headers.pop(subject, None)
 
     def wait(self, subjects: Sequence[Subject], timeout: float) -> list[Header]:
         """These headers, each once, when all have come.
@@ -137,30 +136,56 @@ class OthersMailbox:
 
     Args:
         path: of its pipe.
+        process: its number.
+
+    Attributes:
+        process: a descriptor that can be read from when it has ended.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, process: int) -> None:
         # For reading, too: so writing never fails for want of a reader, when the other process has left.
         self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         close_with(self, self._pipe)
-        self._poll = select.poll()
-        self._poll.register(self._pipe, select.POLLOUT)
+        self.process = os.pidfd_open(process)
+        close_with(self, self.process)
+        self._left: deque[bytes] = deque()
 
-    def tell(self, about: Subject, header: Header) -> None:
-        """Send a header."""
-        self._write(_RECORD.pack(*about, *header))
+    def tell(self, about: Subject, header: Header) -> bool:
+        """Send a header that is waited for; whether there was room for it: if not, ``tell_late`` is to."""
+        return self._has_taken(_RECORD.pack(*about, *header))
+
+    def tell_late(self, about: Subject, header: Header, timeout: float) -> None:
+        """Send it as soon as there is room, for as long as the process lives, but not for more than so many seconds."""
+        deadline, poll = monotonic() + timeout, select.poll()
+        poll.register(self._pipe, select.POLLOUT)
+        poll.register(self.process, select.POLLIN)
+        while not self.tell(about, header) and monotonic() < deadline:
+            if any(descriptor == self.process for descriptor, _ in poll.poll(_LATE * 1000)):
+                return
 
     def tell_read(self, slot: int) -> None:
-        """Say that this process has finished with a slot of the other's."""
-        self._write(_RECORD.pack(_READ, 0, 0, 0, slot))
+        """Say that this process has finished with a slot of the other's, if not now then later."""
+        self._tell_some_time(_RECORD.pack(_READ, 0, 0, 0, slot))
 
-    def _write(self, record: bytes) -> None:
-        while True:
-            try:
-                os.write(self._pipe, record)
-                return
-            except BlockingIOError:  # tens of thousands of letters that it hasn't looked at
-                self._poll.poll(1000)
+    def tell_what_is_left(self) -> None:
+        """Send what there is room for by now; in any order, from any thread."""
+        with suppress(IndexError):  # another thread has just sent the last
+            while self._left and self._tell_some_time(self._left.popleft()):
+                pass
+
+    def _tell_some_time(self, record: bytes) -> bool:
+        """Send it, if not now then later; whether it was now."""
+        taken = self._has_taken(record)
+        if not taken:
+            self._left.append(record)
+        return taken
+
+    def _has_taken(self, record: bytes) -> bool:
+        """Whether there was room for it."""
+        with suppress(BlockingIOError):
+            os.write(self._pipe, record)
+            return True
+        return False
 
 
 def close_with(owner: object, *descriptors: int) -> None:

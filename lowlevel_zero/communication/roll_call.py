@@ -1,28 +1,40 @@
 """The roll call: all ranks tell each other that they have come, through the group's store, before they communicate.
 
-A collective that one rank alone calls hangs until the process group's timeout, half an hour later. A roll call
-fails within seconds and says who didn't come. It goes in *attempts*. Each attempt has one cell that is written
-once, by compare-and-set: with "go" by the last rank to arrive, or with "off" by the first that has waited too
-long. So all that take part in an attempt see the same outcome, however close the last arrival and the deadline
-are. An attempt that is off stays off: who comes later finds it so, and starts the next one.
+A collective that one rank alone calls hangs until the process group's timeout, or ends all. A roll call says who didn't
+come, and a later one finds everything as if nothing had been. It goes in *attempts*. Each attempt has one cell that is
+written once, by compare-and-set: by the last rank to arrive, or with the reason why it is in vain by one that has
+waited too long. So all that take part in an attempt see the same outcome, however close the last arrival and the
+deadline are. An attempt that is over stays so: who comes later finds it so, and starts the next one.
+
+A rank asks the store for as much however many ranks there are. One alone looks at what each has left there: the last to
+arrive, if they tell each other anything, or the first to give up.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from typing import NoReturn
-from weakref import WeakKeyDictionary
+from collections import defaultdict
+from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
 
-from .lost_ranks import Lookout, enter, farewell, lost, naming_lost
-from .process_group import store_of
+from .lost_ranks import Lookout, farewell, naming_lost
+from .process_group import default_group, of_group, store_of, timeout_of
 
-_GO, _OFF = "go", "off"
-_FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.05  # seconds between looks at the store
+_FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.5  # seconds between looks at the store
+_SHARE = 0.25  # of what this rank has waited, between two looks
+_GRACE = 5.0  # seconds for who was the first to give up to say who came
 
-# By group and room: attempts that this rank knows to be over. All ranks count alike.
-_over: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
+# What an attempt's cell says: the "words" of all; or who is "missing" after "seconds", or who is "lost"; or an "alarm".
+_Outcome: TypeAlias = "dict[str, Any]"
+
+
+class _Over:
+    """By room, attempts that this rank knows to be over. All ranks count alike."""
+
+    def __init__(self) -> None:
+        self.attempts: defaultdict[str, int] = defaultdict(int)
 
 
 class Alarm:
@@ -33,7 +45,7 @@ class Alarm:
     """
 
     def __init__(self, name: str) -> None:
-        self._store = store_of(dist.distributed_c10d._get_default_group())
+        self._store = store_of(default_group())
         self._key = f"lowlevel_zero/alarm/{name}"
 
     def give(self, word: str) -> None:
@@ -48,9 +60,9 @@ class Alarm:
 def call_roll(
     group: dist.ProcessGroup,
     room: str,
-    timeout: float = 20.0,
+    timeout: float | None = None,
     doing: str | None = None,
-    word: str = "here",
+    word: str | None = None,
     alarm: Alarm | None = None,
 ) -> list[str]:
     """Return when every rank of ``group`` has called this with the same ``room``: the words of all, in rank order.
@@ -58,9 +70,9 @@ def call_roll(
     Args:
         group: the ranks that are to come.
         room: what they come for, as in ``"save_checkpoint"``.
-        timeout: seconds to wait for the last.
+        timeout: seconds to wait for the last; None: as long as a collective of ``group`` may take.
         doing: what this rank does there, for the message; None: ``room``.
-        word: what this rank tells the others.
+        word: what this rank tells the others; None, on all ranks: nothing.
         alarm: who hears it doesn't wait any longer.
 
     Raises:
@@ -71,40 +83,26 @@ def call_roll(
     """
     size = dist.get_world_size(group)
     if size == 1 or dist.get_backend(group) == "fake":
-        return [word] * size
-    enter()
+        return [] if word is None else [word] * size
     with naming_lost(group, doing or room):
-        attempt = _enter(group, room)
-        outcome = _outcome(attempt, word, timeout, alarm)
-        _over[group][room] += 1
-        if outcome == _OFF:
-            _raise_why(attempt, doing or room, timeout, alarm)
+        attempts = of_group(group, _Over).attempts
+        attempt = _enter(group, room, attempts)
+        outcome = attempt.wait(word, timeout_of(group) if timeout is None else timeout, alarm)
+        attempts[room] += 1
+        if "words" not in outcome:
+            _raise_why(outcome, size, doing or room)
         attempt.forget_earlier()
-        return attempt.words()
+        words: list[str] = outcome["words"]
+        return words
 
 
-def _outcome(attempt: _Attempt, word: str, timeout: float, alarm: Alarm | None) -> str:
-    """Wait until it is settled, or settle it: all have come, or it is in vain."""
-    if attempt.arrive(word) == attempt.size:
-        attempt.decide(_GO)
-    deadline, pause, lookout = time.monotonic() + timeout, _FIRST_LOOK, Lookout(attempt.ranks)
-    while (outcome := attempt.outcome()) is None:
-        alarmed = alarm is not None and alarm.heard() is not None
-        if time.monotonic() > deadline or alarmed or lookout.lost():
-            return attempt.decide(_OFF)
-        time.sleep(pause)
-        pause = min(2 * pause, _SLOWEST_LOOK)
-    return outcome
-
-
-def _raise_why(attempt: _Attempt, doing: str, timeout: float, alarm: Alarm | None) -> NoReturn:
-    reason = None if alarm is None else alarm.heard()
-    if reason is not None:
-        raise RuntimeError(reason)
-    gone = lost(attempt.ranks)
-    if gone:
-        raise farewell(gone, doing)
-    raise TimeoutError(_who_came(attempt, doing, timeout))
+def _enter(group: dist.ProcessGroup, room: str, attempts: defaultdict[str, int]) -> _Attempt:
+    """The first attempt that this rank doesn't know, and finds not, to be over."""
+    while True:
+        attempt = _Attempt(group, room, attempts[room])
+        if attempt.outcome() is None:
+            return attempt
+        attempts[room] += 1
 
 
 class _Attempt:
@@ -112,62 +110,85 @@ class _Attempt:
 
     def __init__(self, group: dist.ProcessGroup, room: str, number: int) -> None:
         self._store = store_of(group)
-        self._rank = dist.get_rank(group)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.size = len(self.ranks)
+        self.rank = dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self.size = len(self._ranks)
         self._room = room
         self._number = number
 
-    def arrive(self, word: str) -> int:
+    def wait(self, word: str | None, timeout: float, alarm: Alarm | None) -> _Outcome:
+        """Arrive, and wait until it is settled, or settle it: all have come, or it is in vain."""
+        if self._arrive(word) == self.size:
+            return self._settle({"words": [] if word is None else self._words()})
+        began, lookout = time.monotonic(), Lookout(self._ranks)
+        patience = timeout
+        while (outcome := self.outcome()) is None:
+            waited = time.monotonic() - began
+            reason = self._reason(lookout, alarm)
+            if reason is None and waited >= patience:
+                if patience > timeout or self._is_first_to_give_up():
+                    reason = {"missing": self._missing(), "seconds": timeout}
+                patience = timeout + _GRACE
+            if reason is not None:
+                return self._settle(reason)
+            time.sleep(min(max(_SHARE * waited, _FIRST_LOOK), _SLOWEST_LOOK, max(patience - waited, _FIRST_LOOK)))
+        return outcome
+
+    def _arrive(self, word: str | None) -> int:
         """Enter this rank; how many have come so far."""
-        self._store.set(self._key(f"rank {self._rank}"), word)
+        self._store.set(self._key(f"rank {self.rank}"), word or "")
         return int(self._store.add(self._key("count"), 1))
 
-    def decide(self, outcome: str) -> str:
-        """Settle the attempt unless it has been; what was settled."""
-        return str(self._store.compare_set(self._key("outcome"), "", outcome), "ascii")
+    def _reason(self, lookout: Lookout, alarm: Alarm | None) -> _Outcome | None:
+        """Why it is in vain, before its time."""
+        word = None if alarm is None else alarm.heard()
+        if word is not None:
+            return {"alarm": word}
+        lost = lookout.lost()
+        return {"lost": lost} if lost else None
 
-    def outcome(self) -> str | None:
+    def _is_first_to_give_up(self) -> bool:
+        return int(self._store.add(self._key("late"), 1)) == 1
+
+    def _settle(self, outcome: _Outcome) -> _Outcome:
+        """Settle the attempt unless it has been; what was settled."""
+        settled: _Outcome = json.loads(self._store.compare_set(self._key("outcome"), "", json.dumps(outcome)))
+        return settled
+
+    def outcome(self) -> _Outcome | None:
         """What was settled; None: nothing yet."""
         key = self._key("outcome")
-        return str(self._store.get(key), "ascii") if self._store.check([key]) else None
+        settled: _Outcome | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return settled
 
-    def came(self) -> list[int]:
-        """The ranks that have arrived."""
-        return [rank for rank in range(self.size) if self._store.check([self._key(f"rank {rank}")])]
+    def _missing(self) -> list[int]:
+        """The ranks that haven't arrived."""
+        return [rank for rank in range(self.size) if not self._store.check([self._key(f"rank {rank}")])]
 
-    def words(self) -> list[str]:
-        """What all that have arrived have said."""
+    def _words(self) -> list[str]:
+        """What all have said."""
         return [str(self._store.get(self._key(f"rank {rank}")), "utf-8") for rank in range(self.size)]
 
     def forget_earlier(self) -> None:
-        """Remove the attempt before this one, which nobody will look at any more: all have come to this one."""
-        if self._rank == 0 and self._number > 0:
-            before = self._key("", self._number - 1)
-            for name in ("count", "outcome", *(f"rank {rank}" for rank in range(self.size))):
-                self._store.delete_key(before + name)
+        """Remove this rank's part of the attempt before this one, to which all have come: nobody looks at it."""
+        if self._number > 0:
+            cells = ("count", "outcome", "late") if self.rank == 0 else ()
+            for name in (f"rank {self.rank}", *cells):
+                self._store.delete_key(self._key(name, self._number - 1))
 
     def _key(self, name: str, number: int | None = None) -> str:
         return f"lowlevel_zero/roll call/{self._room}/{self._number if number is None else number}/{name}"
 
 
-def _enter(group: dist.ProcessGroup, room: str) -> _Attempt:
-    """The first attempt that this rank doesn't know, and finds not, to be over."""
-    rooms = _over.setdefault(group, {})
-    rooms.setdefault(room, 0)
-    while True:
-        attempt = _Attempt(group, room, rooms[room])
-        if attempt.outcome() is None:
-            return attempt
-        rooms[room] += 1
-
-
-def _who_came(attempt: _Attempt, doing: str, timeout: float) -> str:
-    came = attempt.came()
-    missing = sorted(set(range(attempt.size)) - set(came))
-    return (
-        f"{doing}: expected all {attempt.size} ranks, got {_listed(came)} and, within {timeout:g} seconds, not "
-        f"{_listed(missing)}: call it on every rank"
+def _raise_why(outcome: _Outcome, size: int, doing: str) -> NoReturn:
+    if "alarm" in outcome:
+        raise RuntimeError(outcome["alarm"])
+    if "lost" in outcome:
+        raise farewell(outcome["lost"], doing)
+    came = [rank for rank in range(size) if rank not in outcome["missing"]]
+    raise TimeoutError(
+        f"{doing}: expected all {size} ranks, got {_listed(came)} and, within {outcome['seconds']:g} seconds, not "
+        f"{_listed(outcome['missing'])}: call it on every rank"
     )
 
 

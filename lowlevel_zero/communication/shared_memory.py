@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import EllipsisType
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +22,7 @@ from .arena import Address, Arena, OthersArena, Slot
 from .exchange import GATHER, REDUCE, Exchange, sum_rows
 from .mail import Header, Subject
 from .process_group import timeout_of
+from .sequel import OnThread
 from .transport import Pending, keep_own, lay_end_to_end
 
 T = TypeVar("T")
@@ -42,31 +44,60 @@ class Packed(NamedTuple):
     slot: Slot
 
 
-class SharedMemory(Exchange):
-    """Wires through arenas.
+class Pool:
+    """The arenas of all ranks of a process group, as one of them sees them; all of its optimizers use it.
 
     Args:
-        group: the gloo group of these ranks.
+        group: the ranks, all on one host.
         own: this rank's arena.
         addresses: of every rank's, in rank order.
+
+    Attributes:
+        own: this rank's.
+        others: its peers', by rank.
+        late: threads that wait for room in peers' pipes, by rank.
+        timeout: seconds to wait for a peer.
 
     Raises:
         OSError, ValueError: a peer's arena can't be reached from here.
     """
 
+    def __init__(self, group: dist.ProcessGroup, own: Arena, addresses: Sequence[Address]) -> None:
+        rank, self.timeout = dist.get_rank(group), timeout_of(group)
+        self.own = own
+        others = {of: address for of, address in enumerate(addresses) if of != rank}
+        self.others = {of: OthersArena(address) for of, address in others.items()}
+        self.late = {of: OnThread() for of in self.others}
+        for of, arena in self.others.items():
+            own.mail.watch(of, arena.mail)
+
+    def tidy(self) -> None:
+        """Tell the others what this rank has finished with."""
+        for arena in self.others.values():
+            arena.mail.tell_what_is_left()
+
+
+class SharedMemory(Exchange):
+    """Wires through arenas.
+
+    Args:
+        group: the gloo group of these ranks.
+        number: of the optimizer whose wires these are.
+        pool: the ranks' arenas.
+    """
+
     # Ranks that compute on the same cores are seldom abreast: let one that is ahead go on.
     in_flight = 8
     keeps_wires = False
+    shares_memory = True
 
-    def __init__(self, group: dist.ProcessGroup, own: Arena, addresses: Sequence[Address]) -> None:
-        super().__init__(group)
-        self._own = own
-        self._theirs = [OthersArena(addresses[of]) for _, of in self.peers]
-        for _, of in self.peers:
-            own.mail.watch(of, addresses[of].process)
+    def __init__(self, group: dist.ProcessGroup, number: int, pool: Pool) -> None:
+        super().__init__(group, number)
+        self._pool = pool
+        self._own = pool.own
+        self._theirs = [pool.others[of] for _, of in self.peers]
         self._handed_out: list[Packed] = []
         self._serials: defaultdict[int, int] = defaultdict(int)
-        self._timeout = timeout_of(group)
 
     def new_wire(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A wire in a slot; each is handed to one reduction."""
@@ -129,11 +160,8 @@ class SharedMemory(Exchange):
 
         return self._send(packed, GATHER, finish)
 
-    def everybody_s(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
-        """Start telling all ranks a few numbers (1-D), as many on each; the result is everybody's, in rank order.
-
-        Those of one ``kind`` have an order of their own.
-        """
+    def exchange_few(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
+        """In a slot."""
         packed = self._packed(few.numel(), few.dtype)
         packed.wire.copy_(few)
 
@@ -143,18 +171,24 @@ class SharedMemory(Exchange):
 
         return self._send(packed, kind, finish)
 
+    def noticed(self, pending: Pending[T]) -> Pending[T]:
+        """It is ``done`` when the headers have come."""
+        return pending
+
     def held(self) -> list[Tensor]:
         """Slots, in use or kept."""
         return self._own.held()
 
     def rest(self, for_good: bool = False) -> None:
         """Give back what idle slots take, but for what the next step needs anyway."""
+        self._pool.tidy()
         self._own.give_back(0 if for_good else KEPT)
 
     # ---- slots ----
 
     def _packed(self, numel: int, dtype: torch.dtype) -> Packed:
         """Room for a wire; it is free again when all ranks, this one too, have finished with it."""
+        self._pool.tidy()
         slot = self._own.take(numel * dtype.itemsize, readers=self.size)
         return Packed(self._own.view(slot, numel, dtype), slot)
 
@@ -176,7 +210,7 @@ class SharedMemory(Exchange):
         expected = self._tell(packed, kind)
 
         def read() -> T:
-            theirs = self._own.mail.wait(expected, self._timeout)
+            theirs = self._own.mail.wait(expected, self._pool.timeout)
             result = finish(theirs)
             self._release(packed, theirs)
             return result
@@ -187,12 +221,16 @@ class SharedMemory(Exchange):
         """Tell the peers where a wire lies; what they will tell of theirs, turn by turn."""
         serial = self._serials[kind]
         self._serials[kind] += 1
-        self._tell_of(packed.slot, Subject(kind, self.rank, serial))
-        return [Subject(kind, of, serial) for _, of in self.peers]
+        about = Subject(self.kind(kind), self.rank, serial)
+        self._tell_of(packed.slot, about)
+        return [about._replace(sender=of) for _, of in self.peers]
 
     def _tell_of(self, slot: Slot, about: Subject) -> None:
-        for arena in self._theirs:
-            arena.mail.tell(about, Header(slot.offset, slot.number))
+        header = Header(slot.offset, slot.number)
+        for (_, of), arena in zip(self.peers, self._theirs, strict=True):
+            if not arena.mail.tell(about, header):
+                late = partial(arena.mail.tell_late, about, header, self._pool.timeout)
+                self._pool.late[of].after(Pending((), (), late), _nothing_more)
 
     def _release(self, packed: Packed, theirs: Sequence[Header]) -> None:
         """This rank has finished with a wire of its own and with its peers'."""
@@ -205,3 +243,7 @@ class SharedMemory(Exchange):
         return [
             arena.view(header.offset + start, numel, dtype) for arena, header in zip(self._theirs, theirs, strict=True)
         ]
+
+
+def _nothing_more(_: None) -> Pending[None]:
+    return Pending((), (), lambda: None)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 # torch 2.13 renames the two and warns on the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -152,8 +153,33 @@ class Direct(Transport):
         """
 
 
-class Alone(Direct):
+class HostTransport(Direct):
+    """Between hosts, whose tensors these are.
+
+    Attributes:
+        shares_memory: all ranks are processes of one host, and read what they need where it lies.
+    """
+
+    shares_memory = False
+
+    @abstractmethod
+    def exchange_few(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
+        """Start telling all ranks a few numbers (1-D), as many on each; the result is everybody's, in rank order.
+
+        Those of one ``kind`` have an order of their own. ``few`` must stay as it is until the result is there.
+        """
+
+    def noticed(self, pending: Pending[T]) -> Pending[T]:
+        """One that is ``done`` when it is; as it comes, that of another may only be known by waiting for it."""
+        return pending
+
+
+class Alone(HostTransport):
     """One rank: what it has is everybody's."""
+
+    def exchange_few(self, few: Tensor, kind: int) -> Pending[list[Tensor]]:
+        """``few``."""
+        return Pending((), (few,), lambda: [few])
 
     def swap(self, wire: Tensor) -> Pending[Tensor]:
         """``wire``."""
@@ -237,6 +263,12 @@ class SumsInFp32(Native):
 def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of ``[size, row]`` over the first dimension, then rounded to ``dtype``; at any size in one call."""
     return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(dtype)
+
+
+def in_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The elements as ``[rows, -1]``, with zeros behind them; the tensor's own memory where it needs none."""
+    short = -tensor.numel() % rows
+    return (F.pad(tensor.flatten(), (0, short)) if short else tensor).view(rows, -1)
 
 
 def unpack(wire: Tensor, rows: Sequence[Tensor]) -> None:

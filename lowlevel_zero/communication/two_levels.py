@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,17 +14,15 @@ from torch import Tensor
 
 from ..streams import streams_of
 from .collectives import ShardGroup
-from .groups import gloo_group
-from .levels import Levels, Nested, OnStream, OnThread, Replicated, Sequel
+from .groups import union_group
+from .levels import Levels, Nested, Replicated
 from .progress import NORM
 from .roll_call import Alarm, call_roll
+from .sequel import OnStream, OnThread, Sequel
 from .staging import Staged
 from .transport import Pending, Transport
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
-
-# Seconds for all ranks to come: as long as a model may take to be made.
-_PATIENCE = 300.0
 
 # Of this process; in a program whose ranks do the same, a try has one number on all of them.
 _tries = count()
@@ -99,11 +96,11 @@ class TwoLevels(ShardGroup):
     def __init__(
         self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, grid: list[list[int]], replicated: bool
     ) -> None:
-        super().__init__(_union(grid))
+        super().__init__(union_group([rank for row in grid for rank in row]))
         self._outer, self._inner = ShardGroup(outer), ShardGroup(inner)
         self._replicated = replicated
         self._grid = grid
-        self._union_types = self.device_types
+        self._backends_of_all = self._backends
         self.made_of = outer, inner, grid, replicated
         self._backends = self._inner._backends
         self._levels: dict[tuple[str, bool], Levels] = {}
@@ -132,7 +129,7 @@ class TwoLevels(ShardGroup):
         return None if within is None else f"{within} within rows, {across} across them"
 
     def own_wires(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
-        """On gloo, give each level's wires groups of their own, and messages one of all ranks."""
+        """Of each level, and of what hosts tell each other over a group of all ranks."""
         self._outer.own_wires(shared, sums_in_fp32)
         self._inner.own_wires(shared, sums_in_fp32)
         super().own_wires(shared=False)
@@ -187,8 +184,9 @@ class TwoLevels(ShardGroup):
     def _straight(self, device: torch.device) -> Transport:
         """Over a group of all ranks, which may not carry what the levels do: then through the host."""
         if self._on_gloo(device):
-            return self._wires.transport
-        return self._native if device.type in self._union_types else Staged(self._wires.transport)
+            return self._hosts
+        has_its_own = self._backends_of_all.get(device.type, "gloo") != "gloo"
+        return self._native if has_its_own else Staged(self._hosts)
 
     def _sequel(self, device: torch.device) -> Sequel:
         if device.type not in self._sequels:
@@ -256,8 +254,8 @@ def _grid(outer: Any, inner: Any, alarm: Alarm) -> list[list[int]]:
     """
     _check_own(outer, inner)
     told = json.dumps(_Told(dist.get_rank(), dist.get_process_group_ranks(outer)))
-    row = json.dumps(call_roll(inner, "inner process group", _PATIENCE, word=told, alarm=alarm))
-    words = call_roll(outer, "outer process group", _PATIENCE, word=row, alarm=alarm)
+    row = json.dumps(call_roll(inner, "inner process group", word=told, alarm=alarm))
+    words = call_roll(outer, "outer process group", word=row, alarm=alarm)
     rows = [[_Told(*json.loads(word)) for word in json.loads(row)] for row in words]
     _check_grid(rows)
     return [[each.rank for each in row] for row in rows]
@@ -291,18 +289,3 @@ def _check_grid(rows: list[list[_Told]]) -> None:
                 f"place in all of them, got inner groups {[[each.rank for each in row] for row in rows]} and, on rank "
                 f"{told.rank}, the outer one {told.outer}: {_REMEDY}"
             )
-
-
-_unions: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def _union(grid: list[list[int]]) -> dist.ProcessGroup:
-    """A group of all ranks of the grid; made once by them, and by nobody else."""
-    default = dist.distributed_c10d._get_default_group()
-    ranks = sorted(rank for row in grid for rank in row)
-    if len(ranks) == dist.get_world_size():
-        return default
-    made = _unions.setdefault(default, {})
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = gloo_group(ranks)
-    return made[tuple(ranks)]

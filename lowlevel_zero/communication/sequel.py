@@ -1,0 +1,102 @@
+"""Sequels: what is to start when a collective is done, whatever this rank is at: others may be waiting for its part.
+
+On a device a stream sees to that, on the host a thread, in the order in which the first ones were started.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic
+from typing import Protocol, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+
+from ..streams import Streams
+from .transport import Pending
+
+# How long threads may take to finish what peers may never do their part of.
+_SECONDS_AT_EXIT = 10.0
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Sequel(Protocol):
+    """Has what comes second done after what came first, and nobody wait for it."""
+
+    def after(self, first: Pending[S], start: Callable[[S], Pending[T]]) -> Pending[T]:
+        """Start a collective with the first one's result; sequels start in the order of these calls."""
+
+
+class OnStream:
+    """A stream of its own waits for the first, and the second starts from there.
+
+    Args:
+        streams: of the wires' device.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def after(self, first: Pending[S], start: Callable[[S], Pending[T]]) -> Pending[T]:
+        """At once, as far as the host can tell."""
+        with self._streams.copies():
+            second = start(first.wait())
+        return Pending((), (*first.tensors, *second.tensors), second.wait, second.done)
+
+
+class OnThread:
+    """A thread waits for the first and starts the second. It ends when this object is gone and all has started."""
+
+    def __init__(self) -> None:
+        self._tasks: _Tasks = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def after(self, first: Pending[S], start: Callable[[S], Pending[T]]) -> Pending[T]:
+        """One task after the other; an error is raised by the result's ``wait``."""
+        if self._thread is None:
+            self._thread = Thread(target=_work, args=(self._tasks,), name="lowlevel_zero levels", daemon=True)
+            self._thread.start()
+            _at_work[self._thread] = self._tasks
+            finalize(self, self._tasks.put, None).atexit = False
+        second: Future[Pending[T]] = Future()
+        self._tasks.put(partial(_carry_on, first, start, second))
+        return Pending((), first.tensors, lambda: second.result().wait(), partial(_is_done, second))
+
+
+_Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+_at_work: WeakKeyDictionary[Thread, _Tasks] = WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let threads finish before the interpreter goes: one that came back from a wait afterwards would abort it."""
+    deadline = monotonic() + _SECONDS_AT_EXIT
+    for tasks in _at_work.values():
+        tasks.put(None)
+    for thread in list(_at_work):
+        thread.join(max(0.0, deadline - monotonic()))
+
+
+@torch.no_grad()
+def _work(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # which may hold the object that this thread ends with
+
+
+def _carry_on(first: Pending[S], start: Callable[[S], Pending[T]], second: Future[Pending[T]]) -> None:
+    try:
+        second.set_result(start(first.wait()))
+    except BaseException as error:
+        second.set_exception(error)
+
+
+def _is_done(second: Future[Pending[T]]) -> bool:
+    return second.done() and (second.exception() is not None or second.result().done())

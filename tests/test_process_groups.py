@@ -1,0 +1,279 @@
+"""Process groups: those that some ranks alone have made don't matter, and each of the caller's gets one beside it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.accessors import full_grads
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.communication.collectives import ShardGroup
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(params=["shared memory", "messages"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(request.param == "shared memory")))
+
+
+over_ways = pytest.mark.usefixtures("_way")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+
+def made(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return LowLevelZeroOptimizer(sgd, model=model, **{"reduce_bucket_size": 50, **options})
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(x).square().mean()
+
+
+def train(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, steps: int = 2) -> list[Tensor]:
+    """The parameters after some steps; in the first one, a rank lacks a gradient, which leads to forecasts."""
+    for step in range(steps):
+        left_out = model[1] if step == 0 and rank == 0 else None
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        for layer in model:
+            x = x if layer is left_out else layer(x)
+        optimizer.backward(x.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# ---- groups that some ranks alone have made ----
+
+
+class Gossips:
+    """Makes groups that other ranks know nothing of, each time as many as were asked for on this rank."""
+
+    def __init__(self, rank: int, counts: tuple[int, ...]) -> None:
+        self.rank = rank
+        self.count = counts[rank]
+        self.kept: list[Any] = []
+
+    def __call__(self) -> None:
+        for number in range(self.count):
+            backend = ("gloo", None)[number % 2]
+            self.kept.append(dist.new_group([self.rank], backend=backend, use_local_synchronization=True))
+
+
+def everything(rank: int, world_size: int, folder: Path, counts: tuple[int, ...]) -> list[Tensor]:
+    """Whatever makes process groups, or uses them, with groups of this rank's own made in between."""
+    tell_nobody = Gossips(rank, counts)
+    mesh = dist.init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("outer", "inner"))
+    levels = mesh.get_group("outer"), mesh.get_group("inner")
+    part = [dist.new_group([0, 1]), dist.new_group(list(range(2, world_size)))][rank // 2]
+    found = []
+    choices: list[dict[str, Any]] = [
+        {},
+        {"partition_grad": True, "overlap_allgather": True},
+        {"dp_process_group": part, "partition_grad": True},
+        {"dp_process_group": levels, "partition_grad": True},
+        {"dp_process_group": levels[1], "extra_dp_group": levels[0], "hybrid_shard": True},
+    ]
+    kept = []
+    for number, options in enumerate(choices):
+        tell_nobody()
+        model = net()
+        optimizer = made(model, **options)
+        tell_nobody()
+        found += train(model, optimizer, rank)
+        optimizer.backward(loss_of(model, 5, rank))
+        found += [grad for grad in full_grads(model).values() if grad is not None]
+        tell_nobody()
+        if options.get("dp_process_group") is not part:  # which torch 2.4 can't load for
+            save_checkpoint(folder / f"{number}", model, optimizer, async_save=number % 2 == 0).wait()
+            tell_nobody()
+            load_checkpoint(folder / f"{number}", model, optimizer)
+        found += train(model, optimizer, rank)
+        kept += [model, optimizer]
+    return found
+
+
+@pytest.mark.parametrize(("shared", "counts"), [(True, (1, 0, 0, 0)), (False, (3, 0, 1, 2))], ids=str)
+def test_what_some_ranks_alone_have_made_does_not_matter(
+    shared: bool, counts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(shared)))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "none").mkdir()
+    told = run_ranks(everything, 4, tmp_path / "theirs", counts, timeout=100)
+    expected = run_ranks(everything, 4, tmp_path / "none", (0, 0, 0, 0), timeout=100)
+    for ours, theirs in zip(told, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_a_level_of_part_of_the_ranks_does_not_mind_either_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Four of five ranks are a grid, for which they make a group of their own."""
+
+    def construct(rank: int) -> list[int]:
+        groups = [dist.new_group(ranks) for ranks in ([1, 2], [3, 4], [1, 3], [2, 4])]
+        Gossips(rank, (2, 1, 0, 0, 3))()
+        if rank == 0:
+            return []
+        inner, outer = (next(g for g in pair if dist.get_rank(g) >= 0) for pair in (groups[:2], groups[2:]))
+        model = net()
+        optimizer = made(model, dp_process_group=(outer, inner))
+        train(model, optimizer, rank)
+        return optimizer._group.largest([rank])
+
+    def come_and_go(rank: int, world_size: int) -> tuple[list[int], int]:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        before = sockets()
+        dist.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=rank, world_size=world_size)
+        agreed = construct(rank)
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        deadline = time.monotonic() + 20
+        while sockets() > before and time.monotonic() < deadline:  # the watchdog has yet to say that it leaves
+            time.sleep(0.01)
+            gc.collect()
+        return agreed, sockets() - before
+
+    assert run_ranks(come_and_go, 5, init=False) == [([], 0), *[([4], 0)] * 4]
+
+
+def test_torch_gives_a_side_group_to_nobody_who_asks_for_one_of_its_ranks() -> None:
+    def ask(rank: int, world_size: int) -> bool:
+        ShardGroup()
+        torchs = dist.distributed_c10d
+        return torchs._find_pg_by_ranks_and_tag("", [0, 1]) is dist.group.WORLD
+
+    assert run_ranks(ask, 2) == [True, True]
+
+
+# ---- how many there are ----
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def sockets() -> int:
+    return sum(_is_socket(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return os.readlink(path).startswith("socket:")
+    except FileNotFoundError:  # what listed them
+        return False
+
+
+def users(folder: Path, rank: int, **options: Any) -> Iterator[None]:
+    """One after the other, all that uses process groups beside the caller's."""
+    kept: list[Any] = []
+    for number in range(3):
+        model = net()
+        optimizer = made(model, **options)
+        kept.append((model, optimizer))
+        train(model, optimizer, rank)  # with forecasts, from the second step on
+        yield
+        save_checkpoint(folder / f"{number}", model, optimizer)
+        yield
+        save_checkpoint(folder / f"{number} later", model, optimizer, async_save=True)
+        train(model, optimizer, rank)
+        load_checkpoint(folder / f"{number} later", model, optimizer)
+        yield
+    for model, optimizer in kept:
+        train(model, optimizer, rank)
+        optimizer.backward(loss_of(model, 9, rank))
+        full_grads(model)
+    yield
+
+
+@over_ways
+def test_there_is_one_beside_each_of_the_callers_however_many_use_it(tmp_path: Path) -> None:
+    def count(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        levels = mesh.get_group("outer"), mesh.get_group("inner")
+        seen = []
+        for name, options in (("flat", {}), ("two levels", {"dp_process_group": levels})):
+            before = groups()
+            counts = [(groups(), sockets()) for _ in users(tmp_path / name, rank, partition_grad=True, **options)]
+            assert counts[1:] == counts[:-1], counts
+            seen.append((groups() - before, len(counts), sockets()))
+        return seen
+
+    for (flat, *_), (levels, *_) in run_ranks(count, 4, timeout=100):
+        assert flat == 1
+        assert levels == 2  # of the two; that of all ranks is there
+
+
+def test_sockets_are_those_of_one_group_more() -> None:
+    def count(rank: int, world_size: int) -> tuple[int, int]:
+        seen = [sockets()]
+        dist.new_group([0, 1, 2], backend="gloo")
+        seen.append(sockets())
+        ShardGroup().own_wires()
+        seen.append(sockets())
+        return seen[1] - seen[0], seen[2] - seen[1]
+
+    for one_group, ours in run_ranks(count, 3):
+        assert ours == one_group > 0
+
+
+def test_it_has_the_callers_timeout_and_ends_with_all_groups() -> None:
+    def look(rank: int, world_size: int) -> tuple[float, int]:
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+        side = ShardGroup(group).apart()
+        assert dist.get_process_group_ranks(side) == [0, 1]
+        timeout = side._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        dist.barrier()
+        dist.destroy_process_group()
+        return timeout, groups()
+
+    assert run_ranks(look, 2) == [(77.0, 0)] * 2
+
+
+# ---- an order for each ----
+
+
+@over_ways
+@pytest.mark.parametrize("partition_grad", [False, True], ids=["stage 1", "stage 2"])
+def test_two_optimizers_may_go_in_another_order_on_each_rank(partition_grad: bool, tmp_path: Path) -> None:
+    """A GAN's, say: backwards and all that they send; and a checkpoint of one is written meanwhile."""
+
+    def play(rank: int, world_size: int, turned: bool) -> list[Tensor]:
+        pairs = []
+        for _ in range(2):
+            model = net()
+            pairs.append((model, made(model, partition_grad=partition_grad, reduce_bucket_size=100)))
+        for step in range(4):
+            saving = None
+            if step == 2:
+                saving = save_checkpoint(tmp_path / f"{turned}", *pairs[0], async_save=True)
+            for model, optimizer in reversed(pairs) if turned and rank % 2 else pairs:
+                optimizer.backward(loss_of(model, step, rank))
+            for _, optimizer in pairs:
+                optimizer.step()
+            for _, optimizer in pairs:
+                optimizer.zero_grad()
+            if saving is not None:
+                saving.wait()
+        return [p.detach().clone() for model, _ in pairs for p in model.parameters()]
+
+    def both(rank: int, world_size: int) -> list[list[Tensor]]:
+        return [play(rank, world_size, turned) for turned in (False, True)]
+
+    for straight, turned in run_ranks(both, 3):
+        assert all(torch.equal(one, other) for one, other in zip(straight, turned, strict=True))
