@@ -388,11 +388,6 @@ REFUSED: dict[str, Refused] = {
     "a frozen parameter": Refused(
         lambda: wrap(having(lambda model: model[1].bias.requires_grad_(False))), wrap, ("1.bias", "frozen", "trainable")
     ),
-    "a buffer's device": Refused(
-        lambda: wrap(having(lambda model: model.register_buffer("seen", torch.zeros(2, device="meta")))),
-        lambda: wrap(having(lambda model: model.register_buffer("seen", torch.zeros(2)))),
-        ("seen", "meta", "cpu"),
-    ),
 }
 
 
