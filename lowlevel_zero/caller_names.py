@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .calls import Call
-from .families import Families, Family
+from .families import Families, ShardedGroup
 from .grad_norm import GlobalNorm
 from .guards import Guard
 from .loss_scaler import LossScaler
@@ -199,7 +199,7 @@ class CallerNames:
         ]
         return layout_of(shared, self._options, dist.get_rank())
 
-    def _owned(self, family: Family) -> list[Owned]:
+    def _owned(self, family: ShardedGroup) -> list[Owned]:
         return [
             Owned(
                 name=record.name,

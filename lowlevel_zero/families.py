@@ -29,8 +29,8 @@ from .streams import Streams
 _log = logging.getLogger("lowlevel_zero")
 
 
-class Family:
-    """Parameters that the same ranks share, and their way from gradients to new values.
+class ShardedGroup:
+    """The parameters that one shard group shares, and what takes their gradients to new values.
 
     Attributes:
         number: its place among the families.
@@ -81,13 +81,13 @@ class Families:
         self.offload = offload
         self.driver = object()
         self.several = len(parameters.shard_groups) > 1
-        self._families: list[Family] = []
+        self._families: list[ShardedGroup] = []
         self.extend()
 
-    def __iter__(self) -> Iterator[Family]:
+    def __iter__(self) -> Iterator[ShardedGroup]:
         return iter(self._families)
 
-    def __getitem__(self, place: int) -> Family:
+    def __getitem__(self, place: int) -> ShardedGroup:
         return self._families[place]
 
     @property
@@ -96,11 +96,11 @@ class Families:
         double = self.several and any(record.wire_dtype == torch.float64 for record in self.parameters)
         return torch.float64 if double else torch.float32
 
-    def of(self, record: ShardedParameter) -> Family:
+    def of(self, record: ShardedParameter) -> ShardedGroup:
         """The family of a parameter."""
         return next(family for family in self if family.number == record.family)
 
-    def parted(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[Family, list[ShardedParameter]]]:
+    def parted(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
         """Parameters that come in the order of their families, by family."""
         for number, own in groupby(records, key=lambda record: record.family):
             yield next(family for family in self if family.number == number), list(own)
@@ -111,7 +111,7 @@ class Families:
         for family in self:
             family.reducer.extend()
         new = [number for number, records in enumerate(self.parameters.families) if records and number not in known]
-        self._families += [Family(self, number) for number in new]
+        self._families += [ShardedGroup(self, number) for number in new]
         self._families.sort(key=lambda family: family.number)
 
     # ---- rounds: see Reducer, whose methods these are ----

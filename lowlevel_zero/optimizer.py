@@ -17,9 +17,11 @@ from .assignment import assign, data_parallel_group, make_groups
 from .bad_numbers import BadNumbers
 from .bookkeeping.gradient_sum import Scale
 from .bookkeeping.offload import Offload
-from .bookkeeping.parameter_store import ParameterStore, follow_edits
+from .bookkeeping.parameter_store import ParameterStore, ShardedParameter, follow_edits
+from .calls import Call
 from .caller_names import CallerNames
 from .communication.checked_group import checked
+from .communication.collectives import ShardGroup
 from .communication.two_levels import Ranks, check_hybrid, shard_group
 from .construction import (
     CONSTRUCT,
@@ -32,7 +34,7 @@ from .construction import (
     parameter_names,
     together,
 )
-from .families import Families, log_start
+from .families import Families, ShardedGroup, log_start
 from .grad_norm import GlobalNorm, clip_factor
 from .gradient_methods import GradientMethods, measured
 from .group_methods import GroupMethods
@@ -43,7 +45,7 @@ from .options import BackwardContext, ZeroOptions, debugging
 from .sharding import Sharding, convert
 from .state_methods import StateMethods
 from .stepping import Stepper
-from .streams import streams_of
+from .streams import Streams, streams_of
 from .verification import VerifyMethods
 from .wrapping import WrappingOptimizer
 
@@ -251,6 +253,68 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         self._bad_numbers = BadNumbers(self._families, self._scaler)
         self._warned = False
         self._guard = Guard(self.optim, self._parameters, model)
+
+    # ---- what rooms read: the records, and the few things that go with them ----
+
+    @property
+    def sharded_parameters(self) -> ParameterStore:
+        """The records of the trained parameters, and the parameters of all groups; to be read only."""
+        return self._parameters
+
+    @property
+    def sharded_groups(self) -> Sequence[ShardedGroup]:
+        """The trained parameters by the ranks that share them, with what takes their gradients to new values."""
+        return tuple(self._families)
+
+    def sharded_group_of(self, record: ShardedParameter) -> ShardedGroup:
+        """The ranks that share a parameter, and what belongs to them."""
+        return self._families.of(record)
+
+    @property
+    def shard_group(self) -> ShardGroup:
+        """All data-parallel ranks: those that call this optimizer's methods together."""
+        return self._group
+
+    @property
+    def options(self) -> ZeroOptions:
+        """The caller's choices."""
+        return self._options
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._device
+
+    @property
+    def streams(self) -> Streams:
+        """Those that this optimizer works on."""
+        return self._families.streams
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The dynamic loss scale; None unless a parameter is fp16."""
+        return self._scaler
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module that was given at construction."""
+        return self._model
+
+    def finish_gathers(self) -> None:
+        """Return when all parameters are up to date. Doesn't communicate: waits for what a step has started."""
+        self._families.finish_gathers()
+
+    def finish_gradients(self) -> None:
+        """Finish all reductions: each record's gradient is complete then. Communicates: every rank calls it."""
+        self._families.finish(Call("look at gradients"))
+
+    def finish_syncs(self, doing: str) -> None:
+        """Bring all ranks to the same gradient sync, with nothing in flight; ``p.grad`` stays. Communicates.
+
+        Args:
+            doing: what for: one of the names of ``Call``, the same on every rank.
+        """
+        self._families.even_out(Call(doing))
 
     def __del__(self) -> None:
         if "_guard" in self.__dict__ and not self._guard.forked:

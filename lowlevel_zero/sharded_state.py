@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.learnt_plan import PlanState
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .families import Families, Family
+from .families import Families, ShardedGroup
 from .flat_shards import FlatShards, local_part
 from .loss_scaler import LossScaler
 from .module_names import matched
@@ -174,7 +174,7 @@ class ShardedState:
                 states[self._name(record)] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
         return states
 
-    def _plan_of(self, family: Family) -> State | None:
+    def _plan_of(self, family: ShardedGroup) -> State | None:
         plan = family.reducer.plan_state()
         if plan is None:
             return None
@@ -248,7 +248,7 @@ class ShardedState:
             if f"{self._name(record)}.{MASTER}" in tensors
         }
 
-    def _plan(self, family: Family, plans: Iterable[Mapping[str, Any] | None]) -> PlanState | None:
+    def _plan(self, family: ShardedGroup, plans: Iterable[Mapping[str, Any] | None]) -> PlanState | None:
         """The one of the saved plans that is of these parameters, by index; None: it is to be learnt anew."""
         indices = {self._name(record): record.index for record in family.records}
         for saved in plans:

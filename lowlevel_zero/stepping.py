@@ -13,7 +13,7 @@ from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
-from .families import Families, Family
+from .families import Families, ShardedGroup
 from .grad_norm import GlobalNorm
 from .optim.whole_steps import whole_step
 
@@ -35,7 +35,7 @@ PART = 2**19
 class Part(NamedTuple):
     """Buckets of a family that are stepped together, each with what worked of it, and all that worked."""
 
-    family: Family
+    family: ShardedGroup
     sums: list[tuple[GradientSum, list[ShardedParameter]]]
     records: list[ShardedParameter]
 
@@ -129,7 +129,7 @@ class Stepper:
                 _release_gradients(part.records)
                 part.family.gathers.start(part.records)
 
-    def _parts(self, family: Family) -> list[Part]:
+    def _parts(self, family: ShardedGroup) -> list[Part]:
         """Buckets that are stepped and gathered together; first what came last, which the next forward wants first.
 
         But to the host gradients come one after the other: the first may be stepped while others are on their way.
