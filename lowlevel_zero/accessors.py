@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .agreement import Call
 from .bookkeeping.parameter_store import ShardedParameter
-from .calls import Call
 from .optimizer import LowLevelZeroOptimizer
 from .owners import Records, at_once, is_frozen, owner_of, owners_of
 from .state import at_least_fp32, copied_state, fill_slice, is_slice, whole_gradients, whole_masters, whole_states

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .agreement import CONSTRUCT
+from .agreement import agree_apart as agree_apart
 from .communication.collectives import ShardGroup
-from .construction import CONSTRUCT, agree
 from .module_names import own_names
 from .options import ZeroOptions
 
@@ -183,23 +184,6 @@ def make_groups(
     made = [dp, *map(ShardGroup, groups)]
     agree_apart(made, lines, CONSTRUCT)
     return made
-
-
-def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], doing: str) -> None:
-    """Raise on all ranks of the first of ``groups`` if ``lines`` differ in one of the others.
-
-    Args:
-        groups: of all families.
-        lines: what has to be alike, of all families but the first.
-        doing: what for, as ``agree`` has it.
-    """
-    error: Exception | None = None
-    for group, own in zip(groups[1:], lines, strict=True):
-        try:
-            agree(group, list(own), error, doing)
-        except (RuntimeError, ValueError) as raised:
-            error = raised
-    agree(groups[0], (), error, doing)
 
 
 def _check_parts(dp: ShardGroup, groups: Sequence[dist.ProcessGroup]) -> None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .agreement import Call
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .calls import Call
 from .families import Families, ShardedGroup
 from .grad_norm import GlobalNorm
 from .guards import Guard

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import NoneType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .agreement import agree as agree  # its place until everybody has the new one
+from .agreement import together as together
 from .bookkeeping.storages import overlapping
 from .communication.collectives import ShardGroup
 from .communication.compression import check_fp8
@@ -233,86 +232,3 @@ class _Descriptions:
             others = sum(device.type == value.device.type for device in self._devices)
             self._devices[value.device] = value.device.type + (f" (device {others + 1} of this rank)" if others else "")
         return f"on {self._devices[value.device]}, {tuple(value.shape)} {value.dtype}"
-
-
-class Alike(NamedTuple):
-    """What has to be the same on every rank, and what to do where it isn't; for messages."""
-
-    what: str
-    remedy: str
-
-
-CONSTRUCT = "construct its LowLevelZeroOptimizer"
-
-BUILDS = Alike(
-    "the same model, optimizer and options", "build them alike, in the same order, before constructing the optimizer"
-)
-
-
-def agree(
-    group: ShardGroup,
-    lines: Sequence[str],
-    error: Exception | None,
-    doing: str = CONSTRUCT,
-    alike: Alike = BUILDS,
-) -> None:
-    """Raise on every rank if one has an error, or if their ``lines`` differ.
-
-    One small exchange where all is well: a flag and a digest. Only when it shows that something is wrong do
-    the ranks exchange what.
-
-    Raises:
-        Exception: this rank's own ``error``.
-        RuntimeError: another rank's error, by its rank.
-        ValueError: the first line that differs, by its ranks.
-    """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    values = [int(error is not None), *(int.from_bytes(digest[at : at + 7], "big") for at in (0, 7))]
-    if error is None and group.ranks == 1:
-        return
-    if group.alike(values) and error is None:
-        return
-    told = group.exchange((None if error is None else f"{type(error).__name__}: {error}", list(lines)))
-    if error is not None:
-        try:
-            raise error
-        finally:
-            error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
-    for rank, (message, _) in enumerate(told):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} could not {doing}: {message}")
-    raise ValueError(_first_difference([theirs for _, theirs in told], alike))
-
-
-@contextmanager
-def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[list[str]]:
-    """Every rank enters; if the body raises on one of them, or their lines differ, all raise as ``agree`` does.
-
-    The body communicates on all ranks alike, whatever it raises, or not at all. It is given the list of lines to
-    fill with what has to be alike.
-    """
-    lines: list[str] = []
-    error: Exception | None = None
-    try:
-        yield lines
-    except Exception as raised:  # of whatever type: the others would wait for ever
-        error = raised
-    try:
-        agree(group, lines, error, doing, alike)
-    finally:
-        error = None  # as in agree
-
-
-def _first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
-    """Name the first place where a rank's lines are not rank 0's."""
-    first = by_rank[0]
-    for at in range(max(len(lines) for lines in by_rank)):
-        expected = first[at] if at < len(first) else "nothing more"
-        for rank, lines in enumerate(by_rank):
-            got = lines[at] if at < len(lines) else "nothing more"
-            if got != expected:
-                return (
-                    f"expected {alike.what} on every rank; rank 0 has «{expected}» where "
-                    f"rank {rank} has «{got}»: {alike.remedy}"
-                )
-    raise AssertionError("digests differ, lines don't")

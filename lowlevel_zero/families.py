@@ -14,13 +14,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from .agreement import Call
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.learnt_plan import PlanState
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .calls import Call
 from .communication.collectives import ShardGroup
 from .options import ZeroOptions
 from .reducer import Reducer, driving

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .agreement import Alike, Call, agree
 from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.parameter_store import ParameterStore
-from .calls import Call
 from .communication.collectives import ShardGroup
-from .construction import Alike, agree
 from .families import Families
 from .grad_norm import GlobalNorm, clip_factor
 from .guards import Guard

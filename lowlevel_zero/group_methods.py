@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .assignment import agree_apart
+from .agreement import Call, agree_apart, together
 from .bookkeeping.parameter_store import ParameterStore
-from .calls import Call
 from .communication.collectives import ShardGroup
 from .construction import (
     check_matrices,
@@ -19,7 +18,6 @@ from .construction import (
     check_steps_on_host,
     describe,
     parameter_names,
-    together,
 )
 from .families import Families
 from .guards import Guard

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .agreement import CONSTRUCT, Call, together
 from .assignment import assign, data_parallel_group, make_groups
 from .bad_numbers import BadNumbers
 from .bookkeeping.gradient_sum import Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter, follow_edits
-from .calls import Call
 from .caller_names import CallerNames
 from .communication.checked_group import checked
 from .communication.collectives import ShardGroup
 from .communication.two_levels import Ranks, check_hybrid, shard_group
 from .construction import (
-    CONSTRUCT,
     check_dense_gradients,
     check_has_values,
     check_optimizer,
@@ -32,7 +31,6 @@ from .construction import (
     check_steps_on_host,
     describe,
     parameter_names,
-    together,
 )
 from .families import Families, ShardedGroup, log_start
 from .grad_norm import GlobalNorm, clip_factor

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .agreement import Alike, together
 from .bookkeeping.parameter_store import ShardedParameter
 from .communication.roll_call import call_roll
-from .construction import Alike, together
 from .optimizer import LowLevelZeroOptimizer
 from .wrapping import alive
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .agreement import Alike, Call, together
 from .bookkeeping.learnt_plan import PlanState
 from .bookkeeping.parameter_store import ParameterStore
-from .calls import Call
 from .communication.collectives import ShardGroup
-from .construction import Alike, together
 from .families import Families
 from .global_names import GlobalNames
 from .guards import Guard

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..assignment import agree_apart
+from ..agreement import agree_apart, together
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.collectives import ShardGroup
-from ..construction import together
 from ..flat_shards import FlatShards, local_part
 from ..global_names import Expert, GlobalNames, check_same_experts
 from ..optimizer import LowLevelZeroOptimizer

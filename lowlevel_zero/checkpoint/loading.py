@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from ..agreement import together
 from ..communication.collectives import ShardGroup
 from ..communication.roll_call import call_roll
-from ..construction import together
 from ..planning.text import counted, ranks_text
 from .contents import Contents
 from .folders import locate, seen_by_first

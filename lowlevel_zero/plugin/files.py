@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..agreement import together
 from ..checkpoint.folders import sync_folder as sync
 from ..communication.collectives import ShardGroup
-from ..construction import together
 
 # The name, in an index's metadata, of the file of an optimizer's param groups.
 _GROUPS = "param_groups"

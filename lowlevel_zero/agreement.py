@@ -1,0 +1,188 @@
+"""Agreement: what the ranks must have alike, and what each was called for; if one can't do it, all raise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
+
+from .communication.collectives import ShardGroup
+
+# By name, what brings a rank to agree on rounds; the place is what travels.
+_NAMES = (
+    "step",
+    "zero_grad",
+    "clip_grad_norm_",
+    "synchronize",
+    "add_param_group",
+    "load_state_dict",
+    "get_param_grad",
+    "look at gradients",
+    "state_dict",
+    "read or write state",
+)
+# What numbers stay below, of which the maximum comes back.
+_MOST = 2**31
+
+
+class Alike(NamedTuple):
+    """What has to be the same on every rank, and what to do where it isn't; for messages."""
+
+    what: str
+    remedy: str
+
+
+CONSTRUCT = "construct its LowLevelZeroOptimizer"
+
+BUILDS = Alike(
+    "the same model, optimizer and options", "build them alike, in the same order, before constructing the optimizer"
+)
+
+
+def agree(
+    group: ShardGroup,
+    lines: Sequence[str],
+    error: Exception | None,
+    doing: str = CONSTRUCT,
+    alike: Alike = BUILDS,
+) -> None:
+    """Raise on every rank if one has an error, or if their ``lines`` differ.
+
+    One small exchange where all is well: a flag and a digest. Only when it shows that something is wrong do
+    the ranks exchange what.
+
+    Raises:
+        Exception: this rank's own ``error``.
+        RuntimeError: another rank's error, by its rank.
+        ValueError: the first line that differs, by its ranks.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    values = [int(error is not None), *(int.from_bytes(digest[at : at + 7], "big") for at in (0, 7))]
+    if error is None and group.ranks == 1:
+        return
+    if group.alike(values) and error is None:
+        return
+    told = group.exchange((None if error is None else f"{type(error).__name__}: {error}", list(lines)))
+    if error is not None:
+        try:
+            raise error
+        finally:
+            error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
+    for rank, (message, _) in enumerate(told):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} could not {doing}: {message}")
+    raise ValueError(_first_difference([theirs for _, theirs in told], alike))
+
+
+@contextmanager
+def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[list[str]]:
+    """Every rank enters; if the body raises on one of them, or their lines differ, all raise as ``agree`` does.
+
+    The body communicates on all ranks alike, whatever it raises, or not at all. It is given the list of lines to
+    fill with what has to be alike.
+    """
+    lines: list[str] = []
+    error: Exception | None = None
+    try:
+        yield lines
+    except Exception as raised:  # of whatever type: the others would wait for ever
+        error = raised
+    try:
+        agree(group, lines, error, doing, alike)
+    finally:
+        error = None  # as in agree
+
+
+def _first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
+    """Name the first place where a rank's lines are not rank 0's."""
+    first = by_rank[0]
+    for at in range(max(len(lines) for lines in by_rank)):
+        expected = first[at] if at < len(first) else "nothing more"
+        for rank, lines in enumerate(by_rank):
+            got = lines[at] if at < len(lines) else "nothing more"
+            if got != expected:
+                return (
+                    f"expected {alike.what} on every rank; rank 0 has «{expected}» where "
+                    f"rank {rank} has «{got}»: {alike.remedy}"
+                )
+    raise AssertionError("digests differ, lines don't")
+
+
+def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], doing: str) -> None:
+    """Raise on all ranks of the first of ``groups`` if ``lines`` differ in one of the others.
+
+    Args:
+        groups: of all families.
+        lines: what has to be alike, of all families but the first.
+        doing: what for, as ``agree`` has it.
+    """
+    error: Exception | None = None
+    for group, own in zip(groups[1:], lines, strict=True):
+        try:
+            agree(group, list(own), error, doing)
+        except (RuntimeError, ValueError) as raised:
+            error = raised
+    agree(groups[0], (), error, doing)
+
+
+class Call(NamedTuple):
+    """What this rank has been called for.
+
+    Attributes:
+        name: one of a few.
+        error: why it can't be done; None: it can.
+    """
+
+    name: str
+    error: Exception | None = None
+
+    @property
+    def looks(self) -> bool:
+        """Whether its caller wants to see a gradient, for which a device's host waits anyway."""
+        return self.name in ("get_param_grad", "look at gradients")
+
+    def check(self) -> None:
+        """Raise this rank's ``error``, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def agree(self, group: ShardGroup) -> None:
+        """Raise, on all ranks of ``group``, if one of them can't do what it was called for, or was called for another.
+
+        In one order with the calls of other optimizers over the same ranks. Communicates.
+
+        Raises:
+            Exception: this rank's own ``error``.
+            RuntimeError: another rank's, or who was called for what.
+        """
+        number = group.number * len(_NAMES) + _NAMES.index(self.name)
+        most, inverse, failed = group.largest([number, _MOST - number, self.error is not None])
+        if failed or most + inverse != _MOST:
+            self._raise(group)
+
+    def _raise(self, group: ShardGroup) -> NoReturn:
+        error = self.error
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        told: list[_Told] = group.exchange(_Told(self.name, group.number, reason))
+        if error is not None:
+            raise error
+        for rank, each in enumerate(told):
+            if each.reason is not None:
+                raise RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
+        several = len({each.optimizer for each in told}) > 1
+        came = (f"{each.name} of optimizer {each.optimizer}" if several else each.name for each in told)
+        raise RuntimeError(
+            "expected the same call on every rank, got "
+            + "; ".join(f"rank {rank} to {call}" for rank, call in enumerate(came))
+            + ": let every rank make the same calls in the same order, and begin the step anew with "
+            "optimizer.zero_grad() on all"
+        )
+
+
+class _Told(NamedTuple):
+    """What a rank tells of its call: name, number of the optimizer, and why it can't be done."""
+
+    name: str
+    optimizer: int
+    reason: str | None
