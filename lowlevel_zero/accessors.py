@@ -27,7 +27,7 @@ from .agreement import Call
 from .bookkeeping.parameter_store import ShardedParameter
 from .optimizer import LowLevelZeroOptimizer
 from .owners import Records, at_once, is_frozen, owner_of, owners_of
-from .state import at_least_fp32, copied_state, fill_slice, is_slice, whole_gradients, whole_masters, whole_states
+from .state.whole import at_least_fp32, copied_state, fill_slice, is_slice, whole_gradients, whole_masters, whole_states
 
 # Gathers travel beside reductions, of which a plain backward may have started more on one rank than on another.
 _STATE = Call("read or write state")

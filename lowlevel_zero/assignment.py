@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from .agreement import CONSTRUCT
 from .agreement import agree_apart as agree_apart
+from .bookkeeping.module_names import own_names
 from .communication.collectives import ShardGroup
-from .module_names import own_names
 from .options import ZeroOptions
 
 _KEYWORD = "pg_to_param_list"

@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 
 from .agreement import Call
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .diagnostics.guards import Guard
 from .families import Families, ShardedGroup
 from .grad_norm import GlobalNorm
-from .guards import Guard
 from .loss_scaler import LossScaler
 from .options import ZeroOptions
 from .planning.layout import Layout, Owned, Shared, layout_of
 from .planning.memory import held_bytes
-from .sharded_state import scale_as_numbers
-from .state import Pinned, State, load_state_shards, packed_groups, whole_gradients, whole_state_shards
+from .state.sharded import scale_as_numbers
+from .state.whole import Pinned, State, load_state_shards, packed_groups, whole_gradients, whole_state_shards
 
 
 class CallerNames:

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .agreement import agree as agree  # its place until everybody has the new one
 from .agreement import together as together
+from .bookkeeping.module_names import own_names
 from .bookkeeping.storages import overlapping
 from .communication.collectives import ShardGroup
 from .communication.compression import check_fp8
-from .module_names import own_names
 from .optim.elementwise import MUON, full_name
 from .wrapping import WrappingOptimizer, alive
 

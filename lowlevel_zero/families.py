@@ -21,6 +21,7 @@ from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.learnt_plan import PlanState
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .bookkeeping.step_observer import StepObserver
 from .communication.collectives import ShardGroup
 from .options import ZeroOptions
 from .reducer import Reducer, driving
@@ -47,7 +48,7 @@ class ShardedGroup:
         self.group = parameters.shard_groups[number]
         self.records = parameters.families[number]
         self.gradients = GradientStore(self.records, self.group.rank, families.raw_unit, families.offload)
-        self.reducer = Reducer(parameters, options, self.gradients, streams, number, families.driver)
+        self.reducer = Reducer(parameters, options, self.gradients, streams, number, families.driver, families.observer)
         wide = options.pad_buckets_for_high_nccl_busbw
         self.gathers = GatherStore(self.group, streams, options.overlap_allgather, families.offload, wide)
 
@@ -61,6 +62,8 @@ class Families:
         streams: what all of this happens on.
         raw_unit: makes what gradients as reductions leave them are to be multiplied with to be averaged and unscaled.
         offload: brings rows to the host and back; None: they stay where they are.
+        observer: is told of what happens in a step.
+        groups: is filled with them.
 
     Attributes:
         several: there may be more than one, and ranks may differ in what they have gradients for.
@@ -73,7 +76,10 @@ class Families:
         streams: Streams,
         raw_unit: Callable[[], float | Tensor],
         offload: Offload | None = None,
+        observer: StepObserver | None = None,
+        groups: list[ShardedGroup] | None = None,
     ) -> None:
+        self.observer = StepObserver() if observer is None else observer
         self.parameters = parameters
         self.options = options
         self.streams = streams
@@ -81,7 +87,7 @@ class Families:
         self.offload = offload
         self.driver = object()
         self.several = len(parameters.shard_groups) > 1
-        self._families: list[ShardedGroup] = []
+        self._families: list[ShardedGroup] = [] if groups is None else groups
         self.extend()
 
     def __iter__(self) -> Iterator[ShardedGroup]:

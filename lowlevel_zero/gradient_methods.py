@@ -12,9 +12,9 @@ from .agreement import Alike, Call, agree
 from .bookkeeping.gradient_sum import GradientSum
 from .bookkeeping.parameter_store import ParameterStore
 from .communication.collectives import ShardGroup
+from .diagnostics.guards import Guard
 from .families import Families
 from .grad_norm import GlobalNorm, clip_factor
-from .guards import Guard
 from .loss_scaler import LossScaler
 from .options import ZeroOptions, check_max_norm
 from .reducer import DOUBLE_REDUCTION

@@ -19,8 +19,8 @@ from .construction import (
     describe,
     parameter_names,
 )
+from .diagnostics.guards import Guard
 from .families import Families
-from .guards import Guard
 from .loss_scaler import LossScaler
 from .optim.elementwise import check_elementwise
 from .options import ZeroOptions

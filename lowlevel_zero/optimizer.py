@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from .agreement import CONSTRUCT, Call, together
 from .assignment import assign, data_parallel_group, make_groups
-from .bad_numbers import BadNumbers
 from .bookkeeping.gradient_sum import Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter, follow_edits
+from .bookkeeping.step_observer import StepObserver
 from .caller_names import CallerNames
 from .communication.checked_group import checked
 from .communication.collectives import ShardGroup
@@ -32,11 +32,13 @@ from .construction import (
     describe,
     parameter_names,
 )
+from .diagnostics.bad_numbers import BadNumbers
+from .diagnostics.guards import Guard
+from .diagnostics.verification import VerifyMethods
 from .families import Families, ShardedGroup, log_start
 from .grad_norm import GlobalNorm, clip_factor
 from .gradient_methods import GradientMethods, measured
 from .group_methods import GroupMethods
-from .guards import Guard
 from .loss_scaler import LossScaler
 from .optim.elementwise import check_elementwise
 from .options import BackwardContext, ZeroOptions, debugging
@@ -44,7 +46,6 @@ from .sharding import Sharding, convert
 from .state_methods import StateMethods
 from .stepping import Stepper
 from .streams import Streams, streams_of
-from .verification import VerifyMethods
 from .wrapping import WrappingOptimizer
 
 _log = logging.getLogger("lowlevel_zero")
@@ -245,10 +246,13 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         self._raw_unit = partial(_raw_unit, self._options.unit(self._group.ranks), self._scaler)
         streams = streams_of([record.padded.device for record in records])
         offload = Offload(streams) if self._options.cpu_offload else None
-        self._families = Families(self._parameters, self._options, streams, self._raw_unit, offload)
+        groups: list[ShardedGroup] = []
+        self._observer: StepObserver = BadNumbers(self._parameters, groups, self._options, self._scaler)
+        self._families = Families(
+            self._parameters, self._options, streams, self._raw_unit, offload, self._observer, groups
+        )
         self._stepper = Stepper(self.optim, self._families, on_host=offload is not None)
         self._norm: GlobalNorm | None = None
-        self._bad_numbers = BadNumbers(self._families, self._scaler)
         self._warned = False
         self._guard = Guard(self.optim, self._parameters, model)
 
@@ -404,7 +408,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             return loss
         self._guard.enter("step")
         self._finish_last_step()
-        self._bad_numbers.look_back(self._norm)
+        self._observer.step_begins(None if self._norm is None else self._norm.value)
         overflow = self._complete_gradients()
         follow_edits(self._parameters.working())
         norm = self._new_norm()
@@ -415,8 +419,9 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         self._norm = norm
         if not self._options.overlap_allgather:
             self._finish_last_step()
-            self._bad_numbers.look(norm)
+            self._observer.norm(norm.value)
         self._families.end_step()
+        self._observer.cleared()
         if self._options.verify_every and self._group.progress.step % self._options.verify_every == 0:
             self.verify()
         return loss
@@ -425,7 +430,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
         sums = self._families.sums()
         value = measured(sums, norm)
-        self._bad_numbers.look(norm)
+        self._observer.norm(value)
         unit = self._unit()
         if self._options.clip_grad_norm > 0:
             unit = unit * clip_factor(value, self._options.clip_grad_norm)
@@ -433,7 +438,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
             overflow = ~value.isfinite() if overflow is None else ~value.isfinite() | overflow
         if not (sums or self._families.several):
             return
-        by_flag = self._stepper.skips_by_flag and not self._bad_numbers.expected
+        by_flag = self._stepper.skips_by_flag and not self._observer.waits
         if not self._skips(overflow, by_flag):
             on_host = self._options.cpu_offload  # which waits for gradients anyway
             self._stepper.step(Scale(float(unit) if on_host else unit, overflow if by_flag else None), None)
@@ -445,8 +450,10 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         self._scaler.update(overflow)
         if by_flag or not overflow.item():
             return False
-        self._bad_numbers.skipped(self._scaler)
-        self._families.clear()
+        try:
+            self._observer.skipped(self._scaler)
+        finally:
+            self._families.clear()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -456,6 +463,7 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         """
         self._guard.enter("zero_grad")
         self._families.settle()
+        self._observer.cleared()
         if set_to_none:
             self._families.clear()
         else:

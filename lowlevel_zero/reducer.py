@@ -30,6 +30,7 @@ from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sync import GradientSync
 from .bookkeeping.learnt_plan import LearntPlan, PlanState
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .bookkeeping.step_observer import StepObserver
 from .calls import Call
 from .communication.transport import Pending
 from .options import ZeroOptions
@@ -71,6 +72,7 @@ class Reducer:
         streams: what all of this happens on.
         family: whose gradients these are.
         driver: stands for the optimizer whose backward drives this reducer, and those of its other families.
+        observer: is told of each bucket buffer.
 
     Attributes:
         buckets: those in flight.
@@ -88,6 +90,7 @@ class Reducer:
         streams: Streams,
         family: int,
         driver: object,
+        observer: StepObserver,
     ) -> None:
         self._streams = streams
         self._driver = driver
@@ -99,8 +102,7 @@ class Reducer:
         self._on_host = parameters.on_host
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         divisor = options.gradient_predivide_factor
-        self.buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor, gradients)
-        self.buckets.measured = [] if self._half or options.error_if_nonfinite else None
+        self.buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor, gradients, observer)
         # A rank must not wait in one family for a peer that may be waiting for it in another.
         alone = len(parameters.families) == 1
         device = self._records[0].padded.device
@@ -446,8 +448,6 @@ class Reducer:
         self._closed = 0
         self._group.progress.micro_batch = 0
         self._last_backward = -1
-        if self.buckets.measured is not None:
-            self.buckets.measured.clear()
 
     # ---- what others may ask ----
 
@@ -468,11 +468,6 @@ class Reducer:
     def held(self) -> list[Tensor]:
         """Tensors of reductions in flight."""
         return [tensor for pending in self.under_way() for tensor in pending.tensors]
-
-    def bad_buffers(self) -> set[int]:
-        """The parameters of this step's buffers into which this rank has put an inf or NaN; waits for the device."""
-        measured = self.buckets.measured or []
-        return {index for buffer in measured if not buffer.largest.isfinite() for index in buffer.members}
 
 
 def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable[[Tensor], None]:

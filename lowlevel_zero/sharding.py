@@ -14,7 +14,7 @@ from .bookkeeping.parameter_store import ParameterStore, Place, ShardedParameter
 from .bookkeeping.storages import memory_of
 from .options import ZeroOptions
 from .partition import EvenSplit
-from .state import slice_state
+from .state.whole import slice_state
 
 _log = logging.getLogger("lowlevel_zero")
 

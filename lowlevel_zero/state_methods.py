@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 
 from .agreement import Alike, Call, together
 from .bookkeeping.learnt_plan import PlanState
+from .bookkeeping.module_names import own_names
 from .bookkeeping.parameter_store import ParameterStore
 from .communication.collectives import ShardGroup
+from .diagnostics.guards import Guard
 from .families import Families
-from .global_names import GlobalNames
-from .guards import Guard
 from .loss_scaler import LossScaler
-from .module_names import own_names
 from .options import ZeroOptions
-from .sharded_state import ShardedState, packed, renamed_settings, scale_as_numbers, unpacked
-from .state import Pinned, State, described, load_whole_state_dict, whole_state_dict
+from .state.global_names import GlobalNames
+from .state.sharded import ShardedState, packed, renamed_settings, scale_as_numbers, unpacked
+from .state.whole import Pinned, State, described, load_whole_state_dict, whole_state_dict
 
 # What a plain optimizer's state dict doesn't have, and doesn't mind.
 EXTRAS = "lowlevel_zero"

@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from lowlevel_zero import LowLevelZeroOptimizer, module_names
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
+from lowlevel_zero.bookkeeping import module_names
 from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_metadata, save_checkpoint, state_dict_for
 from tests.support.checkpoints import differences
 from tests.support.ranks import run_ranks

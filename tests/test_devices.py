@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.later_read import LaterRead
+from lowlevel_zero.diagnostics.later_read import LaterRead
 from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel
 
+from lowlevel_zero.bookkeeping.module_names import matched, own_names
 from lowlevel_zero.checkpoint import state_dict_for
-from lowlevel_zero.module_names import matched, own_names
 
 
 class Inner(nn.Module):

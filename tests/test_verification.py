@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.verification import checksum
+from lowlevel_zero.diagnostics.verification import checksum
 from tests.support.oracle import Odd
 from tests.support.ranks import Raised, run_ranks, run_ranks_expecting
 
@@ -51,7 +51,7 @@ def test_a_checksum_knows_places_signs_and_chunks(monkeypatch: pytest.MonkeyPatc
     assert checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
     assert checksum(torch.zeros(0)) == 0
-    monkeypatch.setattr("lowlevel_zero.verification._CHUNK", 3)
+    monkeypatch.setattr("lowlevel_zero.diagnostics.verification._CHUNK", 3)
     one, other = torch.arange(7.0), torch.arange(7.0)
     other[:3], other[3:6] = one[3:6].clone(), one[:3].clone()
     assert checksum(one) != checksum(other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -18,14 +17,8 @@ from ..streams import Streams
 from .bucket_plan import Bucket
 from .gradient_store import GradientStore
 from .parameter_store import ShardedParameter
+from .step_observer import StepObserver
 from .wire import pack
-
-
-class Measured(NamedTuple):
-    """The largest absolute value that this rank put into a bucket's buffer, 0-d; NaN if there was one."""
-
-    members: tuple[int, ...]
-    largest: Tensor
 
 
 class Reduced(NamedTuple):
@@ -51,9 +44,7 @@ class BucketStore:
         streams: what buckets are packed, started and finished on.
         divisor: what gradients are divided by before they are summed.
         gradients: takes what a reduction leaves.
-
-    Attributes:
-        measured: of buffers since it was last emptied; None: they are not to be measured.
+        observer: is told of each buffer.
     """
 
     def __init__(
@@ -64,6 +55,7 @@ class BucketStore:
         streams: Streams,
         divisor: float,
         gradients: GradientStore,
+        observer: StepObserver,
     ) -> None:
         self._records = records
         self._group = group
@@ -72,7 +64,7 @@ class BucketStore:
         self._divisor = divisor
         self._gradients = gradients
         self._in_flight: deque[Pending[Reduced]] = deque()
-        self.measured: list[Measured] | None = None
+        self._observer = observer
 
     # ---- finishing, in the order of starting ----
 
@@ -108,9 +100,7 @@ class BucketStore:
         wire = self._in_place(bucket, gradients)
         if wire is None:
             wire = self._packed(bucket, gradients)
-        if self.measured is not None:
-            largest = torch.linalg.vector_norm(wire, math.inf, dtype=torch.promote_types(wire.dtype, torch.float32))
-            self.measured.append(Measured(bucket.members, largest))
+        self._observer.packed([self._records[index] for index in bucket.members], wire)
         self._in_flight.append(self._reduction(bucket, wire))
         return sum([gradient is not None for gradient in gradients])
 

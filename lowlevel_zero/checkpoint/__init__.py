@@ -1,6 +1,6 @@
 """Checkpoints in files: sharded, atomic, for any number of ranks."""
 
-from ..module_names import state_dict_for
+from ..bookkeeping.module_names import state_dict_for
 from .folders import latest
 from .loading import load_checkpoint, read_rank_state
 from .manifest import Manifest, read_manifest

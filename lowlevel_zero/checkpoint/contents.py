@@ -13,11 +13,11 @@ from ..agreement import agree_apart, together
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.collectives import ShardGroup
-from ..flat_shards import FlatShards, local_part
-from ..global_names import Expert, GlobalNames, check_same_experts
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
-from ..sharded_state import ShardedState
+from ..state.flat_shards import FlatShards, local_part
+from ..state.global_names import Expert, GlobalNames, check_same_experts
+from ..state.sharded import ShardedState
 from .held import Entry, held_by, without_values
 from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
 from .objects import Objects

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..assignment import add_companions
+from ..bookkeeping.module_names import joined, places
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..communication.collectives import ShardGroup
-from ..module_names import joined, places
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, SavedTensor
 from .optimizers import Name, called
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..global_names import Expert
+from ..state.global_names import Expert
 
 FORMAT = 1
 MANIFEST = "lowlevel_zero.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..module_names import matched, without_wrappers
+from ..bookkeeping.module_names import matched, without_wrappers
 from .manifest import METADATA, Manifest
 from .metadata import read_metadata
 from .objects import Objects, read_objects

@@ -6,12 +6,12 @@ import torch
 
 from ..alignment import alignment_of
 from ..bookkeeping.bucket_plan import Item, completed, make_plan
-from ..global_names import Ranks
 from ..options import ZeroOptions
 from ..partition import EvenSplit
 from ..planning.layout import Layout, Owned, Shared, joined, layout_of
 from ..planning.memory import as_dtype
-from ..state import MASTER, SCALARS
+from ..state.global_names import Ranks
+from ..state.whole import MASTER, SCALARS
 from .manifest import SavedTensor
 from .objects import Settings
 from .stored import StoredTensor

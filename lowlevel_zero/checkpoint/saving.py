@@ -28,7 +28,7 @@ from ..communication.lost_ranks import explained
 from ..communication.roll_call import call_roll
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions
-from ..sharded_state import packed
+from ..state.sharded import packed
 from ..version import __version__
 from .contents import Contents
 from .folders import beside, check_target, claim, next_serial, prune, publish

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..state import SCALARS
+from ..state.whole import SCALARS
 from ..state_methods import EXTRAS, FP8
 from .manifest import METADATA, OBJECTS, TRAINABLE, read_manifest
 from .objects import Settings

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .bookkeeping.learnt_plan import PlanState
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .families import Families, ShardedGroup
+from ..bookkeeping.learnt_plan import PlanState
+from ..bookkeeping.module_names import matched
+from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..families import Families, ShardedGroup
+from ..loss_scaler import LossScaler
+from ..optim.trial import NoTrial, first_states
 from .flat_shards import FlatShards, local_part
-from .loss_scaler import LossScaler
-from .module_names import matched
-from .optim.trial import NoTrial, first_states
-from .state import MASTER, SCALARS, State, in_group_order, is_slice, load_slices, own_state
+from .whole import MASTER, SCALARS, State, in_group_order, is_slice, load_slices, own_state
 
 _TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
 

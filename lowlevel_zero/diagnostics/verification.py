@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .bookkeeping.parameter_store import ParameterStore
-from .communication.collectives import ShardGroup
-from .families import Families
-from .module_names import own_names
+from ..bookkeeping.module_names import own_names
+from ..bookkeeping.parameter_store import ParameterStore
+from ..communication.collectives import ShardGroup
+from ..families import Families
 
 # Elements that are multiplied at a time; the products take 8 bytes each.
 _CHUNK = 2**20

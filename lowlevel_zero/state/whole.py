@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .agreement import Alike, agree
-from .bookkeeping.gradient_store import GradientStore
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .communication.collectives import ShardGroup
+from ..agreement import Alike, agree
+from ..bookkeeping.gradient_store import GradientStore
+from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..communication.collectives import ShardGroup
 
 # One number a parameter, whatever the parameter's shape: never cut.
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})

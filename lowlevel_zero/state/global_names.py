@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .communication.collectives import ShardGroup
+from ..communication.collectives import ShardGroup
 
 Ranks = tuple[int, ...]
 

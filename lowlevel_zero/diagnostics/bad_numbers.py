@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .bookkeeping.parameter_store import ShardedParameter
-from .families import Families
-from .grad_norm import GlobalNorm
+from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..bookkeeping.step_observer import StepObserver
+from ..families import ShardedGroup
+from ..loss_scaler import LossScaler
+from ..options import ZeroOptions
 from .later_read import LaterRead
-from .loss_scaler import LossScaler
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -31,7 +33,7 @@ class _Seen(NamedTuple):
 
     Attributes:
         first: the first parameter in its own slice of which there is one; None: none.
-        sent: places of the parameters in whose wires there was one before they were summed.
+        sent: places of the parameters in whose bucket buffers there was one before they were summed.
     """
 
     first: _Suspect | None
@@ -45,64 +47,77 @@ class _Later(NamedTuple):
     step: int
 
 
-class BadNumbers:
-    """Looks at norms when they are there, without waiting for a device, and names what made one inf or NaN.
+class _Packed(NamedTuple):
+    """The largest absolute value that this rank put into a bucket buffer, 0-d; NaN if there was one."""
+
+    records: Sequence[ShardedParameter]
+    largest: Tensor
+
+
+class BadNumbers(StepObserver):
+    """Judges norms when they are there, without waiting for a device, and names what made one inf or NaN.
 
     All ranks see the same norms at the same points, so they look for the parameter together.
 
     Args:
-        families: the parameters, the ranks that share the first of them being all ranks.
-        scaler: of the loss, where there is one.
-
-    Attributes:
-        expected: the host is to look whether the next step overflows, even where that means to wait for the device.
+        parameters: the records, of which the first shard group is all ranks.
+        groups: the same by shard group; looked at when there is a bad number.
+        options: the caller's choices.
+        scaler: of the loss; None: there is none.
     """
 
-    def __init__(self, families: Families, scaler: LossScaler | None) -> None:
-        self._families = families
-        self._parameters = families.parameters
-        self._group = self._parameters.shard_groups[0]
+    def __init__(
+        self,
+        parameters: ParameterStore,
+        groups: Iterable[ShardedGroup],
+        options: ZeroOptions,
+        scaler: LossScaler | None,
+    ) -> None:
+        self._parameters = parameters
+        self._groups = groups
+        self._ranks = parameters.shard_groups[0]
+        self._options = options
         self._scaler = scaler
-        self._options = options = families.options
-        self._on_host = self._parameters.on_host
-        self._looked_at: GlobalNorm | None = None
+        self._on_host = parameters.on_host
+        self._measures = scaler is not None or options.error_if_nonfinite
+        self._packed: list[_Packed] = []
+        self._judged: Tensor | None = None
         self._later: _Later | None = None
         self._in_a_row = 0
-        self._always = self._on_host or options.verbose or options.cpu_offload
-        self.expected = self._always
+        self._always_waits = self._on_host or options.verbose or options.cpu_offload
+        self.waits = self._always_waits
 
-    # ---- after each norm ----
+    # ---- norms ----
 
-    def look(self, norm: GlobalNorm) -> None:
-        """Judge a step's norm, whose value is there: the host's at once, a device's when the next step begins.
+    def norm(self, value: Tensor) -> None:
+        """Judge the norm of the step that is being taken: the host's at once, a device's when the next step begins.
 
         Raises:
             RuntimeError: it isn't finite, and ``error_if_nonfinite`` was chosen. Then even a device is waited for.
         """
-        if norm is not self._looked_at:
-            self._looked_at = norm
-            self._judge_in_time(norm, self._group.progress.step, at_hand=True)
+        if value is not self._judged:
+            self._judge_in_time(value, self._ranks.progress.step, at_hand=True)
 
-    def look_back(self, norm: GlobalNorm | None) -> None:
-        """A step begins: judge the norm of the one before, if that had to wait."""
+    def step_begins(self, last_norm: Tensor | None) -> None:
+        """Judge the norm of the step before, if that had to wait."""
         later, self._later = self._later, None
         if later is not None:
             self._judge(later.norm.read(), later.step, at_hand=False)
-        if norm is not None and norm is not self._looked_at:
-            self._looked_at = norm
-            self._judge_in_time(norm, self._group.progress.step - 1, at_hand=False)
+        if last_norm is not None and last_norm is not self._judged:
+            self._judge_in_time(last_norm, self._ranks.progress.step - 1, at_hand=False)
 
-    def _judge_in_time(self, norm: GlobalNorm, step: int, at_hand: bool) -> None:
+    def _judge_in_time(self, norm: Tensor, step: int, at_hand: bool) -> None:
+        self._judged = norm
         if self._on_host or self._options.error_if_nonfinite:
-            self._judge(norm.value.item(), step, at_hand)
+            self._judge(norm.item(), step, at_hand)
         else:
-            self._later = _Later(LaterRead(norm.value), step)
+            self._later = _Later(LaterRead(norm), step)
 
     def _judge(self, norm: float, step: int, at_hand: bool) -> None:
         good = math.isfinite(norm)
         self._in_a_row = 0 if good else self._in_a_row + 1
         if self._scaler is not None:
-            self.expected = self._always or not good
+            self.waits = self._always_waits or not good
         elif not good and self._options.error_if_nonfinite:
             found = f"expected a finite gradient norm, got {norm}: {self._found(at_hand)}"
             raise RuntimeError(f"step {step + 1}: {found}. Nothing was stepped")
@@ -113,19 +128,18 @@ class BadNumbers:
     # ---- fp16 ----
 
     def skipped(self, scaler: LossScaler) -> None:
-        """A step is being skipped, and the host knows it.
+        """Say where the overflow came from.
 
         Raises:
             RuntimeError: ``max_skipped_steps`` in a row, and the loss scale can't become smaller.
         """
         count, scale = int(scaler.skipped_in_a_row.item()), scaler.loss_scale
         text = (
-            f"step {self._group.progress.step + 1}: skipped, since gradients overflowed: {self._found(at_hand=True)}. "
+            f"step {self._ranks.progress.step + 1}: skipped, since gradients overflowed: {self._found(at_hand=True)}. "
             f"Loss scale now {scale:g}, {count} steps skipped in a row"
         )
         limit = self._options.max_skipped_steps
         if 0 < limit <= count and scale <= scaler.min_scale:
-            self._families.clear()
             raise RuntimeError(
                 f"{text}. The loss scale is at its minimum: look for what is inf or NaN in the model or its inputs, "
                 "use a smaller learning rate or bf16, or pass a smaller min_scale"
@@ -134,17 +148,27 @@ class BadNumbers:
 
     # ---- where from ----
 
+    def packed(self, records: Sequence[ShardedParameter], buffer: Tensor) -> None:
+        """Measure the buffer, where a step may be refused or skipped for what is in it."""
+        if self._measures:
+            dtype = torch.promote_types(buffer.dtype, torch.float32)
+            self._packed.append(_Packed(records, torch.linalg.vector_norm(buffer, math.inf, dtype=dtype)))
+
+    def cleared(self) -> None:
+        """Forget what was measured."""
+        self._packed.clear()
+
     def _found(self, at_hand: bool) -> str:
         """The parameter, bucket and ranks, in words; all ranks call it. ``at_hand``: the step's gradients are there."""
         mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
-        told: Sequence[_Seen] = [mine] if self._group.ranks == 1 else self._group.exchange(mine)
+        told: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.exchange(mine)
         suspects = [seen.first for seen in told if seen.first is not None]
         if not suspects:
             return "no parameter has kept a sign of where it came from"
         first = min(suspects)
         ranks = [rank for rank, seen in enumerate(told) if first.place in seen.sent]
         found = f"first in {first.name} (bucket {first.bucket})"
-        if self._group.ranks == 1 or ranks:
+        if self._ranks.ranks == 1 or ranks:
             return f"{found}, from rank {', '.join(map(str, ranks or [0]))}"
         holders = ", ".join(str(rank) for rank, seen in enumerate(told) if seen.first == first)
         return f"{found}, in the slice of the sum over ranks that rank {holders} holds"
@@ -153,21 +177,24 @@ class BadNumbers:
         """By its gradient, while that is there; then by its master."""
         if at_hand:
             for place, record in enumerate(self._parameters):
-                if record.sum is not None and _is_bad(self._families.of(record).gradients.averaged(record)):
+                if record.sum is not None and _is_bad(self._group_of(record).gradients.averaged(record)):
                     return self._suspect(place, record)
         bad = ((place, record) for place, record in enumerate(self._parameters) if _is_bad(record.p32))
         return next((self._suspect(place, record) for place, record in bad), None)
 
     def _suspect(self, place: int, record: ShardedParameter) -> _Suspect:
-        plan = self._families.of(record).reducer.plan.whole
+        plan = self._group_of(record).reducer.plan.whole
         return _Suspect(place, record.name, plan.bucket_of[record.index])
 
+    def _group_of(self, record: ShardedParameter) -> ShardedGroup:
+        return next(group for group in self._groups if group.number == record.family)
+
     def _sent(self) -> set[int]:
-        bad = {family.number: family.reducer.bad_buffers() for family in self._families}
-        return {place for place, record in enumerate(self._parameters) if record.index in bad[record.family]}
+        bad = {record for packed in self._packed if not packed.largest.isfinite() for record in packed.records}
+        return {place for place, record in enumerate(self._parameters) if record in bad}
 
     def _tell(self, text: str) -> None:
-        if self._group.place == 0:
+        if self._ranks.place == 0:
             _log.warning("%s", text)
 
 

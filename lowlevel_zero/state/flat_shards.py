@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from .communication.collectives import ShardGroup
-from .partition import EvenSplit
+from ..communication.collectives import ShardGroup
+from ..partition import EvenSplit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

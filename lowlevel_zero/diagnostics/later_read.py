@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .streams import streams_of
+from ..streams import streams_of
 
 
 class LaterRead:

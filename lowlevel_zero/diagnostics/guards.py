@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bookkeeping.parameter_store import ParameterStore
-from .module_names import own_names
+from ..bookkeeping.module_names import own_names
+from ..bookkeeping.parameter_store import ParameterStore
 
 
 class Guard:
