@@ -84,7 +84,7 @@ def test_it_trains_where_there_is_no_posix(world_size: int, tmp_path: Path) -> N
     import logging
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     from lowlevel_zero import LowLevelZeroOptimizer
-    from lowlevel_zero.memory import estimate
+    from lowlevel_zero.planning import estimate
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group(
         "gloo", init_method="file://{tmp_path}/rendezvous", rank=rank, world_size={world_size}
