@@ -12,7 +12,7 @@ PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test soak peers bench lint clean
+.PHONY: help demo booster test soak peers bench house lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ peers: $(PEERS_INSTALLED)  ## install what the benchmarks compare with
 
 bench: $(PEERS_INSTALLED)  ## measure speed and memory beside others, 25 minutes (a look: make bench ARGS=--quick)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
+
+house: $(INSTALLED)  ## lines by room, arrows that climb, functions called in one step
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.house $(ARGS)
 
 lint: $(LINTERS_INSTALLED)  ## check style, format and types
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from lowlevel_zero.communication.collectives import ShardGroup
 from tests.support.ranks import run_ranks
 
 from .machine import header, load
-from .output import RESULTS, publish
+from .output import RESULTS, publish, refuse_unkept
 from .peers.peer import DTYPES
 from .picture import Curve, draw_curves
 from .report import Spread
@@ -44,6 +44,7 @@ COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 def main(arguments: list[str] | None = None) -> None:
     """Measure every case at every world size; print a table and write JSON."""
     options = _parse(arguments)
+    refuse_unkept(options.out)
     facts = header()
     settle()
     cases = [Case(*key) for key in _product(COLLECTIVES, options.elements, options.dtypes)]

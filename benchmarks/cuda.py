@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 from .fake import Calls, fake_world, make_finite
 from .gpt import GPT, SIZES, make_batches
 from .machine import header, load
-from .output import RESULTS, publish
+from .output import RESULTS, publish, refuse_unkept
 from .peers.peer import adamw
 from .picture import draw_bars
 
@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = [name for name in options.contestants if name.startswith("ours") or find_spec("colossalai")]
     if len(names) < len(options.contestants):
         print("colossalai is not installed, and so left out: make peers", file=sys.stderr)
+    refuse_unkept(options.out)
     facts = header() | {"device": gpu}
     rows = []
     for world_size in options.world_sizes:

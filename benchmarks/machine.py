@@ -23,7 +23,8 @@ def header() -> dict[str, str]:
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": "python " + shlex.join(_without_out(sys.orig_argv[1:])),
-        "code": _commit(),
+        "code": _git("describe", "--always", "--dirty"),
+        "tree of lowlevel_zero": _git("rev-parse", "--short", "HEAD:lowlevel_zero"),
         "python": platform.python_version(),
         **versions,
         "system": f"{platform.system()} {platform.machine()}",
@@ -46,11 +47,15 @@ def _version(package: str) -> str:
         return ""
 
 
-def _commit() -> str:
-    """The commit that was measured, and whether files differed from it."""
-    told = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False
-    )
+def is_dirty() -> bool:
+    """Whether files of the package or the benchmarks differ from the commit, or nobody knows."""
+    files = ("lowlevel_zero", "benchmarks/*.py", "benchmarks/peers")
+    done = subprocess.run(["git", "status", "--porcelain", "--", *files], cwd=_ROOT, capture_output=True, check=False)
+    return done.returncode != 0 or bool(done.stdout)
+
+
+def _git(*arguments: str) -> str:
+    told = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
     return told.stdout.strip() or "not under version control"
 
 

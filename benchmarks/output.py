@@ -8,8 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .machine import is_dirty
+
 RESULTS = Path(__file__).parent / "results"
+
 Draw = Callable[[Any, Mapping[str, Any]], None]
+
+
+def refuse_unkept(path: Path) -> None:
+    """Raise ``SystemExit`` where a result would be kept of a tree that no commit has: nobody could repeat it."""
+    if path.resolve().parent == RESULTS.resolve() and not path.name.startswith("scratch") and is_dirty():
+        raise SystemExit(
+            f"{path.name}: expected a clean tree for a result that is kept: commit, or choose another --out"
+        )
 
 
 def heading(header: Mapping[str, Any], run: Mapping[str, Any]) -> str:

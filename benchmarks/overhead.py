@@ -34,7 +34,7 @@ from tests.support.ranks import run_ranks
 
 from .fake import Calls, fake_world, watched
 from .machine import header, load
-from .output import RESULTS, publish
+from .output import RESULTS, publish, refuse_unkept
 from .peers.peer import DTYPES
 from .picture import Curve, draw_curves
 from .report import Spread
@@ -72,6 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure; print a table, or with ``--profile`` where the time goes; write JSON."""
     options = _parse(arguments)
     case = Case(**{name: getattr(options, name) for name in Case.__dataclass_fields__})
+    refuse_unkept(options.out)
     facts = header()
     settle()
     if options.profile:

@@ -13,7 +13,7 @@ from tests.support.ranks import run_ranks
 
 from .gpt import SIZES
 from .machine import header
-from .output import RESULTS, publish
+from .output import RESULTS, publish, refuse_unkept
 from .peers import CONTESTANTS, Setting, left_out, taking_part
 from .peers.peer import DTYPES
 from .picture import draw_bars
@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     setting = Setting(options.size, options.dtype, options.micro_batches)
     names = [each.name for each in taking_part(setting, options.contestants)]
+    refuse_unkept(options.out)
     facts = header()
     for line in left_out():
         print(line, file=sys.stderr)

@@ -38,7 +38,8 @@ def summarise(ranks: Sequence[Seen], setting: Setting, baseline: str) -> dict[st
             "seconds": {phase: _seconds(turns[name], phase)._asdict() for phase in PHASES},
             "sent bytes a step": _told(min(turn.sent for turn in turns[name])),  # others' are counted, too
             "sent by its own account": _told(median(turn.told for turn in turns[name])),
-            "cores others used": _told(median(turn.others for turn in turns[name])),
+            "share others took": _told(median(turn.others for turn in turns[name])),
+            "share stolen": _told(median(turn.stolen for turn in turns[name])),
             "held after backward": _most(rank[name].after_backward for rank in ranks),
             "held after step": _most(rank[name].after_step for rank in ranks),
             "elements": elements,
@@ -122,7 +123,8 @@ COLUMNS: tuple[tuple[str, Cells], ...] = (
     ("B/p step", lambda row: _per_element(row, "held after step")),
     ("MB lo", lambda row: _number(row["sent bytes a step"], 1e6)),
     ("MB told", lambda row: _number(row["sent by its own account"], 1e6)),
-    ("others", lambda row: _number(row["cores others used"], 1)),
+    ("others %", lambda row: _number(row["share others took"], 0.01)),
+    ("stolen %", lambda row: _number(row["share stolen"], 0.01)),
 )
 
 

@@ -19,8 +19,9 @@ from . import counters
 from .gpt import SIZES, make_batches
 from .peers import CONTESTANTS, Peer, Setting
 
-# A turn in which others kept more cores busy than this counts as disturbed, and is repeated so many seconds later.
-QUIET = 0.2
+# A turn in which others, or the hypervisor, took more than this share of the machine's time counts as disturbed, and is
+# repeated so many seconds later.
+QUIET = 0.02
 PAUSE = 3.0
 
 
@@ -53,9 +54,10 @@ class Turn(NamedTuple):
     Attributes:
         forward_backward, step, whole: seconds, the median over the steps.
         cpu: seconds of computing, all threads of the process, the mean: hardly feels what else runs on the machine.
-        others: cores that somebody else kept busy meanwhile; above 0.1 or so, distrust the times.
-        sent: bytes that all ranks sent over the loopback interface, the mean; NaN where the kernel doesn't tell, as is
-            ``others``.
+        others: share of the machine's time that somebody else took meanwhile; above 0.02, distrust the times.
+        stolen: the part of it that the hypervisor took for its other guests.
+        sent: bytes that all ranks sent over the loopback interface, the mean; NaN where the kernel doesn't tell, as are
+            the two before.
         told: bytes that all ranks sent by the contestant's own account, the mean; NaN where it has none.
     """
 
@@ -64,6 +66,7 @@ class Turn(NamedTuple):
     whole: float
     cpu: float
     others: float
+    stolen: float
     sent: float
     told: float
 
@@ -155,13 +158,15 @@ def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
     everyones = torch.tensor([cpu, told], dtype=torch.float64)
     dist.all_reduce(everyones)  # a barrier, too
     counted = counters.read().since(before)
+    available = (perf_counter() - marks[0]) * (os.cpu_count() or 1)
     starts, middles, ends = marks[:-1:2], marks[1::2], marks[2::2]
     return Turn(
         median(middle - start for start, middle in zip(starts, middles, strict=True)),
         median(end - middle for middle, end in zip(middles, ends, strict=True)),
         median(end - start for start, end in zip(starts, ends, strict=True)),
         cpu / steps,
-        (counted.busy - everyones[0].item()) / (perf_counter() - marks[0]),
+        (counted.busy - everyones[0].item()) / available,
+        counted.stolen / available,
         counted.sent / steps,
         everyones[1].item() / steps,
     )

@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 from .fake import Calls, fake_world, make_finite
 from .gpt import SIZES, make_batches
 from .machine import header, load
-from .output import RESULTS, publish
+from .output import RESULTS, publish, refuse_unkept
 from .peers import CONTESTANTS, Peer, Setting
 from .peers.peer import DTYPES
 from .picture import Curve, draw_curves
@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure every world size in a process of its own; print the table, write JSON and picture."""
     options = _parse(arguments)
     setting = Setting(options.size, options.dtype, 1)
+    refuse_unkept(options.out)
     facts = header()
     settle()
     rows: list[dict[str, Any]] = []

@@ -12,8 +12,8 @@ from tests.support.ranks import run_ranks
 
 from .gpt import SIZES
 from .machine import header, load
-from .output import RESULTS, publish
-from .peers import BASELINE, CONTESTANTS, Setting, left_out, taking_part
+from .output import RESULTS, publish, refuse_unkept
+from .peers import BASELINE, CONTESTANTS, Setting, left_out, taking_part, unpack
 from .peers.peer import DTYPES
 from .picture import draw_steps
 from .report import strangers, summarise, table
@@ -28,8 +28,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print the table, write JSON and picture."""
     options = _parse(arguments)
     setting = Setting(options.size, options.dtype, options.micro_batches)
+    if options.older:
+        unpack(options.older)
     names = options.alone.split() or [each.name for each in taking_part(setting, options.contestants)]
     course = _course(options, setting, names)
+    refuse_unkept(options.out)
     run = {"ranks": options.world_size, **asdict(setting), "rounds": course.rounds, "steps a round": course.steps}
     facts = header()
     for line in left_out():
@@ -62,8 +65,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--baseline", metavar="NAME", default="", choices=CONTESTANTS, help="to whom ratios are taken")
     parser.add_argument("--alone", metavar="NAME", default="", choices=CONTESTANTS, help="no other; tells its peak RSS")
     parser.add_argument(
-        "--patience", type=int, default=0, help="repeat a turn so often while others use more than 0.2 cores"
+        "--patience", type=int, default=3, help="repeat a turn so often while others take more than 2% of the machine"
     )
+    parser.add_argument("--older", metavar="COMMIT", default="", help="whose tree the contestants named older-* are")
     parser.add_argument(
         "--keep", choices=("auto", "yes", "no"), default="auto", help="all contestants in memory at once"
     )

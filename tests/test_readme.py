@@ -1,4 +1,4 @@
-"""What the README says is so: its code runs, its commands exist, its table is the signature."""
+"""What README and pages say is so: code runs, commands exist, the table is the signature, figures are measured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import readme
+from benchmarks.output import RESULTS
 from lowlevel_zero import LowLevelZeroOptimizer, checkpoint
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -63,21 +65,32 @@ def test_the_code_runs_under_torchrun(tmp_path: Path) -> None:
     assert "9 " in done.stdout
 
 
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.stem)
+def test_figures_are_those_of_the_kept_results(page: Path) -> None:
+    text = page.read_text()
+    names = set(re.findall(r"<!-- bench: ([\w-]+) -->", text))
+    assert names
+    assert {name for name in names - {"bars", "peers"} if not (RESULTS / f"{name}.json").exists()} == set()
+    assert readme.filled(text, RESULTS, page.parent) == text, "run python -m benchmarks.readme"
+
+
 def test_the_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     commands = [line.split() for block in blocks("bash") for line in block.splitlines()]
     used = {command[1] for command in commands if command[0] == "make"}
-    assert used == {"demo", "test", "bench"}
+    assert used == {"demo", "test"}
     assert used <= targets
 
 
 def test_the_table_is_the_signature() -> None:
-    rows = re.findall(r"^\| (`.+?) \| (.+?) \|", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \|", (ROOT / "docs" / "options.md").read_text(), flags=re.MULTILINE)
     signature = inspect.signature(LowLevelZeroOptimizer).parameters
     named = [name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)]
-    missing = set(signature) - set(named) - {"optimizer"}
-    undelivered = README[README.index("## What it doesn't do yet") :]
-    assert {name for name in missing if f"`{name}`" not in undelivered} == set()
+    assert set(named) == set(signature) - {"optimizer"}
     for cell, default in rows:
         if default.startswith("`"):
             (name,) = re.findall(r"`(\w+)`", cell)
@@ -88,9 +101,31 @@ def test_the_pages_that_it_links_are_all_there_are() -> None:
     assert {ROOT / link for link in re.findall(r"\]\((docs/[\w-]+\.md)\)", README)} == set(DOCS)
 
 
-def test_the_files_that_it_names_exist() -> None:
-    for name in re.findall(r"`([\w/]+\.py|\w+/)`", README):
-        assert any((ROOT / base / name).exists() for base in ("", "lowlevel_zero", "lowlevel_zero/communication")), name
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.stem)
+def test_what_it_links_exists(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_the_architecture_names_what_exists() -> None:
+    """Files, and functions as ``file.py: Class.method`` or ``file.py: function``."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "lowlevel_zero"
+    for name in re.findall(r"`([\w/]+\.py|\w+/)`", text):
+        assert any((base / name).exists() for base in (package, ROOT)), name
+    functions = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
+    assert len(functions) > 8
+    for file, function in functions:
+        assert function in _functions(package / file), f"{file}: {function}"
+
+
+def _functions(path: Path) -> set[str]:
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        found |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
+        for part in node.body if isinstance(node, ast.ClassDef) else ():
+            found |= {f"{node.name}.{part.name}"} if isinstance(part, ast.FunctionDef) else set()
+    return found
 
 
 GUIDE = (ROOT / "docs" / "coming-from.md").read_text()

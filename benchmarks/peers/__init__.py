@@ -11,11 +11,12 @@ from typing import Any
 
 from .floor import Floor
 from .fsdp import FSDP2
+from .older import unpack
 from .ours import Ours, OursDropping
 from .peer import Peer, Setting
 from .replicated import DDP, DDPMasters, ZeRORedundancy
 
-__all__ = ["BASELINE", "CONTESTANTS", "Contestant", "Peer", "Setting", "left_out", "taking_part"]
+__all__ = ["BASELINE", "CONTESTANTS", "Contestant", "Peer", "Setting", "left_out", "taking_part", "unpack"]
 
 FP32 = ("fp32",)
 BF16 = ("bf16",)
@@ -34,6 +35,7 @@ class Contestant:
         needs: the package without which it can't take part; empty: none but torch.
         accumulates: only for more than one micro-batch; with one it would be another contestant's double.
         alike: trains what everybody trains, so that its losses must be everybody's.
+        asked_for: takes part only where it is named.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Contestant:
     needs: str = ""
     accumulates: bool = False
     alike: bool = True
+    asked_for: bool = False
 
     def suits(self, setting: Setting) -> bool:
         """Whether it can take part in a run with ``setting``."""
@@ -99,6 +102,14 @@ def _everybody() -> Iterator[Contestant]:
     for stage in _STAGES:
         title = f"ours, stage {stage}, half of the blocks dropped"
         yield Contestant(f"ours-{stage}-drop", title, partial(OursDropping, stage=stage), alike=False)
+    for stage in _STAGES:
+        title = f"ours, stage {stage}, by messages"
+        yield Contestant(f"ours-{stage}-messages", title, partial(Ours, stage=stage, messages=True))
+    for stage in _STAGES:
+        for way, messages in (("", False), ("-messages", True)):
+            make = partial(Ours, stage=stage, messages=messages, older=True)
+            title = f"ours, stage {stage}, older tree{', by messages' if messages else ''}"
+            yield Contestant(f"older-{stage}{way}", title, make, asked_for=True)
     yield Contestant("floor", "no communication, a rank's share of the step", Floor, alike=False)
 
 
@@ -110,7 +121,7 @@ def taking_part(setting: Setting, names: list[str] | None) -> list[Contestant]:
     """Who takes part in a run: the baseline, and those named (None: all), where they suit; else ``ValueError``."""
     baseline = CONTESTANTS[BASELINE[setting.dtype]]
     if names is None:
-        others = [each for each in _ALL if each.suits(setting)]
+        others = [each for each in _ALL if each.suits(setting) and not each.asked_for]
     else:
         others = [_named(name, setting) for name in names]
     return [baseline, *(each for each in others if each is not baseline)]

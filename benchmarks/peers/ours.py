@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from random import Random
+from typing import Any
 
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 
 from ..gpt import GPT
+from .older import older_class
 from .peer import Peer, Setting, adamw
+
+_SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 
 
 class Ours(Peer):
@@ -22,14 +27,26 @@ class Ours(Peer):
         stage: 1 or 2.
         implementation: of AdamW.
         reduce_each: reduce every micro-batch, so that no rank ever holds whole gradients, not the last alone.
+        messages: let ranks send messages, as between hosts, instead of sharing memory.
+        older: take the class of the older tree.
     """
 
-    optimizer: LowLevelZeroOptimizer
+    optimizer: Any
 
-    def __init__(self, setting: Setting, stage: int, implementation: str = "fused", reduce_each: bool = False) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        stage: int,
+        implementation: str = "fused",
+        reduce_each: bool = False,
+        messages: bool = False,
+        older: bool = False,
+    ) -> None:
         model = setting.model()
         wrapped = adamw(model.parameters(), implementation)
-        super().__init__(model, LowLevelZeroOptimizer(wrapped, partition_grad=stage == 2, model=model))
+        make: Any = older_class() if older else LowLevelZeroOptimizer
+        with _without_shared_memory() if messages else nullcontext():
+            super().__init__(model, make(wrapped, partition_grad=stage == 2, model=model))
         self._reduce_each = reduce_each
 
     def reducing(self, last: bool) -> AbstractContextManager[object]:
@@ -47,6 +64,19 @@ class Ours(Peer):
     def held(self) -> dict[str, int]:
         """The optimizer keeps account itself."""
         return self.optimizer.memory_held()
+
+
+@contextmanager
+def _without_shared_memory() -> Iterator[None]:
+    """For optimizers that are made within."""
+    before = os.environ.get(_SWITCH)
+    os.environ[_SWITCH] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_SWITCH]
+        if before is not None:
+            os.environ[_SWITCH] = before
 
 
 class OursDropping(Ours):
