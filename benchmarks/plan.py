@@ -45,7 +45,9 @@ class Whole:
         what = f"--size {self.size} --dtype {self.dtype} --micro-batches {self.micro_batches} --world-size {self.ranks}"
         names = self.names.split() + (["ours-2-each"] if self.micro_batches > 1 else [])
         who = f"--contestants {' '.join(_suiting(names, self.dtype))}" if self.names else ""
-        return Part(name, "step", f"{what} {self.turns} {who}", "--size tiny --rounds 1 --steps 1 --warm-up 2 --patience 0")
+        return Part(
+            name, "step", f"{what} {self.turns} {who}", "--size tiny --rounds 1 --steps 1 --warm-up 2 --patience 0"
+        )
 
 
 def _suiting(names: list[str], dtype: str) -> list[str]:

@@ -651,7 +651,7 @@ RANKS = [
     Wrong(
         "two optimizers that ranks step in other orders",
         step_two_in_other_orders,
-        Refused(RuntimeError, "rank 0 to step of optimizer 0; rank 1 to step of optimizer 1: "),
+        Refused(RuntimeError, "rank 0 to step of optimizer 1; rank 1 to step of optimizer 2: "),
         Right(one_step),
     ),
 ]

@@ -169,4 +169,4 @@ def test_ranks_that_differ_are_refused() -> None:
 
     for error in run_ranks_expecting(construct, 2):
         assert error.type == "ValueError"
-        assert "reduction='sum'" in error.message
+        assert "«reduction=sum»" in error.message

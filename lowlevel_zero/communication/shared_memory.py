@@ -113,7 +113,7 @@ class SharedMemory(Exchange):
         start = self.rank * own.numel() * wire.element_size()
 
         def finish(headers: list[Header]) -> Tensor:
-            theirs = torch.empty(self.size, own.numel(), dtype=own.dtype)
+            theirs = own.new_empty(self.size, own.numel())
             theirs[self.rank] = own
             for (_, of), view in zip(self.peers, self._views(headers, own.numel(), own.dtype, start), strict=True):
                 theirs[of] = view

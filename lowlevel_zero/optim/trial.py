@@ -131,7 +131,7 @@ def _own_options(group: Options) -> Options:
 
 
 def _like(group: Options, dtype: torch.dtype | None) -> Tensor:
-    return group["params"][0] if group["params"] and dtype is None else torch.zeros(0, dtype=dtype)
+    return group["params"][0] if group["params"] and dtype is None else torch.zeros(0, dtype=dtype, device="cpu")
 
 
 def _flat(state: Options, shape: tuple[int, ...]) -> Options:

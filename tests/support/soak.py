@@ -9,6 +9,7 @@ import os
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,7 +181,15 @@ def train_rank(rank: int, world_size: int, soak: Soak, folder: str) -> Report:
     _once(rank, world_size, soak, f"{folder}/once")  # what torch keeps for good, it has now
     before = Held.now()
     outcome, memory, during = _once(rank, world_size, soak, f"{folder}/soak", soak.steps)
-    return Report(outcome, memory, before, during, Held.now())
+    return Report(outcome, memory, before, during, _held_at_last(before))
+
+
+def _held_at_last(before: Held, patience: float = 20.0) -> Held:
+    """What is held when threads that end by themselves have done so."""
+    deadline = time.monotonic() + patience
+    while (held := Held.now()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return held
 
 
 def _once(rank: int, world_size: int, soak: Soak, folder: str, steps: int = 2) -> tuple[Outcome, list[Memory], Held]:
