@@ -13,35 +13,34 @@ from torch import Tensor
 from lowlevel_zero.communication import byte_messages
 from lowlevel_zero.communication.collectives import ShardGroup
 from tests.support.buffers import buffer_of, sum_of_buffers
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ROWS = [1, 3, 7, 64, 1001]
 
 
-over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 over_world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
-@over_dtypes
 @over_world_sizes
-def test_reduce_scatter_leaves_the_own_row_of_the_sum(world_size: int, dtype: torch.dtype) -> None:
-    def reduce(rank: int, world_size: int) -> list[Tensor]:
+def test_reduce_scatter_leaves_the_own_row_of_the_sum(world_size: int, subtests: pytest.Subtests) -> None:
+    def reduce(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
         group = ShardGroup()
         pending = [group.reduce_scatter(buffer_of(rank, world_size, row, dtype)) for row in ROWS]
         return [each.wait() for each in pending]
 
-    for rank, totals in enumerate(run_ranks(reduce, world_size)):
-        for row, total in zip(ROWS, totals, strict=True):
-            assert total.dtype == dtype
-            assert torch.equal(total, sum_of_buffers(world_size, row, dtype)[rank])
+    for (dtype,), ran in run_cases(reduce, world_size, zip(DTYPES)):
+        with subtests.test(dtype=dtype):
+            for rank, totals in enumerate(ran.values()):
+                for row, total in zip(ROWS, totals, strict=True):
+                    assert total.dtype == dtype
+                    assert torch.equal(total, sum_of_buffers(world_size, row, dtype)[rank])
 
 
-@over_dtypes
 @over_world_sizes
-def test_all_reduce_leaves_the_sum_in_the_wire(world_size: int, dtype: torch.dtype) -> None:
-    def reduce(rank: int, world_size: int) -> list[tuple[Tensor, bool]]:
+def test_all_reduce_leaves_the_sum_in_the_wire(world_size: int, subtests: pytest.Subtests) -> None:
+    def reduce(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[Tensor, bool]]:
         group = ShardGroup()
         wires = [buffer_of(rank, world_size, row, dtype) for row in ROWS]
         pending = [group.all_reduce(wire) for wire in wires]
@@ -50,16 +49,17 @@ def test_all_reduce_leaves_the_sum_in_the_wire(world_size: int, dtype: torch.dty
             for each, wire in zip(pending, wires, strict=True)
         ]
 
-    for totals in run_ranks(reduce, world_size):
-        for row, (total, in_place) in zip(ROWS, totals, strict=True):
-            assert in_place
-            assert torch.equal(total, sum_of_buffers(world_size, row, dtype))
+    for (dtype,), ran in run_cases(reduce, world_size, zip(DTYPES)):
+        with subtests.test(dtype=dtype):
+            for totals in ran.values():
+                for row, (total, in_place) in zip(ROWS, totals, strict=True):
+                    assert in_place
+                    assert torch.equal(total, sum_of_buffers(world_size, row, dtype))
 
 
-@over_dtypes
 @over_world_sizes
-def test_all_gather_fills_the_wire_with_every_rank_s_row(world_size: int, dtype: torch.dtype) -> None:
-    def gather(rank: int, world_size: int) -> list[Tensor]:
+def test_all_gather_fills_the_wire_with_every_rank_s_row(world_size: int, subtests: pytest.Subtests) -> None:
+    def gather(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
         group = ShardGroup()
         pending = []
         for row in ROWS:
@@ -68,47 +68,51 @@ def test_all_gather_fills_the_wire_with_every_rank_s_row(world_size: int, dtype:
             pending.append(group.all_gather(wire))
         return [each.wait() for each in pending]
 
-    for wires in run_ranks(gather, world_size):
-        for row, wire in zip(ROWS, wires, strict=True):
-            for rank in range(world_size):
-                assert torch.equal(wire[rank], buffer_of(rank, world_size, row, dtype)[rank])
+    for (dtype,), ran in run_cases(gather, world_size, zip(DTYPES)):
+        with subtests.test(dtype=dtype):
+            for wires in ran.values():
+                for row, wire in zip(ROWS, wires, strict=True):
+                    for rank in range(world_size):
+                        assert torch.equal(wire[rank], buffer_of(rank, world_size, row, dtype)[rank])
 
 
-@over_dtypes
 @over_world_sizes
-def test_all_to_all_hands_out_what_each_rank_has_for_each(world_size: int, dtype: torch.dtype) -> None:
+def test_all_to_all_hands_out_what_each_rank_has_for_each(world_size: int, subtests: pytest.Subtests) -> None:
     def size(of: int, to: int) -> int:
         return 0 if to == 1 else 3 * of + to + 1  # nothing for rank 1
 
-    def piece(of: int, to: int, number: int) -> Tensor:
+    def piece(of: int, to: int, number: int, dtype: torch.dtype) -> Tensor:
         return torch.arange(size(of, to)).to(dtype) + 10 * of + number
 
-    def hand_out(rank: int, world_size: int) -> list[Tensor]:
+    def hand_out(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
         group = ShardGroup()
         ranks = range(world_size)
         sizes, sizes_into = [size(rank, to) for to in ranks], [size(of, rank) for of in ranks]
         pending = []
         for number in range(3):
-            wire = torch.cat([piece(rank, to, number) for to in ranks])
+            wire = torch.cat([piece(rank, to, number, dtype) for to in ranks])
             pending.append(group.all_to_all(wire, sizes, wire.new_empty(sum(sizes_into)), sizes_into))
         assert group.traffic()["step"] == 3 * (sum(sizes) - sizes[rank]) * dtype.itemsize
         return [each.wait() for each in pending]
 
-    for rank, received in enumerate(run_ranks(hand_out, world_size)):
-        for number, tensor in enumerate(received):
-            assert torch.equal(tensor, torch.cat([piece(of, rank, number) for of in range(world_size)]))
+    for (dtype,), ran in run_cases(hand_out, world_size, zip(DTYPES)):
+        with subtests.test(dtype=dtype):
+            for rank, received in enumerate(ran.values()):
+                for number, tensor in enumerate(received):
+                    expected = [piece(of, rank, number, dtype) for of in range(world_size)]
+                    assert torch.equal(tensor, torch.cat(expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bit_rows_are_summed_in_fp32(dtype: torch.dtype) -> None:
-    large = 256.0 if dtype == torch.bfloat16 else 2048.0  # above it only even numbers can be held
-
-    def reduce(rank: int, world_size: int) -> Tensor:
+def test_sixteen_bit_rows_are_summed_in_fp32(subtests: pytest.Subtests) -> None:
+    def reduce(rank: int, world_size: int, dtype: torch.dtype, large: float) -> Tensor:
         wire = torch.full((world_size, 5), large if rank == 0 else 1.0, dtype=dtype)
         return ShardGroup().reduce_scatter(wire).wait()
 
-    for total in run_ranks(reduce, 3):
-        assert total.tolist() == [large + 2] * 5
+    # Above these only even numbers can be held.
+    for (dtype, large), ran in run_cases(reduce, 3, [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]):
+        with subtests.test(dtype=dtype):
+            for total in ran.values():
+                assert total.tolist() == [large + 2] * 5
 
 
 def test_reductions_may_be_taken_in_another_order_than_they_were_started() -> None:
@@ -142,20 +146,21 @@ def assorted(rank: int) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 40, 2**20])
 @over_world_sizes
-def test_broadcast_carries_all_kinds(world_size: int, batch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_messages, "_BYTES", batch_bytes)
+def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests) -> None:
+    def broadcast(rank: int, world_size: int, batch_bytes: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(byte_messages, "_BYTES", batch_bytes)
+            tensors = assorted(rank)
+            ShardGroup().broadcast(tensors, torch.device("cpu"))
+            return [(tensor, tensor.stride()) for tensor in tensors]
 
-    def broadcast(rank: int, world_size: int) -> list[tuple[Tensor, tuple[int, ...]]]:
-        tensors = assorted(rank)
-        ShardGroup().broadcast(tensors, torch.device("cpu"))
-        return [(tensor, tensor.stride()) for tensor in tensors]
-
-    for got in run_ranks(broadcast, world_size):
-        for (tensor, stride), expected in zip(got, assorted(0), strict=True):
-            assert (tensor.dtype, stride) == (expected.dtype, expected.stride())
-            assert torch.equal(tensor, expected)
+    for (batch_bytes,), ran in run_cases(broadcast, world_size, [(1,), (40,), (2**20,)]):
+        with subtests.test(batch_bytes=batch_bytes):
+            for got in ran.values():
+                for (tensor, stride), expected in zip(got, assorted(0), strict=True):
+                    assert (tensor.dtype, stride) == (expected.dtype, expected.stride())
+                    assert torch.equal(tensor, expected)
 
 
 @over_world_sizes

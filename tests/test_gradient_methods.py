@@ -14,7 +14,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.judging import check_run, check_share
 from tests.support.numbers import joined, share_of
 from tests.support.oracle import Result, Run, build, emulate, groups, loss_of, train_alone, train_sharded
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)
@@ -98,11 +98,12 @@ def dropping(step: int, rank: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("world_size", "edit"), [(1, replaced), (2, in_place), (3, replaced), (4, in_place)])
-@over_stages
-def test_edited_slices_are_what_is_stepped(stage: str, world_size: int, edit: Edit) -> None:
+def test_edited_slices_are_what_is_stepped(world_size: int, edit: Edit, subtests: pytest.Subtests) -> None:
     run = Run(world_size, 4, 2, drop=dropping, bare=world_size == 3)
-    got = run_ranks(train, world_size, run.with_options(reduce_bucket_size=50, **STAGES[stage]), edit)
-    check_run(run, [(parameters, norms) for parameters, _, norms in got], by=squashed)
+    cases = [(run.with_options(reduce_bucket_size=50, **options), edit) for options in STAGES.values()]
+    for stage, ((edited, _), ran) in zip(STAGES, run_cases(train, world_size, cases), strict=True):
+        with subtests.test(stage):
+            check_run(edited, [(parameters, norms) for parameters, _, norms in ran.values()], by=squashed)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.support import experts
 from tests.support.checkpoints import AFTER, BEFORE, Training
 from tests.support.grid import Grid
 from tests.support.judging import check_run
-from tests.support.numbers import DROPS, STAGES, check_sixteen_bits
+from tests.support.numbers import DROPS, STAGES, check_masters, check_sixteen_bits, masters_of, trained
 from tests.support.oracle import Result, Run, build, groups, train_rank, train_sharded
 from tests.support.ranks import run_ranks
 
@@ -133,34 +134,44 @@ def run_of(world_size: int, make: Callable[[Any], torch.optim.Optimizer], **sett
     return Run(world_size, steps=10, optimizer=make, **settings)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_slices_are_stepped_as_the_whole(world_size: int, settings: str) -> None:
-    stage, drop = list(STAGES)[(world_size + len(settings)) % 3], list(DROPS)[(2 * world_size + len(settings)) % 5]
-    run = run_of(world_size, lamb(**SETTINGS[settings]), drop=DROPS[drop], clip=0.3)
-    options = {"reduce_bucket_size": 50, **STAGES[stage]}
-    check_run(run, run_ranks(train_sharded, world_size, run.with_options(**options)), 5e-6)
+def test_slices_are_stepped_as_the_whole(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, settings: str) -> Run:
+        stage, drop = list(STAGES)[(world_size + len(settings)) % 3], list(DROPS)[(2 * world_size + len(settings)) % 5]
+        run = run_of(world_size, lamb(**SETTINGS[settings]), drop=DROPS[drop], clip=0.3)
+        return run.with_options(reduce_bucket_size=50, **STAGES[stage])
+
+    runs = {f"{size} ranks, {settings}": of(size, settings) for size, settings in product((1, 2, 3, 4), SETTINGS)}
+    for name, run, ran in trained(runs):
+        with subtests.test(name):
+            check_run(run, ran.values(), 5e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"bias_correction": True}, {"adam": True, "weight_decay": 0}])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_colossalai_s_own(world_size: int, settings: dict[str, Any]) -> None:
-    run = run_of(world_size, colossalais(**settings), drop=DROPS["different"])
-    check_run(run, run_ranks(train_sharded, world_size, run.with_options(partition_grad=True)), 5e-6)
+def test_colossalai_s_own(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, settings: dict[str, Any]) -> Run:
+        return run_of(world_size, colossalais(**settings), drop=DROPS["different"]).with_options(partition_grad=True)
+
+    settings: list[dict[str, Any]] = [{}, {"bias_correction": True}, {"adam": True, "weight_decay": 0}]
+    for name, run, ran in trained({f"{size} ranks, {each}": of(size, each) for size in (1, 3) for each in settings}):
+        with subtests.test(name):
+            check_run(run, ran.values(), 5e-6)
 
 
-@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"overlap_allgather": True, "partition_grad": True}])
-def test_options(options: dict[str, Any]) -> None:
-    run = run_of(2, lamb(), micro_batches=2).with_options(**options)
-    check_run(run, run_ranks(train_sharded, 2, run), 5e-6)
+def test_options(subtests: pytest.Subtests) -> None:
+    run = run_of(2, lamb(), micro_batches=2)
+    options: list[dict[str, Any]] = [{"cpu_offload": True}, {"overlap_allgather": True, "partition_grad": True}]
+    for name, each, ran in trained({str(own): run.with_options(**own) for own in options}):
+        with subtests.test(name):
+            check_run(each, ran.values(), 5e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_over_fp32_masters(dtype: torch.dtype) -> None:
+def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
     """With gradients in fp32 on the wire: else its rounding is what would be seen."""
-    run = replace(run_of(2, lamb(eps=1e-2)), dtype=dtype, steps=5)
-    options = {"partition_grad": True, "initial_scale": 256.0, "communication_dtype": torch.float32}
-    check_sixteen_bits(run.with_options(**options), 1e-4)
+    run = replace(run_of(2, lamb(eps=1e-2)), steps=5)
+    run = run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
+    runs = {str(dtype): replace(run, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+    for name, each, ran in trained(runs, masters_of):
+        with subtests.test(name):
+            check_masters(each, ran.values(), 1e-4)
 
 
 def test_sixteen_bit_slices_themselves() -> None:

@@ -651,7 +651,8 @@ RANKS = [
     Wrong(
         "two optimizers that ranks step in other orders",
         step_two_in_other_orders,
-        Refused(RuntimeError, "rank 0 to step of optimizer 1; rank 1 to step of optimizer 2: "),
+        # Which number an optimizer has in a process depends on how many there were before.
+        Refused(RuntimeError, r"rank 0 to step of optimizer (\d+); rank 1 to step of optimizer (?!\1)\d+: "),
         Right(one_step),
     ),
 ]
@@ -1009,7 +1010,6 @@ PROCESSES = [
     Wrong("a fork that steps", in_a_fork(step_in_vain), Right()),
     Wrong("a fork that lets go", in_a_fork(let_go), Right()),
     Wrong("a process group that is destroyed by now", destroy_the_group, Right()),
-    Wrong("an optimizer that outlives its group", outlive_the_group, Right(nothing)),
     Wrong("an exception in a hook", fail_and_go_on(KeyError), Right()),
     Wrong("an exception in a hook, without zero_grad", fail_and_go_on(KeyError, clear=False), Right()),
     Wrong("KeyboardInterrupt in backward", fail_and_go_on(KeyboardInterrupt), Right()),
@@ -1028,14 +1028,28 @@ PROCESSES = [
     ),
 ]
 
-TABLE = [*ORDER, *OBJECTS, *RANKS, *MODELS, *EDITS, *COPIES, *PROCESSES]
+# In a launch of its own: a thread of it waits for the file of a store that has gone with the group.
+OUTLIVING = [Wrong("an optimizer that outlives its group", outlive_the_group, Right(nothing))]
+
+TABLES = {
+    "order": ORDER,
+    "objects": OBJECTS,
+    "ranks": RANKS,
+    "models": MODELS,
+    "edits": EDITS,
+    "copies": COPIES,
+    "processes": PROCESSES,
+    "outliving": OUTLIVING,
+}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("wrong", TABLE, ids=lambda wrong: wrong.what)
-def test_wrong_calls(wrong: Wrong, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("table", TABLES)
+def test_wrong_calls(
+    table: str, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
     monkeypatch.chdir(tmp_path)  # some save
-    try_out(wrong, world_size)
+    try_out(TABLES[table], world_size, subtests)
 
 
 # Those in which ranks run other syncs than others, or one can't.
@@ -1050,9 +1064,8 @@ UNEVEN = (
 
 
 @pytest.mark.usefixtures("forecasting")
-@pytest.mark.parametrize("wrong", [wrong for wrong in RANKS if wrong.what in UNEVEN], ids=lambda wrong: wrong.what)
-def test_wrong_calls_where_unused_parameters_are_detected(wrong: Wrong) -> None:
-    try_out(wrong, 2)
+def test_wrong_calls_where_unused_parameters_are_detected(subtests: pytest.Subtests) -> None:
+    try_out([wrong for wrong in RANKS if wrong.what in UNEVEN], 2, subtests)
 
 
 def test_the_uneven_ones_are_among_them() -> None:
@@ -1074,5 +1087,6 @@ def test_wrong_keywords(world_size: int) -> None:
 
 
 def test_the_table_is_long_and_no_record_is_there_twice() -> None:
-    assert len(TABLE) >= 60
-    assert len({wrong.what for wrong in TABLE}) == len(TABLE)
+    whats = [wrong.what for table in TABLES.values() for wrong in table]
+    assert len(whats) >= 60
+    assert len(set(whats)) == len(whats)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from lowlevel_zero.optim import muon
 from lowlevel_zero.optim.newton_schulz import adjusted_rate, newton_schulz, orthogonalise, rate_for
 from tests.support.grid import Grid
 from tests.support.judging import check_run
-from tests.support.numbers import DROPS, STAGES, check_sixteen_bits
+from tests.support.numbers import DROPS, STAGES, check_masters, masters_of, trained
 from tests.support.oracle import Result, Run, loss_of, train_rank, train_sharded
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("torch has Muon from 2.9 on", allow_module_level=True)
@@ -80,41 +81,54 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_all_settings_on_any_number_of_ranks(world_size: int, settings: str) -> None:
-    stage = list(STAGES)[(world_size + len(settings)) % 3]
-    run = replace(run_of(world_size, drop=DROPS["different"]), optimizer=muon_of(**SETTINGS[settings]))
-    check(run, run_ranks(train_sharded, world_size, run.with_options(**STAGES[stage])))
+def test_all_settings_on_any_number_of_ranks(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, settings: str) -> Run:
+        stage = list(STAGES)[(world_size + len(settings)) % 3]
+        run = replace(run_of(world_size, drop=DROPS["different"]), optimizer=muon_of(**SETTINGS[settings]))
+        return run.with_options(**STAGES[stage])
+
+    runs = {f"{size} ranks, {settings}": of(size, settings) for size, settings in product(WORLD_SIZES, SETTINGS)}
+    for name, run, ran in trained(runs):
+        with subtests.test(name):
+            check(run, ran.values())
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_all_ways_to_get_gradients(stage: str, way: str) -> None:
-    run = run_of(3, **WAYS[way]).with_options(reduce_bucket_size=40, **STAGES[stage])
-    check(run, run_ranks(train_sharded, 3, run))
+def test_all_ways_to_get_gradients(subtests: pytest.Subtests) -> None:
+    def of(stage: str, way: str) -> Run:
+        return run_of(3, **WAYS[way]).with_options(reduce_bucket_size=40, **STAGES[stage])
+
+    for name, run, ran in trained({f"{stage}, {way}": of(stage, way) for stage, way in product(STAGES, WAYS)}):
+        with subtests.test(name):
+            check(run, ran.values())
 
 
-@pytest.mark.parametrize(
-    "options", [{"cpu_offload": True}, {"overlap_allgather": True}, {"cpu_offload": True, "partition_grad": True}]
-)
-def test_options(options: dict[str, Any]) -> None:
-    run = run_of(2, drop=DROPS["different"]).with_options(**options)
-    check(run, run_ranks(train_sharded, 2, run))
+def test_options(subtests: pytest.Subtests) -> None:
+    run = run_of(2, drop=DROPS["different"])
+    options = [{"cpu_offload": True}, {"overlap_allgather": True}, {"cpu_offload": True, "partition_grad": True}]
+    for name, each, ran in trained({str(own): run.with_options(**own) for own in options}):
+        with subtests.test(name):
+            check(each, ran.values())
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_fp32_to_1e_5(world_size: int) -> None:
-    run = replace(run_of(world_size, torch.float32), optimizer=muon_of(lr=1e-3)).with_options(partition_grad=True)
-    check(run, run_ranks(train_sharded, world_size, run), 1e-5, 1e-5)
+def test_fp32_to_1e_5(subtests: pytest.Subtests) -> None:
+    def of(world_size: int) -> Run:
+        return replace(run_of(world_size, torch.float32), optimizer=muon_of(lr=1e-3)).with_options(partition_grad=True)
+
+    for name, run, ran in trained({f"{size} ranks": of(size) for size in WORLD_SIZES}):
+        with subtests.test(name):
+            check(run, ran.values(), 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_over_fp32_masters(dtype: torch.dtype) -> None:
+def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
     """With gradients in fp32 on the wire: else its rounding is what would be seen."""
-    run = run_of(2, dtype, drop=DROPS["different"], clip=0.3)
-    run = run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
-    check_sixteen_bits(run, 1e-2)
+
+    def of(dtype: torch.dtype) -> Run:
+        run = run_of(2, dtype, drop=DROPS["different"], clip=0.3)
+        return run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
+
+    for name, run, ran in trained({str(dtype): of(dtype) for dtype in (torch.bfloat16, torch.float16)}, masters_of):
+        with subtests.test(name):
+            check_masters(run, ran.values(), 1e-2)
 
 
 def test_small_batches_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,10 +219,9 @@ def loss_on(model: Net, step: int, rank: int) -> Tensor:
     return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-@pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_muon_for_matrices_and_adamw_for_the_rest(world_size: int, bare: bool) -> None:
-    def work(rank: int, world_size: int) -> None:
+def test_muon_for_matrices_and_adamw_for_the_rest(world_size: int, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, bare: bool) -> None:
         torch.manual_seed(0)
         plain = Net().double()
         torch.manual_seed(0)
@@ -227,7 +240,9 @@ def test_muon_for_matrices_and_adamw_for_the_rest(world_size: int, bare: bool) -
         for (name, expected), got in zip(plain.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9, msg=name)
 
-    run_ranks(work, world_size)
+    for (bare,), ran in run_cases(work, world_size, [(False,), (True,)]):
+        with subtests.test(bare=bare):
+            ran.values()
 
 
 # ---- state ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, cycle, product
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ from tests.support.numbers import (
     DROPS,
     STAGES,
     adagrad,
+    check_masters,
     check_sixteen_bits,
     joined,
     masters_of,
     share_of,
+    trained,
 )
 from tests.support.oracle import (
     Run,
@@ -33,7 +36,7 @@ from tests.support.oracle import (
     train_rank,
     train_sharded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 OTHER_FACTORS: dict[str, dict[str, dict[str, Any]]] = {
@@ -62,6 +65,10 @@ OTHER_FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+def label(case: Iterable[Any]) -> str:
+    return "-".join(map(str, case))
+
+
 class Case(NamedTuple):
     """One run by its levels' names."""
 
@@ -72,7 +79,7 @@ class Case(NamedTuple):
 
     @property
     def label(self) -> str:
-        return "-".join([str(self.world_size), self.stage, self.drop, *self.others])
+        return label([self.world_size, self.stage, self.drop, *self.others])
 
     @property
     def run(self) -> Run:
@@ -108,9 +115,10 @@ def test_the_selection_covers_every_pair_of_levels() -> None:
         assert met == set(product(levels[one], levels[other]))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_fp32(case: Case) -> None:
-    check_run(case.run, run_ranks(train_sharded, case.world_size, case.run))
+def test_fp32(subtests: pytest.Subtests) -> None:
+    for name, run, ran in trained({case.label: case.run for case in CASES}):
+        with subtests.test(name):
+            check_run(run, ran.values())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -165,6 +173,7 @@ def test_what_should_not_have_moved_is_seen_if_it_has() -> None:
 
 # 16 bits
 
+
 SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIXTEEN_WAYS: dict[str, dict[str, Any]] = {
     "momentum": {},
@@ -181,16 +190,11 @@ def sixteen(world_size: int, dtype: str, stage: str, way: str) -> Run:
     return replace(run, **SIXTEEN_WAYS[way]).with_options(**STAGES[stage], **options)
 
 
-def sixteen_cases() -> list[Any]:
-    ways = cycle(SIXTEEN_WAYS)
-    frame = list(product(WORLD_SIZES, SIXTEEN, STAGES))
-    cases = [(*place, next(ways)) for place in frame]
-    return [pytest.param(sixteen(*case), id="-".join(map(str, case))) for case in cases]
-
-
-@pytest.mark.parametrize("run", sixteen_cases())
-def test_sixteen_bits_over_fp32_masters(run: Run) -> None:
-    check_sixteen_bits(run, share_of(run.dtype, run.world_size))
+def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
+    cases = [(*place, way) for place, way in zip(product(WORLD_SIZES, SIXTEEN, STAGES), cycle(SIXTEEN_WAYS))]
+    for name, run, ran in trained({label(case): sixteen(*case) for case in cases}, masters_of):
+        with subtests.test(name):
+            check_masters(run, ran.values(), share_of(run.dtype, run.world_size))
 
 
 def test_masters_keep_what_sixteen_bits_cannot() -> None:
@@ -200,43 +204,55 @@ def test_masters_keep_what_sixteen_bits_cannot() -> None:
     check_sixteen_bits(run, share_of(run.dtype, 2))
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, "stage1"), (2, "stage1-scatter"), (3, "stage1"), (4, "stage2")])
-def test_without_masters(world_size: int, stage: str) -> None:
-    run = Run(world_size=world_size, dtype=torch.bfloat16).with_options(**STAGES[stage], master_weights=False)
-    expected, norms = emulate(run)
-    ranks = run_ranks(masters_of, world_size, run)
-    for slices, _, _ in ranks:
-        assert {own.dtype for own in slices.values()} == {torch.bfloat16}
-    got = joined([slices for slices, _, _ in ranks], expected)
-    # One more rounding a step, of the parameter itself: a share of its size, not of its way.
-    for name, whole in expected.items():
-        torch.testing.assert_close(got[name], whole, rtol=4 * 2**-8, atol=2e-3, msg=name)
-    check_norms(norms, [norms for _, _, norms in ranks], 2e-2)
+def test_without_masters(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, stage: str) -> Run:
+        run = Run(world_size=world_size, dtype=torch.bfloat16)
+        return run.with_options(**STAGES[stage], master_weights=False)
+
+    cases = [(1, "stage1"), (2, "stage1-scatter"), (3, "stage1"), (4, "stage2")]
+    for name, run, ran in trained({label(case): of(*case) for case in cases}, masters_of):
+        with subtests.test(name):
+            expected, norms = emulate(run)
+            ranks = ran.values()
+            for slices, _, _ in ranks:
+                assert {own.dtype for own in slices.values()} == {torch.bfloat16}
+            got = joined([slices for slices, _, _ in ranks], expected)
+            # One more rounding a step, of the parameter itself: a share of its size, not of its way.
+            for key, whole in expected.items():
+                torch.testing.assert_close(got[key], whole, rtol=4 * 2**-8, atol=2e-3, msg=key)
+            check_norms(norms, [norms for _, _, norms in ranks], 2e-2)
 
 
 # Wires of another dtype
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, "stage1-scatter"), (3, "stage1"), (4, "stage2")])
-def test_fp32_wire_for_a_bf16_model_rounds_no_sum(world_size: int, stage: str) -> None:
-    run = Run(world_size=world_size, dtype=torch.bfloat16, micro_batches=3)
-    check_sixteen_bits(run.with_options(**STAGES[stage], communication_dtype=torch.float32), 1e-6)
+def test_fp32_wire_for_a_bf16_model_rounds_no_sum(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, stage: str) -> Run:
+        run = Run(world_size=world_size, dtype=torch.bfloat16, micro_batches=3)
+        return run.with_options(**STAGES[stage], communication_dtype=torch.float32)
+
+    cases = [(2, "stage1-scatter"), (3, "stage1"), (4, "stage2")]
+    for name, run, ran in trained({label(case): of(*case) for case in cases}, masters_of):
+        with subtests.test(name):
+            check_masters(run, ran.values(), 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("wire", "stage"),
-    [(torch.bfloat16, "stage1"), (torch.bfloat16, "stage2"), (torch.float16, "stage1-scatter")],
-    ids=str,
-)
-def test_sixteen_bit_wire_for_an_fp32_model(wire: torch.dtype, stage: str) -> None:
-    run = Run(world_size=3).with_options(**STAGES[stage], communication_dtype=wire)
-    expected, norms = emulate(run)
-    ranks = run_ranks(masters_of, 3, run)
-    got = joined([slices for slices, _, _ in ranks], expected)
-    check_movement(run, expected, got, share_of(wire, 3))
-    check_norms(norms, [norms for _, _, norms in ranks], share_of(wire, 3))
-    with pytest.raises(AssertionError, match="off by"):  # the wire was used at all
-        check_movement(run, expected, got, 1e-6)
+def test_sixteen_bit_wire_for_an_fp32_model(subtests: pytest.Subtests) -> None:
+    wires = [("stage1", torch.bfloat16), ("stage2", torch.bfloat16), ("stage1-scatter", torch.float16)]
+    runs = {
+        f"{stage}, {wire}": Run(world_size=3).with_options(**STAGES[stage], communication_dtype=wire)
+        for stage, wire in wires
+    }
+    for name, run, ran in trained(runs, masters_of):
+        with subtests.test(name):
+            expected, norms = emulate(run)
+            ranks = ran.values()
+            got = joined([slices for slices, _, _ in ranks], expected)
+            share = share_of(run.options["communication_dtype"], 3)
+            check_movement(run, expected, got, share)
+            check_norms(norms, [norms for _, _, norms in ranks], share)
+            with pytest.raises(AssertionError, match="off by"):  # the wire was used at all
+                check_movement(run, expected, got, 1e-6)
 
 
 # Models of several dtypes, and of a wide one
@@ -283,30 +299,37 @@ MIXED_WAYS: dict[str, dict[str, Any]] = {
 MIXED_CASES = list(zip(cycle([2, 4, 3]), cycle(STAGES), [*MIXED_WAYS, *MIXED_WAYS], strict=False))
 
 
-@pytest.mark.parametrize(("world_size", "stage", "way"), MIXED_CASES)
-def test_mixed_dtypes(world_size: int, stage: str, way: str) -> None:
-    run = Run(world_size=world_size, model=Mixed, **MIXED_WAYS[way])
-    check_sixteen_bits(run.with_options(**STAGES[stage], reduce_bucket_size=60), share_of(torch.bfloat16, world_size))
+def test_mixed_dtypes(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, stage: str, way: str) -> Run:
+        run = Run(world_size=world_size, model=Mixed, **MIXED_WAYS[way])
+        return run.with_options(**STAGES[stage], reduce_bucket_size=60)
+
+    for name, run, ran in trained({label(case): of(*case) for case in MIXED_CASES}, masters_of):
+        with subtests.test(name):
+            check_masters(run, ran.values(), share_of(torch.bfloat16, run.world_size))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_fp16_beside_fp32_is_scaled_and_unscaled(stage: str) -> None:
-    run = Run(world_size=2, model=MixedHalf, clip=0.3)
-    check_sixteen_bits(run.with_options(**STAGES[stage], initial_scale=512.0), share_of(torch.float16, 2))
+def test_fp16_beside_fp32_is_scaled_and_unscaled(subtests: pytest.Subtests) -> None:
+    run = Run(world_size=2, model=MixedHalf, clip=0.3).with_options(initial_scale=512.0)
+    for name, each, ran in trained({stage: run.with_options(**own) for stage, own in STAGES.items()}, masters_of):
+        with subtests.test(name):
+            check_masters(each, ran.values(), share_of(torch.float16, 2))
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.3], ids=["whole", "clip"])
-@pytest.mark.parametrize(("world_size", "stage"), [(1, "stage2"), (3, "stage1"), (3, "stage2")])
-def test_fp64_stays_fp64(world_size: int, stage: str, clip: float) -> None:
-    run = Run(world_size=world_size, dtype=torch.float64, micro_batches=3, clip=clip)
-    run = run.with_options(**STAGES[stage])
-    expected, norms = train_alone(run)
-    ranks = run_ranks(train_rank_numbers, world_size, run)
-    for parameters, masters, own in ranks:
-        assert {slice_.dtype for slice_ in masters.values()} == {torch.float64}
-        assert own == pytest.approx(norms, rel=1e-12)
-        for name, value in expected.items():
-            torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-13, msg=name)
+def test_fp64_stays_fp64(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, stage: str, clip: float) -> Run:
+        run = Run(world_size=world_size, dtype=torch.float64, micro_batches=3, clip=clip)
+        return run.with_options(**STAGES[stage])
+
+    cases = [(*place, clip) for place in ((1, "stage2"), (3, "stage1"), (3, "stage2")) for clip in (0.0, 0.3)]
+    for name, run, ran in trained({label(case): of(*case) for case in cases}, train_rank_numbers):
+        with subtests.test(name):
+            expected, norms = train_alone(run)
+            for parameters, masters, own in ran.values():
+                assert {slice_.dtype for slice_ in masters.values()} == {torch.float64}
+                assert own == pytest.approx(norms, rel=1e-12)
+                for key, value in expected.items():
+                    torch.testing.assert_close(parameters[key], value, rtol=0, atol=1e-13, msg=key)
 
 
 def train_rank_numbers(
@@ -336,8 +359,12 @@ def train_with_overflow(rank: int, world_size: int, run: Run) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(stage: str) -> None:
-    run = Run(dtype=torch.float16).with_options(**STAGES[stage], initial_scale=256.0, hysteresis=1)
-    for seen in run_ranks(train_with_overflow, 2, run):
-        assert seen == [([], 256.0), (["p", "p32"], 128.0), ([], 128.0)]
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, stage: str) -> list[Any]:
+        run = Run(dtype=torch.float16).with_options(**STAGES[stage], initial_scale=256.0, hysteresis=1)
+        return train_with_overflow(rank, world_size, run)
+
+    for (stage,), ran in run_cases(train, 2, [(stage,) for stage in STAGES]):
+        with subtests.test(stage=stage):
+            for seen in ran.values():
+                assert seen == [([], 256.0), (["p", "p32"], 128.0), ([], 128.0)]

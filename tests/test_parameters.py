@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.oracle import Run, build, check_close, emulate, groups, loss_of, train_alone, train_rank
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)
@@ -119,10 +118,10 @@ def train_kinds_alone(world_size: int, steps: int = 3) -> Parameters:
     return values(model)
 
 
-def train_kinds(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Parameters, dict[str, set[Any]]]:
+def train_kinds(rank: int, world_size: int, stage: str, bucket: int) -> tuple[Parameters, dict[str, set[Any]]]:
     model = Kinds()
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = LowLevelZeroOptimizer(inner, model=model, **options)
+    optimizer = LowLevelZeroOptimizer(inner, model=model, reduce_bucket_size=bucket, **STAGES[stage])
     strides: dict[str, set[Any]] = {name: {p.stride()} for name, p in model.named_parameters()}
     for step in range(3):
         optimizer.backward(model(step, rank))
@@ -133,17 +132,17 @@ def train_kinds(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Pa
     return values(model), strides
 
 
-@pytest.mark.parametrize("bucket", [1, 40, 2**20])
-@over_stages
 @over_world_sizes
-def test_every_kind_trains_and_keeps_its_strides(world_size: int, stage: str, bucket: int) -> None:
-    options = {**STAGES[stage], "reduce_bucket_size": bucket}
-    ranks = run_ranks(train_kinds, world_size, options)
-    check_close(train_kinds_alone(world_size), [parameters for parameters, _ in ranks], 2e-6)
-    for _, strides in ranks:
-        for kind, seen in strides.items():
-            kept = KINDS[kind]().stride() if kind in DENSE else torch.empty(KINDS[kind]().shape).stride()
-            assert seen == {kept}, kind
+def test_every_kind_trains_and_keeps_its_strides(world_size: int, subtests: pytest.Subtests) -> None:
+    alone = train_kinds_alone(world_size)
+    for (stage, bucket), ran in run_cases(train_kinds, world_size, product(STAGES, (1, 40, 2**20))):
+        with subtests.test(stage=stage, bucket=bucket):
+            ranks = ran.values()
+            check_close(alone, [parameters for parameters, _ in ranks], 2e-6)
+            for _, strides in ranks:
+                for kind, seen in strides.items():
+                    kept = KINDS[kind]().stride() if kind in DENSE else torch.empty(KINDS[kind]().shape).stride()
+                    assert seen == {kept}, kind
 
 
 def test_a_model_of_empty_parameters_alone_can_step() -> None:
@@ -293,13 +292,11 @@ def test_frozen_parameters_cost_neither_state_nor_traffic(stage: str) -> None:
         assert 0 <= traffic["gather"] - 4 * trained // 2 <= 128  # by which a row may be padded
 
 
-@over_stages
-@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
-def test_freezing_and_thawing_in_mid_run_is_followed(bare: bool, stage: str) -> None:
+def test_freezing_and_thawing_in_mid_run_is_followed(subtests: pytest.Subtests) -> None:
     def thaw(model: nn.Module, step: int) -> None:
         model[1].requires_grad_(step not in (1, 2))
 
-    def train(rank: int, world_size: int) -> Parameters:
+    def train(rank: int, world_size: int, stage: str, bare: bool) -> Parameters:
         model = net()
         optimizer = LowLevelZeroOptimizer(
             momentum(model.parameters(), weight_decay=0.5), model=model, reduce_bucket_size=20, **STAGES[stage]
@@ -319,7 +316,9 @@ def test_freezing_and_thawing_in_mid_run_is_followed(bare: bool, stage: str) -> 
     for step in range(5):
         thaw(alone, step)
         step_alone(alone, optimizer, step, 3)
-    check_close(values(alone), run_ranks(train, 3), 2e-6)
+    for (stage, bare), ran in run_cases(train, 3, product(STAGES, (True, False))):
+        with subtests.test(stage=stage, bare=bare):
+            check_close(values(alone), ran.values(), 2e-6)
 
 
 THAWED_TOO_LATE = {
@@ -328,20 +327,21 @@ THAWED_TOO_LATE = {
 }
 
 
-@pytest.mark.parametrize("act", THAWED_TOO_LATE.values(), ids=THAWED_TOO_LATE.keys())
-def test_thawing_what_was_frozen_at_construction_is_refused_by_name(act: Callable[..., Any]) -> None:
-    def train(rank: int, world_size: int) -> None:
+def test_thawing_what_was_frozen_at_construction_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, act: str) -> None:
         model = net()
         model[1].weight.requires_grad_(False)
         optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
         step_sharded(model, optimizer, 0, rank)
         model[1].weight.requires_grad_(True)
-        act(optimizer, model, rank)
+        THAWED_TOO_LATE[act](optimizer, model, rank)
 
-    for error in run_ranks_expecting(train, 2):
-        assert error.type == "RuntimeError"
-        assert error.message.startswith("1.weight: ")
-        assert "add_param_group" in error.message
+    for (act,), ran in run_cases_expecting(train, 2, [(act,) for act in THAWED_TOO_LATE]):
+        with subtests.test(act=act):
+            for error in ran.raised():
+                assert error.type == "RuntimeError"
+                assert error.message.startswith("1.weight: ")
+                assert "add_param_group" in error.message
 
 
 @over_stages
@@ -379,16 +379,14 @@ WAYS_TO_ADD: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS_TO_ADD.values(), ids=WAYS_TO_ADD.keys())
-@over_stages
-def test_an_added_group_trains(stage: str, way: Callable[[nn.Module], Any]) -> None:
-    def train(rank: int, world_size: int) -> Parameters:
+def test_an_added_group_trains(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, stage: str, way: str) -> Parameters:
         model = net(seed=rank)
         optimizer = LowLevelZeroOptimizer(momentum(model[0].parameters()), model=model, **STAGES[stage])
         for step in range(4):
             if step == 2:
                 model.zero_grad()
-                optimizer.add_param_group({"params": way(model[2]), "weight_decay": 0.3})
+                optimizer.add_param_group({"params": WAYS_TO_ADD[way](model[2]), "weight_decay": 0.3})
             step_sharded(model, optimizer, step, rank)
         return {name: p for name, p in values(model).items() if name[0] in "02"}
 
@@ -397,10 +395,12 @@ def test_an_added_group_trains(stage: str, way: Callable[[nn.Module], Any]) -> N
     for step in range(4):
         if step == 2:
             alone.zero_grad()
-            optimizer.add_param_group({"params": way(alone[2]), "weight_decay": 0.3})
+            optimizer.add_param_group({"params": alone[2].parameters(), "weight_decay": 0.3})
         step_alone(alone, optimizer, step, 3)
     expected = {name: p for name, p in values(alone).items() if name[0] in "02"}
-    check_close(expected, run_ranks(train, 3), 2e-6)
+    for (stage, way), ran in run_cases(train, 3, product(STAGES, WAYS_TO_ADD)):
+        with subtests.test(stage=stage, way=way):
+            check_close(expected, ran.values(), 2e-6)
 
 
 def test_one_parameter_alone_can_be_added() -> None:
@@ -482,27 +482,27 @@ class Adapted(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("all_handed_over", [True, False], ids=["all", "adapters"])
-@over_stages
-def test_adapters_of_a_frozen_model(stage: str, all_handed_over: bool) -> None:
-    def held(model: nn.Module) -> list[nn.Parameter]:
+def test_adapters_of_a_frozen_model(subtests: pytest.Subtests) -> None:
+    def held(model: nn.Module, all_handed_over: bool) -> list[nn.Parameter]:
         return [p for p in model.parameters() if all_handed_over or p.requires_grad]
 
-    def train(rank: int, world_size: int) -> tuple[Parameters, int]:
+    def train(rank: int, world_size: int, stage: str, all_handed_over: bool) -> tuple[Parameters, int]:
         model = Adapted(seed=rank)
-        optimizer = LowLevelZeroOptimizer(momentum(held(model)), model=model, **STAGES[stage])
+        optimizer = LowLevelZeroOptimizer(momentum(held(model, all_handed_over)), model=model, **STAGES[stage])
         for step in range(4):
             step_sharded(model, optimizer, step, rank)
         return values(model), optimizer.memory_held()["states"]
 
     alone = Adapted()
-    optimizer = momentum(held(alone))
+    optimizer = momentum(alone.parameters())
     for step in range(4):
         step_alone(alone, optimizer, step, 2)
-    ranks = run_ranks(train, 2)
-    check_close(values(alone), [parameters for parameters, _ in ranks], 2e-6)
     adapters = [p.numel() for p in alone.parameters() if p.requires_grad]
-    assert [states for _, states in ranks] == [sum(4 * (numel // 2) for numel in adapters)] * 2
+    for (stage, all_handed_over), ran in run_cases(train, 2, product(STAGES, (True, False))):
+        with subtests.test(stage=stage, all_handed_over=all_handed_over):
+            ranks = ran.values()
+            check_close(values(alone), [parameters for parameters, _ in ranks], 2e-6)
+            assert [states for _, states in ranks] == [sum(4 * (numel // 2) for numel in adapters)] * 2
 
 
 def test_trainable_parameters_of_nobody_are_left_alone() -> None:
@@ -571,12 +571,11 @@ BEFORE: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("make", BEFORE.values(), ids=BEFORE.keys())
 @pytest.mark.parametrize(("world_size", "stage"), [(1, "stage2"), (3, "stage1"), (4, "stage2")])
-def test_an_optimizer_that_has_trained_goes_on(world_size: int, stage: str, make: Make) -> None:
-    def train(rank: int, world_size: int) -> Parameters:
+def test_an_optimizer_that_has_trained_goes_on(world_size: int, stage: str, subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, make: str) -> Parameters:
         model = net()
-        inner = make(model.parameters())
+        inner = BEFORE[make](model.parameters())
         for step in range(2):
             step_alone(model, inner, step, world_size)
         optimizer = LowLevelZeroOptimizer(inner, model=model, **STAGES[stage])
@@ -584,11 +583,13 @@ def test_an_optimizer_that_has_trained_goes_on(world_size: int, stage: str, make
             step_sharded(model, optimizer, step, rank)
         return values(model)
 
-    alone = net()
-    optimizer = make(alone.parameters())
-    for step in range(5):
-        step_alone(alone, optimizer, step, world_size)
-    check_close(values(alone), run_ranks(train, world_size), 2e-6)
+    for (make,), ran in run_cases(train, world_size, [(make,) for make in BEFORE]):
+        with subtests.test(make):
+            alone = net()
+            optimizer = BEFORE[make](alone.parameters())
+            for step in range(5):
+                step_alone(alone, optimizer, step, world_size)
+            check_close(values(alone), ran.values(), 2e-6)
 
 
 def test_ranks_go_on_from_rank_zero_s_state() -> None:
@@ -623,31 +624,26 @@ def test_state_of_a_sixteen_bit_model_becomes_fp32() -> None:
 # Forced dtypes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@over_stages
-def test_a_forced_dtype_is_as_if_the_model_had_it(stage: str, dtype: torch.dtype) -> None:
-    run = Run(dtype=dtype, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05)).with_options(initial_scale=256.0)
+def test_a_forced_dtype_is_as_if_the_model_had_it(subtests: pytest.Subtests) -> None:
+    def run_of(stage: str, dtype: torch.dtype) -> Run:
+        run = Run(steps=3, dtype=dtype, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05))
+        return run.with_options(initial_scale=256.0, **STAGES[stage])
 
-    def train(rank: int, world_size: int) -> tuple[set[torch.dtype], dict[str, Tensor]]:
-        model = build(Run())
-        options = {**run.options, **STAGES[stage], "forced_dtype": dtype}
-        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **options)
+    def train(rank: int, world_size: int, stage: str, dtype: torch.dtype) -> Any:
+        """The dtypes and values of a model that is forced, and the values of one that has the dtype from the start."""
+        run, model = run_of(stage, dtype), build(Run())
+        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, forced_dtype=dtype, **run.options)
         for step in range(3):
             optimizer.backward(loss_of(model, run, step, 0, rank))
             optimizer.step()
             optimizer.zero_grad()
-        return {p.dtype for p in model.parameters()}, values(model)
+        return {p.dtype for p in model.parameters()}, values(model), values(train_rank(rank, world_size, run).model)
 
-    expected = train_rank_values(replace(run, steps=3).with_options(**STAGES[stage]))
-    ranks = run_ranks(train, 2)
-    assert [dtypes for dtypes, _ in ranks] == [{dtype}] * 2
-    check_close(expected, [parameters for _, parameters in ranks], 0.0)
-
-
-def train_rank_values(run: Run) -> Parameters:
-    """What a model that has the dtype from the start ends as."""
-    first: Parameters = run_ranks(lambda rank, size: values(train_rank(rank, size, run).model), run.world_size)[0]
-    return first
+    for (stage, dtype), ran in run_cases(train, 2, product(STAGES, (torch.bfloat16, torch.float16))):
+        with subtests.test(stage=stage, dtype=dtype):
+            ranks = ran.values()
+            assert [dtypes for dtypes, _, _ in ranks] == [{dtype}] * 2
+            check_close(ranks[0][2], [parameters for _, parameters, _ in ranks], 0.0)
 
 
 # Edits in mid-run
@@ -676,25 +672,25 @@ def set_one_element(model: nn.Module) -> None:
 EDITS = {"load_state_dict": load, "clamp": clamp, "data_clamp": clamp_data, "one_element": set_one_element}
 
 
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
-@over_stages
-def test_edits_of_an_fp32_model_are_followed(stage: str, edit: Callable[[nn.Module], None]) -> None:
-    def train(rank: int, world_size: int) -> Parameters:
+def test_edits_of_an_fp32_model_are_followed(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, stage: str, edit: str) -> Parameters:
         model = net()
         optimizer = LowLevelZeroOptimizer(momentum(model.parameters()), model=model, **STAGES[stage])
         for step in range(4):
             if step == 2:
-                edit(model)
+                EDITS[edit](model)
             step_sharded(model, optimizer, step, rank)
         return values(model)
 
-    alone = net()
-    optimizer = momentum(alone.parameters())
-    for step in range(4):
-        if step == 2:
-            edit(alone)
-        step_alone(alone, optimizer, step, 3)
-    check_close(values(alone), run_ranks(train, 3), 2e-6)
+    for (stage, edit), ran in run_cases(train, 3, product(STAGES, EDITS)):
+        with subtests.test(stage=stage, edit=edit):
+            alone = net()
+            optimizer = momentum(alone.parameters())
+            for step in range(4):
+                if step == 2:
+                    EDITS[edit](alone)
+                step_alone(alone, optimizer, step, 3)
+            check_close(values(alone), ran.values(), 2e-6)
 
 
 SEEN_BY_AUTOGRAD = [name for name in EDITS if name != "data_clamp"]
@@ -713,30 +709,31 @@ def test_an_edit_behind_autograd_s_back_of_a_sixteen_bit_model_needs_update_mast
     run_ranks(train, 2)
 
 
-@pytest.mark.parametrize("edit", [EDITS[name] for name in SEEN_BY_AUTOGRAD], ids=SEEN_BY_AUTOGRAD)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_edits_of_a_sixteen_bit_model_reach_the_masters_and_leave_the_rest_its_low_bits(
-    world_size: int, edit: Callable[[nn.Module], None]
+    world_size: int, subtests: pytest.Subtests
 ) -> None:
     """A step with a rate of 0 takes edits over and changes nothing else."""
 
-    def train(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def train(rank: int, world_size: int, edit: str) -> list[tuple[Tensor, Tensor, Tensor]]:
         model = net().bfloat16()
         optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
         step_sharded(model, optimizer, 0, rank)
         slices = [optimizer.get_working_to_master_map()[id(p)] for p in model.parameters()]
         before = [own.clone() for own in slices]
-        edit(model)
+        EDITS[edit](model)
         edited = [p.detach().clone() for p in model.parameters()]
         optimizer.param_groups[0]["lr"] = 0.0
         step_sharded(model, optimizer, 1, rank)
         return list(zip(before, edited, slices, strict=True))
 
-    for parts in zip(*run_ranks(train, world_size), strict=True):
-        edited = parts[0][1].flatten()
-        before, after = (torch.cat([part[at] for part in parts])[: edited.numel()] for at in (0, 2))
-        kept = before.bfloat16() == edited
-        assert torch.equal(after, torch.where(kept, before, edited.float()))
+    for (edit,), ran in run_cases(train, world_size, [(edit,) for edit in SEEN_BY_AUTOGRAD]):
+        with subtests.test(edit):
+            for parts in zip(*ran.values(), strict=True):
+                edited = parts[0][1].flatten()
+                before, after = (torch.cat([part[at] for part in parts])[: edited.numel()] for at in (0, 2))
+                kept = before.bfloat16() == edited
+                assert torch.equal(after, torch.where(kept, before, edited.float()))
 
 
 def reassign(model: nn.Module) -> None:
@@ -755,12 +752,8 @@ def to_double(model: nn.Module) -> None:
     model.double()
 
 
-@pytest.mark.parametrize("take_away", [reassign, reassign_a_copy, to_bfloat16, to_double])
-@pytest.mark.parametrize(("stage", "bucket"), list(product(STAGES, (1, 2**20))))
-def test_a_parameter_taken_from_its_storage_is_refused_by_name(
-    stage: str, bucket: int, take_away: Callable[[nn.Module], None]
-) -> None:
-    def train(rank: int, world_size: int) -> None:
+def test_a_parameter_taken_from_its_storage_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, stage: str, bucket: int, take_away: Callable[[nn.Module], None]) -> None:
         model = net()
         optimizer = LowLevelZeroOptimizer(
             adamw(model.parameters()), model=model, reduce_bucket_size=bucket, **STAGES[stage]
@@ -769,10 +762,13 @@ def test_a_parameter_taken_from_its_storage_is_refused_by_name(
         take_away(model)
         step_sharded(model, optimizer, 1, rank)
 
-    for error in run_ranks_expecting(train, 2):
-        assert error.type == "RuntimeError"
-        assert error.message.startswith(("1.weight: ", "0.weight: "))
-        assert "before constructing the optimizer" in error.message
+    ways = (reassign, reassign_a_copy, to_bfloat16, to_double)
+    for (stage, bucket, take_away), ran in run_cases_expecting(train, 2, product(STAGES, (1, 2**20), ways)):
+        with subtests.test(stage=stage, bucket=bucket, take_away=take_away.__name__):
+            for error in ran.raised():
+                assert error.type == "RuntimeError"
+                assert error.message.startswith(("1.weight: ", "0.weight: "))
+                assert "before constructing the optimizer" in error.message
 
 
 def test_master_slices_can_be_refreshed_from_the_model() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import re
 import signal
+import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import ranks
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support import rank_process, ranks
+from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
 
 def _sum_of_ranks(rank: int, world_size: int) -> torch.Tensor:
@@ -197,3 +201,141 @@ def test_rank_that_hangs_over_the_mistake_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ranks, "EXPECTING_GRACE", 1.0)
     with pytest.raises(AssertionError, match=r"(?s)rank 1 did not raise, but was still running.*in barrier"):
         run_ranks_expecting(refuse_or_wait, 2)
+
+
+# Many cases in one launch.
+
+
+def _pid_of(rank: int, world_size: int, *case: Any) -> int:
+    dist.barrier()
+    return os.getpid()
+
+
+def test_cases_share_their_processes_and_nothing_else() -> None:
+    def draw(rank: int, world_size: int, base: int, factor: int) -> tuple[int, float, float, float]:
+        total = torch.full((1,), float(base + rank))
+        dist.all_reduce(total)
+        return os.getpid(), total.item() * factor, torch.rand(1).item(), random.random()
+
+    cases = [(10, 1), (20, 1), (30, 2)]
+    ran = run_cases(draw, 2, cases)
+    assert [case for case, _ in ran] == cases
+    torch.manual_seed(0)
+    random.seed(0)
+    seeds = (torch.rand(1).item(), random.random())
+    values = [each.values() for _, each in ran]
+    assert [[value[1:] for value in ranks] for ranks in values] == [
+        [(total, *seeds)] * 2 for total in (21.0, 41.0, 122.0)
+    ]
+    assert len({value[0] for ranks in values for value in ranks}) == 2
+
+
+def test_no_cases_are_no_launch() -> None:
+    assert run_cases(_pid_of, 2, []) == []
+
+
+def test_a_case_that_failed_on_a_rank_hides_no_other() -> None:
+    def fail_in_the_middle(rank: int, world_size: int, number: int) -> int:
+        if (number, rank) == (1, 1):
+            raise ValueError("these are the wrong numbers")
+        dist.barrier()
+        return number
+
+    first, (_, middle), *others = run_cases(fail_in_the_middle, 2, [(0,), (1,), (2,), (3,)])
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2 failed.*in fail_in_the_middle.*rank 0 was still") as e:
+        middle.values()
+    assert "ValueError: these are the wrong numbers" in str(e.value)
+    assert [ran.values() for _, ran in (first, *others)] == [[0, 0], [2, 2], [3, 3]]
+
+
+def test_a_case_that_hangs_or_kills_a_rank_ends_the_launch_alone() -> None:
+    def misbehave(rank: int, world_size: int, how: str) -> tuple[str, int]:
+        if rank == 0 and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and how == "hang":
+            time.sleep(600)
+        return how, os.getpid()
+
+    hows = ["a", "die", "b", "hang", "c"]
+    ran = {how: each for (how,), each in run_cases(misbehave, 2, [(how,) for how in hows], timeout=3.0)}
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        ran["die"].values()
+    with pytest.raises(TimeoutError, match=r"(?s)these ranks hung \(timeout 3 s\): 0\n.*in misbehave"):
+        ran["hang"].values()
+    pids = {how: [pid for _, pid in ran[how].values()] for how in "abc"}
+    assert len({pid for each in pids.values() for pid in each}) == 6
+
+
+def test_cases_that_every_rank_refuses_go_on_in_the_same_launch() -> None:
+    pids = []
+
+    def refuse(rank: int, world_size: int, number: int) -> None:
+        total = torch.zeros(3)
+        dist.all_reduce(total, async_op=True)  # under way while it raises
+        if number == 1 and rank == 1:
+            time.sleep(0.2)
+        raise TypeError(f"{number} from {rank} in {os.getpid()}")
+
+    for (number,), ran in run_cases_expecting(refuse, 2, [(0,), (1,), (2,)]):
+        for rank, error in enumerate(ran.raised()):
+            what, pid = error.message.split(" in ")
+            assert (error.type, what) == ("TypeError", f"{number} from {rank}")
+            pids.append(pid)
+    assert len(set(pids)) == 2
+
+
+def test_a_case_that_one_rank_does_not_refuse_is_no_refusal() -> None:
+    def refuse(rank: int, world_size: int, misses: int | None) -> None:
+        if rank != misses:
+            raise TypeError("floats, please")
+
+    first, (_, missed), last = run_cases_expecting(refuse, 2, [(None,), (1,), (None,)])
+    with pytest.raises(AssertionError, match="rank 1 did not raise, but returned None"):
+        missed.raised()
+    for _, ran in (first, last):
+        assert [error.type for error in ran.raised()] == ["TypeError"] * 2
+
+
+LEAVINGS: dict[str, Callable[[], Any]] = {
+    "environment": lambda: os.environ.update(LEFT="1"),
+    "working folder": lambda: os.chdir("/"),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "intra-op threads": lambda: torch.set_num_threads(2),
+    "threads": lambda: threading.Thread(target=time.sleep, args=(60,), daemon=True).start(),
+    "optimizers alive": lambda: setattr(dist, "left", torch.optim.SGD([torch.zeros(1, requires_grad=True)])),
+}
+
+
+def test_what_a_case_leaves_behind_is_its_failure_and_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "PATIENCE", 0.1)
+
+    def leave(rank: int, world_size: int, what: str) -> None:
+        if what in LEAVINGS and rank == 1:
+            LEAVINGS[what]()
+
+    cases = [(name,) for what in LEAVINGS for name in (what, "nothing")]
+    for (what,), ran in run_cases(leave, 2, cases, init=False):
+        if what == "nothing":
+            assert ran.values() == [None, None]
+        else:
+            with pytest.raises(AssertionError, match=f"rank 1 of 2 failed:\nleft behind: {what}: "):
+                ran.values()
+
+
+def test_a_thread_may_end_a_little_later_than_its_case() -> None:
+    def start(rank: int, world_size: int, number: int) -> int:
+        threading.Thread(target=time.sleep, args=(0.3,)).start()
+        return os.getpid()
+
+    pids = [ran.values() for _, ran in run_cases(start, 1, [(0,), (1,)])]
+    assert pids[0] == pids[1]
+
+
+def test_a_cycle_that_holds_an_optimizer_is_collected_before_the_next_case() -> None:
+    def circle(rank: int, world_size: int, number: int) -> None:
+        optimizer: Any = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        optimizer.itself = optimizer
+
+    for _, ran in run_cases(circle, 1, [(0,), (1,), (2,)]):
+        ran.values()

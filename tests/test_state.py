@@ -16,7 +16,7 @@ from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.state.whole import SCALARS, gather_slice, slice_state, whole_of_rows
 from tests.support.oracle import Run, batch, build, check_close, groups, loss_of
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -57,17 +57,19 @@ def test_state_in_other_strides_is_cut_to_the_same_elements(world_size: int, mak
         assert torch.equal(record.slice_of(make().contiguous()), record.row)
 
 
-@over_shapes
 @over_world_sizes
-def test_gathered_slices_are_the_whole(world_size: int, make: Callable[[], Tensor]) -> None:
-    def gather(rank: int, world_size: int) -> tuple[Tensor, tuple[int, ...]]:
+def test_gathered_slices_are_the_whole(world_size: int, subtests: pytest.Subtests) -> None:
+    def gather(rank: int, world_size: int, shape: str) -> tuple[Tensor, tuple[int, ...]]:
+        make = SHAPES[shape]
         record = record_of(make(), rank, world_size)
         whole = gather_slice(record.slice_of(make() * 2), record, ShardGroup())
         return whole, whole.stride()
 
-    for whole, stride in run_ranks(gather, world_size):
-        assert torch.equal(whole, make() * 2)
-        assert stride == make().stride()
+    for (shape,), ran in run_cases(gather, world_size, [(shape,) for shape in SHAPES]):
+        with subtests.test(shape):
+            for whole, stride in ran.values():
+                assert torch.equal(whole, SHAPES[shape]() * 2)
+                assert stride == SHAPES[shape]().stride()
 
 
 def test_rows_lose_their_padding() -> None:
@@ -179,23 +181,27 @@ def check_same_state(expected: dict[str, Any], got: dict[str, Any], tolerance: f
             torch.testing.assert_close(got["state"][place][key], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_state_dict_is_that_of_plain_torch(world_size: int, make: Make) -> None:
-    expected = go_alone(make, None, range(3))
-    for saved in run_ranks(go_sharded, world_size, make, None, range(3)):
-        check_same_state(expected["optim"], saved["optim"], 2e-6)
+def test_state_dict_is_that_of_plain_torch(world_size: int, subtests: pytest.Subtests) -> None:
+    cases = [(make, None, range(3)) for make in OPTIMIZERS.values()]
+    for (name, make), (_, ran) in zip(OPTIMIZERS.items(), run_cases(go_sharded, world_size, cases), strict=True):
+        with subtests.test(name):
+            expected = go_alone(make, None, range(3))
+            for saved in ran.values():
+                check_same_state(expected["optim"], saved["optim"], 2e-6)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_round_trip_over_world_sizes_and_plain_torch(make: Make) -> None:
+def test_round_trip_over_world_sizes_and_plain_torch(subtests: pytest.Subtests) -> None:
     """Three ranks, one process, two ranks, six ranks' worth of data all along."""
-    saved = run_ranks(go_sharded, 3, make, None, range(2))[2]
-    saved = go_alone(make, saved, range(2, 4))
-    ranks = run_ranks(go_sharded, 2, make, saved, range(4, 6))
-    expected = go_alone(make, None, range(6))
-    check_close(expected["model"], [each["model"] for each in ranks], 4e-6)
-    check_same_state(expected["optim"], ranks[0]["optim"], 4e-6)
+    first = run_cases(go_sharded, 3, [(make, None, range(2)) for make in OPTIMIZERS.values()])
+    between = [(make, go_alone(make, ran.values()[2], range(2, 4))) for (make, *_), ran in first]
+    last = run_cases(go_sharded, 2, [(make, saved, range(4, 6)) for make, saved in between])
+    for (name, make), (_, ran) in zip(OPTIMIZERS.items(), last, strict=True):
+        with subtests.test(name):
+            ranks = ran.values()
+            expected = go_alone(make, None, range(6))
+            check_close(expected["model"], [each["model"] for each in ranks], 4e-6)
+            check_same_state(expected["optim"], ranks[0]["optim"], 4e-6)
 
 
 def test_a_forgotten_state_would_show() -> None:
@@ -207,12 +213,11 @@ def test_a_forgotten_state_would_show() -> None:
         check_close(expected["model"], [fresh["model"]], 4e-6)
 
 
-@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]], ids=["adamw", "sgd"])
-def test_masters_of_a_sixteen_bit_model_survive(make: Make) -> None:
+def test_masters_of_a_sixteen_bit_model_survive(subtests: pytest.Subtests) -> None:
     """A parameter's low bits are in its master alone: a resumed run must not start from the rounded ones."""
 
-    def train_and_resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-        run = Run(dtype=torch.bfloat16)
+    def train_and_resume(rank: int, world_size: int, name: str) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+        run, make = Run(dtype=torch.bfloat16), OPTIMIZERS[name]
         model = build(run)
         optimizer = LowLevelZeroOptimizer(make(groups(model)), model=model)
         optimizer.backward(loss_of(model, run, 0, 0, rank))
@@ -228,11 +233,13 @@ def test_masters_of_a_sixteen_bit_model_survive(make: Make) -> None:
             saved["optim"],
         )
 
-    for before, after, saved in run_ranks(train_and_resume, 2):
-        assert any(not torch.equal(p32, p32.bfloat16().float()) for p32 in before)  # there are low bits
-        assert all(map(torch.equal, before, after))
-        plain = make(groups(build(Run(dtype=torch.bfloat16))))
-        plain.load_state_dict(saved)  # plain torch takes it, masters and all
+    for (name,), ran in run_cases(train_and_resume, 2, [("adamw",), ("sgd",)]):
+        with subtests.test(name):
+            for before, after, saved in ran.values():
+                assert any(not torch.equal(p32, p32.bfloat16().float()) for p32 in before)  # there are low bits
+                assert all(map(torch.equal, before, after))
+                plain = OPTIMIZERS[name](groups(build(Run(dtype=torch.bfloat16))))
+                plain.load_state_dict(saved)  # plain torch takes it, masters and all
 
 
 def test_masters_of_a_sixteen_bit_run_load_into_an_fp32_model_on_all_ranks_alike() -> None:
@@ -297,24 +304,25 @@ def another_shape(saved: dict[str, Any]) -> None:
     saved["state"][place]["exp_avg"] = torch.zeros(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (one_group_less, "param groups"),
-        (one_parameter_less, "param groups"),
-        (another_shape, r"expected exp_avg of its shape .* got \(2, 2\)"),
-    ],
-)
-def test_another_model_s_state_is_refused(spoil: Callable[[dict[str, Any]], None], message: str) -> None:
-    def load(rank: int, world_size: int) -> None:
+SPOILT: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (one_group_less, "param groups"),
+    (one_parameter_less, "param groups"),
+    (another_shape, r"expected exp_avg of its shape .* got \(2, 2\)"),
+]
+
+
+def test_another_model_s_state_is_refused(subtests: pytest.Subtests) -> None:
+    def load(rank: int, world_size: int, spoil: Callable[[dict[str, Any]], None], message: str) -> None:
         optimizer = wrapped()
         saved = optimizer.state_dict()
         spoil(saved)
         optimizer.load_state_dict(saved)
 
-    for error in run_ranks_expecting(load, 2):
-        assert error.type == "ValueError"
-        assert re.search(message, error.message)
+    for (spoil, message), ran in run_cases_expecting(load, 2, SPOILT):
+        with subtests.test(spoil.__name__):
+            for error in ran.raised():
+                assert error.type == "ValueError"
+                assert re.search(message, error.message)
 
 
 def test_refused_state_changes_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases
 
 # Batches that are trained on before and after what is done wrong.
 BEFORE, AFTER = (1, 2), (8, 9)
@@ -170,13 +170,21 @@ class Wrong:
     tolerance: float = 2e-6
 
 
-def try_out(wrong: Wrong, world_size: int, timeout: float = 30.0) -> None:
+def try_out(wrongs: Iterable[Wrong], world_size: int, subtests: pytest.Subtests, timeout: float = 30.0) -> None:
     """Train a little, do it wrong, see to what must happen, and train on: parameters end as plain torch has them."""
-    must = wrong.by_itself if wrong.by_itself is not None and world_size == 1 else wrong.must
-    got = run_ranks(_try_rank, world_size, wrong, must, timeout=timeout)
-    if isinstance(must, Refused) and must.ends:
-        return
-    expected = _plainly(wrong, must, world_size)
+    cases = [(wrong, _must(wrong, world_size)) for wrong in wrongs]
+    for (wrong, must), ran in run_cases(_try_rank, world_size, cases, timeout=timeout):
+        with subtests.test(wrong.what):
+            got = ran.values()
+            if not (isinstance(must, Refused) and must.ends):
+                _check(wrong, _plainly(wrong, must, world_size), got)
+
+
+def _must(wrong: Wrong, world_size: int) -> Refused | Alone | Right:
+    return wrong.by_itself if wrong.by_itself is not None and world_size == 1 else wrong.must
+
+
+def _check(wrong: Wrong, expected: dict[str, Tensor], got: list[dict[str, Tensor]]) -> None:
     for rank, values in enumerate(got):
         for name, value in expected.items():
             assert torch.equal(values[name], got[0][name]), f"ranks 0 and {rank} differ in {name}"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.support.judging import check_share
-from tests.support.oracle import Drop, Run, build, nothing, train_rank
-from tests.support.ranks import run_ranks
+from tests.support.oracle import Drop, Run, build, nothing, train_rank, train_sharded
+from tests.support.ranks import Ran, run_cases, run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {
     "stage1": {},
@@ -29,7 +30,21 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=1e-2)
 
 
-def masters_of(rank: int, world_size: int, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+Masters = tuple[dict[str, Tensor], dict[str, Tensor], list[float]]
+"""A rank's master slices, its parameters, and the norm of each step's gradients."""
+
+
+def trained(
+    runs: Mapping[str, Run], by: Callable[[int, int, Run], Any] = train_sharded
+) -> Iterator[tuple[str, Run, Ran]]:
+    """Do the runs, those of one world size in one launch of ranks; give each with its name and what became of it."""
+    for world_size in sorted({run.world_size for run in runs.values()}):
+        named = [(name, run) for name, run in runs.items() if run.world_size == world_size]
+        done = run_cases(by, world_size, [(run,) for _, run in named])
+        yield from ((name, run, ran) for (name, run), (_, ran) in zip(named, done, strict=True))
+
+
+def masters_of(rank: int, world_size: int, run: Run) -> Masters:
     trained = train_rank(rank, world_size, run)
     working = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
     return trained.masters(), working, trained.norms
@@ -46,7 +61,11 @@ def joined(slices: list[dict[str, Tensor]], like: dict[str, Tensor]) -> dict[str
 
 def check_sixteen_bits(run: Run, share: float) -> None:
     """Masters and norms are the emulation's to ``share``, a tenth of what any mistake does or less."""
-    ranks = run_ranks(masters_of, run.world_size, run)
+    check_masters(run, run_ranks(masters_of, run.world_size, run), share)
+
+
+def check_masters(run: Run, ranks: list[Masters], share: float) -> None:
+    """As ``check_sixteen_bits``, of ``ranks`` that have run."""
     masters = joined([slices for slices, _, _ in ranks], dict(build(run).named_parameters()))
     check_share(run, [(masters, norms) for _, _, norms in ranks], share, max(share, 1e-6))
     for _, working, _ in ranks:

@@ -1,6 +1,7 @@
 """Start ranks: by fork, over a file, with a timeout, and with tracebacks that name their rank.
 
-``run_ranks(fn, world_size, *args)`` runs ``fn(rank, world_size, *args)`` in ``world_size`` forked processes.
+``run_ranks(fn, world_size, *args)`` runs ``fn(rank, world_size, *args)`` in ``world_size`` forked processes, and
+``run_cases(fn, world_size, cases)`` runs ``fn(rank, world_size, *case)`` for one case after another in the same ones.
 Fork takes hundredths of a second where a fresh interpreter takes seconds, and ``fn`` may be a closure. The
 price: a rank inherits what the parent did to torch. On a CPU that is harmless, backward included (it runs in
 the calling thread). On a machine with an accelerator the parent must neither touch the device nor run a
@@ -10,27 +11,24 @@ after it): there an oracle runs in ``run_ranks(oracle, 1, init=False)``.
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import io
 import multiprocessing
 import os
+import random
 import re
 import signal
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
+
+from tests.support.rank_process import LEFT_BEHIND, Job, Outcome, Raised, live
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -39,32 +37,45 @@ GRACE = 2.0
 EXPECTING_GRACE = 10.0
 
 
-class Raised(NamedTuple):
-    """The exception that ended a rank, as text: the exception itself may not be picklable."""
-
-    type: str
-    message: str
-    traceback: str
-
-
-class _Outcome(NamedTuple):
-    value: Any
-    raised: Raised | None
-
-
-class _Job(NamedTuple):
-    fn: Callable[..., Any]
-    world_size: int
-    args: tuple[Any, ...]
-    timeout: float
-    backend: str | None  # None: no process group
-    stays: bool = True  # a rank that is done waits until all are
-
-
 class _Rank(NamedTuple):
     process: ForkProcess
     pipe: Connection  # brings the outcome, then tells the rank to leave
     stacks: Path  # where it writes its stacks when asked; exists once it can be asked
+
+
+class Ran(NamedTuple):
+    """What became of one case on all ranks."""
+
+    job: Job
+    outcomes: dict[int, Outcome]  # in order of arrival
+    stacks: dict[int, str]  # of the ranks that hung
+
+    def values(self) -> list[Any]:
+        """What the ranks returned; as ``run_ranks``, whose errors these are."""
+        __tracebackhide__ = True
+        if raised := self._raised():
+            message = _describe(raised, self.job.world_size) + _show(self.stacks, "was still running, at")
+            raise AssertionError(message)
+        _raise_if_hung(self.stacks, self.job.timeout)
+        return [self.outcomes[rank].value for rank in range(self.job.world_size)]
+
+    def raised(self) -> list[Raised]:
+        """What every rank raised; as ``run_ranks_expecting``, whose errors these are."""
+        __tracebackhide__ = True
+        raised = self._raised()
+        returned = {rank: outcome.value for rank, outcome in self.outcomes.items() if not outcome.raised}
+        if returned or (raised and self.stacks):
+            lines = [f"rank {rank} did not raise, but returned {value!r:.99}\n" for rank, value in returned.items()]
+            lines += [f"rank {rank} raised {error.type}: {error.message}\n" for rank, error in raised.items()]
+            raise AssertionError("".join(lines) + _show(self.stacks, "did not raise, but was still running, at"))
+        _raise_if_hung(self.stacks, self.job.timeout)
+        return [raised[rank] for rank in range(self.job.world_size)]
+
+    def _raised(self) -> dict[int, Raised]:
+        return {rank: outcome.raised for rank, outcome in self.outcomes.items() if outcome.raised}
+
+
+Case = TypeVar("Case", bound=tuple[Any, ...])
 
 
 def run_ranks(
@@ -87,12 +98,8 @@ def run_ranks(
             done two seconds later are killed, and the message shows where they were.
         TimeoutError: the message names the ranks that hung and shows where.
     """
-    outcomes, stacks = _run(_Job(fn, world_size, args, timeout, backend if init else None), GRACE)
-    raised = {rank: outcome.raised for rank, outcome in outcomes.items() if outcome.raised}
-    if raised:
-        raise AssertionError(_describe(raised, world_size) + _show(stacks, "was still running, at"))
-    _raise_if_hung(stacks, timeout)
-    return [outcomes[rank].value for rank in range(world_size)]
+    (ran,) = _launch(Job(fn, world_size, [args], timeout, backend if init else None))
+    return ran.values()
 
 
 def run_ranks_expecting(
@@ -109,15 +116,48 @@ def run_ranks_expecting(
         AssertionError: a rank returned, or was still running ten seconds after another one had raised.
         TimeoutError: ranks hung, and none raised.
     """
-    outcomes, stacks = _run(_Job(fn, world_size, args, timeout, backend if init else None), EXPECTING_GRACE)
-    raised = {rank: outcome.raised for rank, outcome in outcomes.items() if outcome.raised}
-    returned = {rank: outcome.value for rank, outcome in outcomes.items() if not outcome.raised}
-    if returned or (raised and stacks):
-        lines = [f"rank {rank} did not raise, but returned {value!r:.99}\n" for rank, value in returned.items()]
-        lines += [f"rank {rank} raised {error.type}: {error.message}\n" for rank, error in raised.items()]
-        raise AssertionError("".join(lines) + _show(stacks, "did not raise, but was still running, at"))
-    _raise_if_hung(stacks, timeout)
-    return [raised[rank] for rank in range(world_size)]
+    (ran,) = _launch(Job(fn, world_size, [args], timeout, backend if init else None), EXPECTING_GRACE)
+    return ran.raised()
+
+
+def run_cases(
+    fn: Callable[..., Any],
+    world_size: int,
+    cases: Iterable[Case],
+    *,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    init: bool = True,
+) -> list[tuple[Case, Ran]]:
+    """Run ``fn(rank, world_size, *case)`` for each case, in one launch of ranks; return each with what became of it.
+
+    Look at each within a subtest, so that one that failed hides no other::
+
+        for (stage, size), ran in run_cases(train, 2, product(STAGES, SIZES)):
+            with subtests.test(stage=stage, size=size):
+                assert ran.values() == ...
+
+    A case has the process group to itself, and begins with the seeds that a test begins with. What it leaves behind
+    in the process (see ``rank_process.state``) is its failure. After a case in which some ranks failed, the others
+    run in a fresh launch.
+
+    Args:
+        timeout: seconds for each case.
+    """
+    return _run_all(Job(_seeded(fn), world_size, [], timeout, backend if init else None), list(cases))
+
+
+def run_cases_expecting(
+    fn: Callable[..., Any],
+    world_size: int,
+    cases: Iterable[Case],
+    *,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    init: bool = True,
+) -> list[tuple[Case, Ran]]:
+    """As ``run_cases``, for mistakes that every rank must notice: ask each case for what it ``raised``."""
+    return _run_all(Job(_seeded(fn), world_size, [], timeout, backend if init else None), list(cases), EXPECTING_GRACE)
 
 
 def run_ranks_losing(
@@ -130,9 +170,9 @@ def run_ranks_losing(
     Raises:
         AssertionError: a rank returned, or hadn't raised ten seconds after another one had ended.
     """
-    outcomes, stacks = _run(_Job(fn, world_size, args, timeout, "gloo", stays=False), EXPECTING_GRACE)
-    assert not stacks, _show(stacks, "was still running, at")
-    raised = {rank: outcome.raised for rank, outcome in outcomes.items() if outcome.raised}
+    (ran,) = _launch(Job(fn, world_size, [args], timeout, "gloo", stays=False), EXPECTING_GRACE)
+    assert not ran.stacks, _show(ran.stacks, "was still running, at")
+    raised = {rank: outcome.raised for rank, outcome in ran.outcomes.items() if outcome.raised}
     assert len(raised) == world_size, f"ranks that raised: {sorted(raised)}"
     assert raised.pop(lost).message == "SIGKILL"
     return raised
@@ -141,19 +181,39 @@ def run_ranks_losing(
 # The parent's side.
 
 
-def _run(job: _Job, grace: float) -> tuple[dict[int, _Outcome], dict[int, str]]:
-    """Return the outcomes in order of arrival, and the stacks of the ranks that hung."""
+def _run_all(job: Job, cases: list[Case], grace: float = GRACE) -> list[tuple[Case, Ran]]:
+    done: list[Ran] = []
+    while len(done) < len(cases):
+        done += _launch(job._replace(cases=[tuple(case) for case in cases[len(done) :]]), grace)
+    return list(zip(cases, done, strict=True))
+
+
+def _seeded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` from the seeds that a test begins with."""
+
+    def run(*args: Any) -> Any:
+        random.seed(0)
+        torch.manual_seed(0)
+        return fn(*args)
+
+    return run
+
+
+def _launch(job: Job, grace: float = GRACE) -> list[Ran]:
+    """What became of the cases, up to the first one after which these ranks can't go on."""
     ranks: list[_Rank] = []
+    done: list[Ran] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
             for rank in range(job.world_size):
                 ranks.append(_start(rank, job, Path(folder)))
-            outcomes = _collect(ranks, job.timeout, grace)
-            if len(outcomes) == len(ranks) and not any(outcome.raised for outcome in outcomes.values()):
-                hung = _dismiss(ranks)
-            else:
-                hung = [rank for rank in range(job.world_size) if rank not in outcomes]
-            return outcomes, _dump_stacks({rank: ranks[rank] for rank in hung})
+            while len(done) < len(job.cases):
+                outcomes = _collect(ranks, job.timeout, grace)
+                ran, goes_on = _end_case(job, ranks, outcomes, last=len(done) + 1 == len(job.cases))
+                done.append(ran)
+                if not goes_on:
+                    break
+            return done
         finally:
             for each in ranks:
                 each.process.kill()
@@ -161,17 +221,34 @@ def _run(job: _Job, grace: float) -> tuple[dict[int, _Outcome], dict[int, str]]:
                 each.pipe.close()
 
 
-def _start(rank: int, job: _Job, folder: Path) -> _Rank:
+def _end_case(job: Job, ranks: list[_Rank], outcomes: dict[int, Outcome], last: bool) -> tuple[Ran, bool]:
+    """Take the case down on all ranks, and tell whether they can run another one."""
+    raised = sum(outcome.raised is not None for outcome in outcomes.values())
+    whole = len(outcomes) == len(ranks)
+    goes_on = whole and not last and raised in (0, len(ranks)) and all(each.process.is_alive() for each in ranks)
+    if goes_on:
+        hung = _take_down(ranks, outcomes)
+    elif whole and not raised:
+        hung = _dismiss(ranks)
+    else:
+        hung = [rank for rank in range(job.world_size) if rank not in outcomes]
+    if whole and raised and hung:  # its ranks raised, and what that has left can't be taken down: no mistake
+        return Ran(job, outcomes, {}), False
+    failed = hung or any(outcome.raised and outcome.raised.type == LEFT_BEHIND for outcome in outcomes.values())
+    return Ran(job, outcomes, _dump_stacks({rank: ranks[rank] for rank in hung})), goes_on and not failed
+
+
+def _start(rank: int, job: Job, folder: Path) -> _Rank:
     pipe, its_pipe = _FORK.Pipe()
-    process = _FORK.Process(target=_live, args=(rank, job, its_pipe, folder), name=f"rank-{rank}")
+    process = _FORK.Process(target=live, args=(rank, job, its_pipe, folder), name=f"rank-{rank}")
     process.start()
     its_pipe.close()  # so that the pipe ends when the rank dies
     return _Rank(process, pipe, folder / f"stacks-{rank}")
 
 
-def _collect(ranks: list[_Rank], timeout: float, grace: float) -> dict[int, _Outcome]:
+def _collect(ranks: list[_Rank], timeout: float, grace: float) -> dict[int, Outcome]:
     """Wait for all ranks; once one has raised, only ``grace`` seconds more."""
-    outcomes: dict[int, _Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout
     while len(outcomes) < len(ranks):
         waiting = {each.pipe: rank for rank, each in enumerate(ranks) if rank not in outcomes}
@@ -185,13 +262,13 @@ def _collect(ranks: list[_Rank], timeout: float, grace: float) -> dict[int, _Out
     return outcomes
 
 
-def _receive(rank: _Rank) -> _Outcome:
+def _receive(rank: _Rank) -> Outcome:
     try:
         packed = rank.pipe.recv_bytes()
     except (EOFError, OSError):
         end = _end(rank)
-        return _Outcome(None, Raised("ProcessDied", end, f"no traceback: the process ended by {end}\n"))
-    outcome: _Outcome = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+        return Outcome(None, Raised("ProcessDied", end, f"no traceback: the process ended by {end}\n"))
+    outcome: Outcome = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
     return outcome
 
 
@@ -199,6 +276,19 @@ def _end(rank: _Rank) -> str:
     rank.process.join()
     code = rank.process.exitcode or 0
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _take_down(ranks: list[_Rank], outcomes: dict[int, Outcome], patience: float = 30.0) -> list[int]:
+    """Let the ranks end the case, now that all are done with it; what one has left behind becomes its outcome.
+
+    Returns those that can't get out of it.
+    """
+    for each in ranks:
+        with suppress(BrokenPipeError):
+            each.pipe.send_bytes(b"go on")
+    left = _collect(ranks, patience, patience)
+    outcomes.update({rank: outcome for rank, outcome in left.items() if outcome.raised})
+    return [rank for rank in range(len(ranks)) if rank not in left]
 
 
 def _dismiss(ranks: list[_Rank], patience: float = 10.0) -> list[int]:
@@ -250,46 +340,3 @@ def _raise_if_hung(stacks: dict[int, str], timeout: float) -> None:
     if stacks:
         names = ", ".join(str(rank) for rank in stacks)
         raise TimeoutError(f"these ranks hung (timeout {timeout:g} s): {names}\n{_show(stacks, 'was at')}")
-
-
-# A rank's side.
-
-
-def _live(rank: int, job: _Job, pipe: Connection, folder: Path) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent takes its ranks along
-    with (folder / f"new-stacks-{rank}").open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        Path(file.name).rename(folder / f"stacks-{rank}")
-        pipe.send_bytes(_work(rank, job, folder / "rendezvous"))
-        if not job.stays:
-            return
-        pipe.recv_bytes()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _work(rank: int, job: _Job, rendezvous: Path) -> bytes:
-    try:
-        torch.set_num_threads(1)
-        if job.backend is not None:
-            _join_group(rank, job, job.backend, rendezvous)
-        return _pack(_Outcome(job.fn(rank, job.world_size, *job.args), None))
-    except BaseException as error:  # SystemExit and pytest's skip as well: the parent must hear of each
-        return _pack(_Outcome(None, Raised(type(error).__name__, str(error), traceback.format_exc())))
-
-
-def _join_group(rank: int, job: _Job, backend: str, rendezvous: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # 127.0.0.1
-    if "nccl" in backend:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    # The parent's timeout must come first: it shows the stacks.
-    timeout = timedelta(seconds=2 * job.timeout + 10)
-    dist.init_process_group(backend, f"file://{rendezvous}", rank=rank, world_size=job.world_size, timeout=timeout)
-
-
-def _pack(outcome: _Outcome) -> bytes:
-    """By value: shared memory would vanish with the rank."""
-    buffer = io.BytesIO()
-    torch.save(outcome, buffer)
-    return buffer.getvalue()
