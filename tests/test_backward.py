@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import product
-from typing import Any
+from itertools import cycle, product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,11 +21,13 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
 from tests.support.internals import as_on_a_device, with_and_without_detection
 from tests.support.oracle import check_close, worst
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
-over_stages = pytest.mark.parametrize("stage", STAGES)
-over_ways = pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
+WAYS: dict[str, dict[str, Any]] = {"bare": {"bare": True}, "driven": {"bare": False}}
+BOTH: dict[str, dict[str, Any]] = {
+    f"{stage}, {way}": {**STAGES[stage], **WAYS[way]} for stage, way in product(STAGES, WAYS)
+}
 TIMEOUT = 20.0
 
 
@@ -105,16 +107,41 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def check(script: Script, world_size: int = 2, tolerance: float = 2e-6, **options: Any) -> None:
+class Case(NamedTuple):
+    """A script for so many ranks, with options of ``Together``."""
+
+    script: Script
+    options: dict[str, Any]
+    world_size: int = 2
+
+
+def check_each(cases: Mapping[str, Case], subtests: pytest.Subtests) -> None:
+    """``check`` of each, those of one world size in one launch."""
+    for world_size in sorted({case.world_size for case in cases.values()}):
+        named = {name: case for name, case in cases.items() if case.world_size == world_size}
+        done = run_cases(train_both, world_size, [(case,) for case in named.values()], timeout=TIMEOUT)
+        for name, ((case,), ran) in zip(named, done, strict=True):
+            with subtests.test(name):
+                judge(case, ran.values())
+
+
+def check(script: Script, world_size: int = 2, **options: Any) -> None:
     """The numbers of one process, whether the ranks find out beforehand what a backward will use or not."""
+    case = Case(script, options, world_size)
+    judge(case, run_ranks(train_both, world_size, case, timeout=TIMEOUT))
 
-    def train(rank: int, world_size: int) -> dict[str, Tensor]:
-        return parameters_of(script(Together(rank, **options)))
 
-    expected = parameters_of(script(Alone(world_size, options.get("clip", 0.0))))
-    for ranks in zip(*run_ranks(with_and_without_detection(train), world_size, timeout=TIMEOUT), strict=True):
+@with_and_without_detection
+def train_both(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
+    return parameters_of(case.script(Together(rank, **case.options)))
+
+
+def judge(case: Case, got: list[tuple[dict[str, Tensor], ...]], tolerance: float = 2e-6) -> None:
+    clip = case.options.get("clip", 0.0)
+    expected = parameters_of(case.script(Alone(case.world_size, clip)))
+    for ranks in zip(*got, strict=True):
         check_close(expected, ranks, tolerance)
-    mistaken = parameters_of(script(Mistaken(world_size, options.get("clip", 0.0))))
+    mistaken = parameters_of(case.script(Mistaken(case.world_size, clip)))
     assert worst(expected, mistaken)[0] > 100 * tolerance, "a mistake would pass"
 
 
@@ -196,27 +223,33 @@ def train_recomputed(kind: type[Recomputed], reentrant: bool, nested: bool = Fal
     return script
 
 
-@nested_warns
-@over_ways
-@over_stages
-@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpointing_with_a_weight_shared_by_segments(reentrant: bool, nested: bool, stage: str, bare: bool) -> None:
-    check(train_recomputed(Recomputed, reentrant, nested), 2, bare=bare, **STAGES[stage])
-
-
-@over_ways
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_checkpointing_on_other_world_sizes(world_size: int, bare: bool) -> None:
-    check(train_recomputed(Recomputed, True), world_size, bare=bare, partition_grad=True)
+SEGMENTS = {
+    "reentrant, flat": train_recomputed(Recomputed, True),
+    "reentrant, nested": train_recomputed(Recomputed, True, nested=True),
+    "non-reentrant, flat": train_recomputed(Recomputed, False),
+    "non-reentrant, nested": train_recomputed(Recomputed, False, nested=True),
+}
 
 
 @nested_warns
-@over_ways
-@over_stages
-@pytest.mark.parametrize("kind", [Recomputed, AllRecomputed])
-def test_checkpointing_over_several_micro_batches(kind: type[Recomputed], stage: str, bare: bool) -> None:
-    check(train_recomputed(kind, True, micro_batches=2), 2, bare=bare, **STAGES[stage])
+def test_checkpointing_with_a_weight_shared_by_segments(subtests: pytest.Subtests) -> None:
+    check_each({f"{kind}, {way}": Case(SEGMENTS[kind], BOTH[way]) for kind, way in product(SEGMENTS, BOTH)}, subtests)
+
+
+def test_checkpointing_on_other_world_sizes(subtests: pytest.Subtests) -> None:
+    def of(way: str, world_size: int) -> Case:
+        return Case(train_recomputed(Recomputed, True), {"partition_grad": True, **WAYS[way]}, world_size)
+
+    check_each({f"{size} ranks, {way}": of(way, size) for size, way in product((1, 3), WAYS)}, subtests)
+
+
+@nested_warns
+def test_checkpointing_over_several_micro_batches(subtests: pytest.Subtests) -> None:
+    def of(kind: type[Recomputed], way: str) -> Case:
+        return Case(train_recomputed(kind, True, micro_batches=2), BOTH[way])
+
+    kinds = (Recomputed, AllRecomputed)
+    check_each({f"{kind.__name__}, {way}": of(kind, way) for kind, way in product(kinds, BOTH)}, subtests)
 
 
 def test_checkpointing_without_overlap() -> None:
@@ -251,10 +284,8 @@ def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on() 
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-@over_stages
-@pytest.mark.parametrize("bucket_size", [1, 100], ids=["in place", "packed"])
-def test_gradients_that_come_with_a_graph_are_reduced_without_it(bucket_size: int, stage: str) -> None:
-    def train(rank: int, world_size: int) -> tuple[list[bool], list[float]]:
+def test_gradients_that_come_with_a_graph_are_reduced_without_it(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, stage: str, bucket_size: int) -> tuple[list[bool], list[float]]:
         bias, weight = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))
         optimizer = LowLevelZeroOptimizer(
             torch.optim.SGD([bias, weight], lr=1.0), reduce_bucket_size=bucket_size, **STAGES[stage]
@@ -264,22 +295,23 @@ def test_gradients_that_come_with_a_graph_are_reduced_without_it(bucket_size: in
         optimizer.step()
         return hangs, [*bias.tolist(), *weight.flatten().tolist()]
 
-    for hangs, values in run_ranks(train, 2):
-        assert hangs
-        assert not any(hangs)
-        assert values == [1 - 3 * 1.5] * 8
+    in_place, packed = 1, 100
+    for (stage, bucket_size), ran in run_cases(train, 2, product(STAGES, (in_place, packed))):
+        with subtests.test(stage=stage, bucket_size=bucket_size):
+            for hangs, values in ran.values():
+                assert hangs
+                assert not any(hangs)
+                assert values == [1 - 3 * 1.5] * 8
 
 
 # As on a device, whose hosts don't wait to agree in every step, but do where a gradient may come again
 
 
 @nested_warns
-@over_stages
-@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
-def test_a_late_gradient_is_reduced_on_a_device_too(nested: bool, stage: str) -> None:
+def test_a_late_gradient_is_reduced_on_a_device_too(subtests: pytest.Subtests) -> None:
     """One that came late on one rank alone, here: the other takes no segment."""
 
-    def train(rank: int, world_size: int) -> dict[str, Tensor]:
+    def train(rank: int, world_size: int, stage: str, nested: bool) -> dict[str, Tensor]:
         model = Recomputed(True, nested)
         optimizer = as_on_a_device(
             LowLevelZeroOptimizer(momentum(model), model=model, reduce_bucket_size=1, **STAGES[stage])
@@ -291,8 +323,10 @@ def test_a_late_gradient_is_reduced_on_a_device_too(nested: bool, stage: str) ->
             optimizer.zero_grad()
         return parameters_of(model)
 
-    expected = parameters_of(train_recomputed(Recomputed, True, nested)(Alone(2)))
-    check_close(expected, run_ranks(train, 2, timeout=TIMEOUT), 2e-6)
+    for (stage, nested), ran in run_cases(train, 2, product(STAGES, (False, True)), timeout=TIMEOUT):
+        with subtests.test(stage=stage, nested=nested):
+            expected = parameters_of(train_recomputed(Recomputed, True, nested)(Alone(2)))
+            check_close(expected, ran.values(), 2e-6)
 
 
 def test_a_late_gradient_that_the_first_step_gave_no_sign_of_is_refused_by_name() -> None:
@@ -373,15 +407,12 @@ def some_inputs(side: Alone) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("script", [two_losses, same_loss_twice, some_inputs])
-@over_ways
-@over_stages
-def test_several_backwards_before_a_step(script: Script, stage: str, bare: bool) -> None:
-    check(script, 3, bare=bare, **STAGES[stage])
+def test_several_backwards_before_a_step(subtests: pytest.Subtests) -> None:
+    scripts = {"two losses": two_losses, "same loss twice": same_loss_twice, "some inputs": some_inputs}
+    check_each({f"{name}, {way}": Case(scripts[name], BOTH[way], 3) for name, way in product(scripts, BOTH)}, subtests)
 
 
-@over_stages
-def test_backward_by_grad(stage: str) -> None:
+def test_backward_by_grad(subtests: pytest.Subtests) -> None:
     """Two stages of a pipeline: the second sends its input's gradient back to the first."""
 
     def script(side: Alone) -> nn.Module:
@@ -405,7 +436,7 @@ def test_backward_by_grad(stage: str) -> None:
                 optimizer.zero_grad()
         return model
 
-    check(script, **STAGES[stage])
+    check_each({stage: Case(script, options) for stage, options in STAGES.items()}, subtests)
 
 
 def test_backward_by_grad_of_a_scaled_model() -> None:
@@ -476,10 +507,7 @@ class Summed(nn.Module):
         return (self.one.view(-1) + self.other.view(-1)) * x
 
 
-@over_ways
-@over_stages
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_share_memory_are_each_reduced_once(world_size: int, stage: str, bare: bool) -> None:
+def test_gradients_that_share_memory_are_each_reduced_once(subtests: pytest.Subtests) -> None:
     def script(side: Alone) -> nn.Module:
         model = Summed()
         optimizer = side.wrap(momentum(model), model)
@@ -494,18 +522,16 @@ def test_gradients_that_share_memory_are_each_reduced_once(world_size: int, stag
     assert model.one.grad is not None
     assert model.other.grad is not None
     assert model.one.grad.data_ptr() == model.other.grad.data_ptr()  # else the test is none
-    check(script, world_size, bare=bare, **STAGES[stage])
+    check_each({f"{size} ranks, {way}": Case(script, BOTH[way], size) for size, way in product((2, 3), BOTH)}, subtests)
 
 
 # Where gradients are
 
 
-@over_ways
-@over_stages
-def test_gradients_leave_with_backward_and_stay_under_no_sync(stage: str, bare: bool) -> None:
-    def train(rank: int, world_size: int) -> tuple[list[bool], bool]:
+def test_gradients_leave_with_backward_and_stay_under_no_sync(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, way: str) -> tuple[list[bool], bool]:
         model = net()
-        side = Together(rank, bare=bare, **STAGES[stage])
+        side = Together(rank, **BOTH[way])
         optimizer = side.wrap(momentum(model), model)
         with optimizer.no_sync():
             for step in range(2):
@@ -516,9 +542,13 @@ def test_gradients_leave_with_backward_and_stay_under_no_sync(stage: str, bare: 
             loss_at(twin, step)(rank).backward()
         intact = all(torch.equal(p.grad, kept[name]) for name, p in twin.named_parameters())  # type: ignore[arg-type]
         side.backward(optimizer, loss_at(model, 2)(rank))
-        return [p.grad is None for p in model.parameters()], intact
+        gone = [p.grad is None for p in model.parameters()]
+        optimizer.zero_grad()
+        return gone, intact
 
-    assert run_ranks(train, 2) == [([True] * 8, True)] * 2
+    for (way,), ran in run_cases(train, 2, [(way,) for way in BOTH]):
+        with subtests.test(way):
+            assert ran.values() == [([True] * 8, True)] * 2
 
 
 def test_a_step_under_no_sync_does_nothing() -> None:
@@ -533,9 +563,7 @@ def test_a_step_under_no_sync_does_nothing() -> None:
     assert run_ranks(train, 2) == [True, True]
 
 
-@over_ways
-@over_stages
-def test_gradients_left_by_no_sync_count_in_the_step(stage: str, bare: bool) -> None:
+def test_gradients_left_by_no_sync_count_in_the_step(subtests: pytest.Subtests) -> None:
     """Also where no synchronising backward follows, or one that doesn't touch them."""
 
     def script(side: Alone) -> nn.Module:
@@ -550,7 +578,7 @@ def test_gradients_left_by_no_sync_count_in_the_step(stage: str, bare: bool) -> 
             optimizer.zero_grad()
         return model
 
-    check(script, 3, bare=bare, **STAGES[stage])
+    check_each({way: Case(script, options, 3) for way, options in BOTH.items()}, subtests)
 
 
 # A GAN
@@ -669,16 +697,26 @@ GANS = [
 ]
 
 
-@over_ways
-@pytest.mark.parametrize(("moves", "stage"), [(moves, list(STAGES)[at % 2]) for at, moves in enumerate(GANS)])
-def test_gan(moves: Callable[[Gan, int], None], stage: str, bare: bool) -> None:
-    def script(side: Alone) -> nn.Module:
-        gan = Gan(side)
-        for step in range(3):
-            moves(gan, step)
-        return gan.model
+def test_gan(subtests: pytest.Subtests) -> None:
+    def script_of(moves: Callable[[Gan, int], None]) -> Script:
+        def script(side: Alone) -> nn.Module:
+            gan = Gan(side)
+            for step in range(3):
+                moves(gan, step)
+            gan.g.zero_grad()
+            gan.d.zero_grad()
+            return gan.model
 
-    check(script, 2, bare=bare, **STAGES[stage])
+        return script
+
+    cases = product(zip(GANS, cycle(STAGES)), WAYS)
+    check_each(
+        {
+            f"{moves.__name__}, {stage}, {way}": Case(script_of(moves), {**STAGES[stage], **WAYS[way]})
+            for (moves, stage), way in cases
+        },
+        subtests,
+    )
 
 
 # Two optimizers over halves of one model
@@ -720,15 +758,17 @@ HALVES: dict[str, Callable[[int], Sequence[int]]] = {
 }
 
 
-@pytest.mark.parametrize("drop", HALVES.values(), ids=HALVES.keys())
-@pytest.mark.parametrize("drive", ["first", "second", "bare"])
-def test_two_optimizers_over_halves_of_a_model(drive: str, drop: Callable[[int], Sequence[int]]) -> None:
-    check(halves(drop, drive), 2, bare=drive == "bare", partition_grad=True)
+def test_two_optimizers_over_halves_of_a_model(subtests: pytest.Subtests) -> None:
+    def of(drop: str, drive: str) -> Case:
+        return Case(halves(HALVES[drop], drive), {"bare": drive == "bare", "partition_grad": True})
+
+    drives = ("first", "second", "bare")
+    check_each({f"{drop}, {drive}": of(drop, drive) for drop, drive in product(HALVES, drives)}, subtests)
 
 
-@pytest.mark.parametrize("drop", ["nothing", "upper-half-on-one"])
-def test_two_optimizers_in_stage_1_on_three_ranks(drop: str) -> None:
-    check(halves(HALVES[drop]), 3, bare=True)
+def test_two_optimizers_in_stage_1_on_three_ranks(subtests: pytest.Subtests) -> None:
+    drops = ("nothing", "upper-half-on-one")
+    check_each({drop: Case(halves(HALVES[drop]), {"bare": True}, 3) for drop in drops}, subtests)
 
 
 # zero_grad and step, anywhere
@@ -812,7 +852,9 @@ def gradients_stay_over_steps(side: Alone, model: nn.Module, optimizer: Any, to_
             optimizer.zero_grad(to_none)
 
 
-ANYWHERE = [
+Moves = Callable[[Alone, nn.Module, Any, bool], None]
+
+ANYWHERE: list[Moves] = [
     zero_first,
     zero_between_backward_and_step,
     zero_amid_accumulation,
@@ -825,34 +867,48 @@ ANYWHERE = [
 ]
 
 
-@pytest.mark.parametrize("to_none", [True, False], ids=["to_none", "to_zeros"])
-@over_ways
-@pytest.mark.parametrize(("moves", "stage"), [(moves, list(STAGES)[at % 2]) for at, moves in enumerate(ANYWHERE)])
-def test_zero_grad_and_step_anywhere(moves: Callable[..., None], stage: str, bare: bool, to_none: bool) -> None:
-    def script(side: Alone) -> nn.Module:
-        model = net()
-        optimizer = side.wrap(momentum(model), model)
-        moves(side, model, optimizer, to_none)
-        optimizer.zero_grad()
-        side.backward(optimizer, side.mean(loss_at(model, 9)))
-        side.step(optimizer)
-        return model
+def test_zero_grad_and_step_anywhere(subtests: pytest.Subtests) -> None:
+    def script_of(moves: Moves, to_none: bool) -> Script:
+        def script(side: Alone) -> nn.Module:
+            model = net()
+            optimizer = side.wrap(momentum(model), model)
+            moves(side, model, optimizer, to_none)
+            optimizer.zero_grad()
+            side.backward(optimizer, side.mean(loss_at(model, 9)))
+            side.step(optimizer)
+            return model
 
-    check(script, 2, bare=bare, **STAGES[stage])
+        return script
+
+    cases = product(zip(ANYWHERE, cycle(STAGES)), WAYS, (True, False))
+    check_each(
+        {
+            f"{moves.__name__}, {stage}, {way}, {'to none' if to_none else 'to zeros'}": Case(
+                script_of(moves, to_none), {**STAGES[stage], **WAYS[way]}
+            )
+            for (moves, stage), way, to_none in cases
+        },
+        subtests,
+    )
 
 
-@pytest.mark.parametrize("moves", [step_twice, gradients_stay_over_steps])
-@over_stages
-def test_gradients_stay_as_clipped(moves: Callable[..., None], stage: str) -> None:
+def test_gradients_stay_as_clipped(subtests: pytest.Subtests) -> None:
     """Clipping changes gradients in place, as torch's does; also those that no zero_grad has cleared since."""
 
-    def script(side: Alone) -> nn.Module:
-        model = net()
-        optimizer = side.wrap(momentum(model), model)
-        moves(side, model, optimizer, True)
-        return model
+    def script_of(moves: Moves) -> Script:
+        def script(side: Alone) -> nn.Module:
+            model = net()
+            optimizer = side.wrap(momentum(model), model)
+            moves(side, model, optimizer, True)
+            return model
 
-    check(script, 3, clip=0.1, **STAGES[stage])
+        return script
+
+    def of(moves: Moves, stage: str) -> Case:
+        return Case(script_of(moves), {"clip": 0.1, **STAGES[stage]}, 3)
+
+    cases = product((step_twice, gradients_stay_over_steps), STAGES)
+    check_each({f"{moves.__name__}, {stage}": of(moves, stage) for moves, stage in cases}, subtests)
 
 
 # An exception in backward
@@ -862,9 +918,7 @@ class BackwardFailed(Exception):
     pass
 
 
-@over_ways
-@over_stages
-def test_training_goes_on_after_an_exception_in_backward(stage: str, bare: bool) -> None:
+def test_training_goes_on_after_an_exception_in_backward(subtests: pytest.Subtests) -> None:
     def script(side: Alone) -> nn.Module:
         model = net()
         optimizer = side.wrap(momentum(model), model)
@@ -879,7 +933,7 @@ def test_training_goes_on_after_an_exception_in_backward(stage: str, bare: bool)
             optimizer.zero_grad()
         return model
 
-    check(script, 2, bare=bare, **STAGES[stage])
+    check_each({way: Case(script, options) for way, options in BOTH.items()}, subtests)
 
 
 def failing(x: Tensor) -> Tensor:
@@ -895,8 +949,7 @@ def failing(x: Tensor) -> Tensor:
 # Optimizer manners
 
 
-@over_ways
-def test_a_closure_is_run_with_gradients_and_its_loss_returned(bare: bool) -> None:
+def test_a_closure_is_run_with_gradients_and_its_loss_returned(subtests: pytest.Subtests) -> None:
     def script(side: Alone) -> nn.Module:
         model = net()
         optimizer = side.wrap(momentum(model), model)
@@ -913,12 +966,14 @@ def test_a_closure_is_run_with_gradients_and_its_loss_returned(bare: bool) -> No
                 assert torch.equal(optimizer.step(closure), before)
         return model
 
-    check(script, 2, bare=bare)
+    check_each({way: Case(script, options) for way, options in WAYS.items()}, subtests)
 
 
-@pytest.mark.parametrize("on", ["wrapper", "inner"])
-def test_step_hooks_run_once_a_step(on: str) -> None:
-    def train(rank: int, world_size: int) -> list[str]:
+EITHER = ("wrapper", "inner")
+
+
+def test_step_hooks_run_once_a_step(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, on: str) -> list[str]:
         model = net()
         optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
         hooked = optimizer if on == "wrapper" else optimizer.optim
@@ -931,7 +986,9 @@ def test_step_hooks_run_once_a_step(on: str) -> None:
             optimizer.zero_grad()
         return seen
 
-    assert run_ranks(train, 2) == [["pre", "post"] * 3] * 2
+    for (on,), ran in run_cases(train, 2, [(on,) for on in EITHER]):
+        with subtests.test(on):
+            assert ran.values() == [["pre", "post"] * 3] * 2
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -942,21 +999,23 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("on", ["wrapper", "inner"])
-@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS.keys())
-def test_a_scheduler_works_on_either(schedule: Callable[[Any], Any], on: str) -> None:
-    def script(side: Alone) -> nn.Module:
-        model = net()
-        optimizer = side.wrap(momentum(model), model)
-        scheduler = schedule(optimizer.optim if on == "inner" and isinstance(side, Together) else optimizer)
-        for step in range(5):
-            side.backward(optimizer, side.mean(loss_at(model, step)))
-            side.step(optimizer)
-            optimizer.zero_grad()
-            scheduler.step()
-        return model
+def test_a_scheduler_works_on_either(subtests: pytest.Subtests) -> None:
+    def script_of(schedule: Callable[[Any], Any], on: str) -> Script:
+        def script(side: Alone) -> nn.Module:
+            model = net()
+            optimizer = side.wrap(momentum(model), model)
+            scheduler = schedule(optimizer.optim if on == "inner" and isinstance(side, Together) else optimizer)
+            for step in range(5):
+                side.backward(optimizer, side.mean(loss_at(model, step)))
+                side.step(optimizer)
+                optimizer.zero_grad()
+                scheduler.step()
+            return model
 
-    check(script)
+        return script
+
+    cases = product(SCHEDULERS, EITHER)
+    check_each({f"{name}, {on}": Case(script_of(SCHEDULERS[name], on), {}) for name, on in cases}, subtests)
 
 
 def test_plateau_scheduler_lowers_the_rate() -> None:
@@ -971,9 +1030,8 @@ def test_plateau_scheduler_lowers_the_rate() -> None:
     assert run_ranks(train, 1) == [[pytest.approx(5e-4)]]
 
 
-@pytest.mark.parametrize("load_on", ["wrapper", "inner"])
-def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(load_on: str) -> None:
-    def train(rank: int, world_size: int) -> list[bool]:
+def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, load_on: str) -> list[bool]:
         model = net()
         optimizer = LowLevelZeroOptimizer(adamw(model), model=model)
         optimizer.backward(loss_at(model, 0)(rank))
@@ -989,33 +1047,36 @@ def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(load_on: 
             isinstance(optimizer, torch.optim.Optimizer),
         ]
 
-    assert run_ranks(train, 2) == [[True] * 5] * 2
+    for (load_on,), ran in run_cases(train, 2, [(on,) for on in EITHER]):
+        with subtests.test(load_on):
+            assert ran.values() == [[True] * 5] * 2
 
 
-@pytest.mark.parametrize("load_on", ["wrapper", "inner"])
-@over_stages
-def test_training_goes_on_after_loading_the_own_state(stage: str, load_on: str) -> None:
-    def script(side: Alone) -> nn.Module:
+def test_training_goes_on_after_loading_the_own_state(subtests: pytest.Subtests) -> None:
+    def script_of(load_on: str) -> Script:
+        def script(side: Alone) -> nn.Module:
+            model = net()
+            optimizer = side.wrap(adamw(model), model)
+            for step in range(4):
+                if step == 2:
+                    loader = optimizer.optim if load_on == "inner" and isinstance(side, Together) else optimizer
+                    loader.load_state_dict(loader.state_dict())
+                side.backward(optimizer, side.mean(loss_at(model, step)))
+                side.step(optimizer)
+                optimizer.zero_grad()
+            return model
+
+        return script
+
+    check_each(
+        {f"{on}, {stage}": Case(script_of(on), STAGES[stage]) for on, stage in product(EITHER, STAGES)}, subtests
+    )
+
+
+def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(subtests: pytest.Subtests) -> None:
+    def live(rank: int, world_size: int, way: str, trained: bool) -> tuple[bool, bool, bool]:
         model = net()
-        optimizer = side.wrap(adamw(model), model)
-        for step in range(4):
-            if step == 2:
-                loader = optimizer.optim if load_on == "inner" and isinstance(side, Together) else optimizer
-                loader.load_state_dict(loader.state_dict())
-            side.backward(optimizer, side.mean(loss_at(model, step)))
-            side.step(optimizer)
-            optimizer.zero_grad()
-        return model
-
-    check(script, **STAGES[stage])
-
-
-@over_ways
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "fresh"])
-def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(trained: bool, bare: bool) -> None:
-    def live(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-        model = net()
-        side = Together(rank, bare=bare)
+        side = Together(rank, **WAYS[way])
         optimizer = side.wrap(momentum(model), model)
         if trained:
             side.backward(optimizer, loss_at(model, 0)(rank))
@@ -1027,11 +1088,14 @@ def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along
         del optimizer
         hooks = any(p._post_accumulate_grad_hooks for p in model.parameters())
         gone = died() is None, inner() is None, not hooks
+        gc.enable()
         loss_at(model, 1)(rank).backward()
         assert all(p.grad is not None for p in model.parameters())
         return gone
 
-    assert run_ranks(live, 2) == [(True, True, True)] * 2
+    for (way, trained), ran in run_cases(live, 2, product(WAYS, (True, False))):
+        with subtests.test(way=way, trained=trained):
+            assert ran.values() == [(True, True, True)] * 2
 
 
 def test_optimizers_one_after_another_leave_no_process_groups_behind() -> None:
@@ -1094,16 +1158,11 @@ def test_a_bare_backward_of_an_fp16_model_is_refused() -> None:
 # A step between a forward and its backward
 
 
-@over_ways
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("bucket", [1, 2**20], ids=["tiny", "one"])
-def test_a_step_between_forward_and_backward_is_noticed(
-    bucket: int, world_size: int, dtype: torch.dtype, bare: bool
-) -> None:
-    def train(rank: int, world_size: int) -> None:
+def test_a_step_between_forward_and_backward_is_noticed(world_size: int, subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, way: str, dtype: torch.dtype, bucket: int) -> None:
         model = net().to(dtype)
-        side = Together(rank, bare=bare, reduce_bucket_size=bucket)
+        side = Together(rank, reduce_bucket_size=bucket, **WAYS[way])
         optimizer = side.wrap(momentum(model), model)
         early = model(data(0, rank).to(dtype)).sum()
         side.backward(optimizer, model(data(1, rank).to(dtype)).sum())
@@ -1111,36 +1170,39 @@ def test_a_step_between_forward_and_backward_is_noticed(
         optimizer.zero_grad()
         side.backward(optimizer, early)
 
-    for error in run_ranks_expecting(train, world_size):
-        assert error.type == "RuntimeError"
-        assert "modified by an inplace operation" in error.message
+    cases = product(WAYS, (torch.float32, torch.bfloat16), (1, 2**20))
+    for (way, dtype, bucket), ran in run_cases_expecting(train, world_size, cases):
+        with subtests.test(way=way, dtype=dtype, bucket=bucket):
+            for error in ran.raised():
+                assert error.type == "RuntimeError"
+                assert "modified by an inplace operation" in error.message
 
 
 # What is held
 
 
-@over_stages
-def test_the_slices_keep_no_gradients_of_their_own(stage: str) -> None:
-    def train(rank: int, world_size: int) -> list[bool]:
+def test_the_slices_keep_no_gradients_of_their_own(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, stage: str) -> list[bool]:
         model = net().bfloat16()
         optimizer = LowLevelZeroOptimizer(momentum(model), model=model, **STAGES[stage])
         optimizer.backward(model(data(0, rank).bfloat16()).float().sum())
         optimizer.step()
         return [p32.grad is None for p32 in optimizer.get_working_to_master_map().values()]
 
-    assert run_ranks(train, 2) == [[True] * 8] * 2
+    for (stage,), ran in run_cases(train, 2, [(stage,) for stage in STAGES]):
+        with subtests.test(stage):
+            assert ran.values() == [[True] * 8] * 2
 
 
 WIDE = {"layers": 3, "width": 64}
 ELEMENTS = 3 * (64 * 64 + 64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("stage", "world_size"), list(product(STAGES, (1, 2, 4))))
-def test_bytes_held(stage: str, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_held(world_size: int, subtests: pytest.Subtests) -> None:
     """Every size here divides by the world size, so the numbers are the formulas', but for ends of rows and steps."""
 
-    def look(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    def look(rank: int, world_size: int, stage: str, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
         model = net(**WIDE).to(dtype)
         optimizer = LowLevelZeroOptimizer(adamw(model), model=model, reduce_bucket_size=8192, **STAGES[stage])
         optimizer.backward(model(data(0, rank, 64).to(dtype)).float().square().mean())
@@ -1150,14 +1212,16 @@ def test_bytes_held(stage: str, world_size: int, dtype: torch.dtype) -> None:
         optimizer.zero_grad()
         return after_backward, optimizer.memory_held()
 
-    size = dtype.itemsize
-    rows = 1 if stage == "stage2" else world_size  # an all-reduced bucket is kept
-    gradients = rows * ELEMENTS * size // world_size
-    ends = rows * 3 * 128  # a bucket for each layer
-    for after_backward, after_step in run_ranks(look, world_size):
-        assert after_backward["parameters"] == after_step["parameters"] == ELEMENTS * size
-        assert gradients <= after_backward["gradients"] < gradients + ends
-        assert after_step["gradients"] == 0
-        assert after_step["masters"] == (0 if dtype == torch.float32 else 4 * ELEMENTS // world_size)
-        assert after_backward["states"] == 0
-        assert after_step["states"] == 2 * 4 * ELEMENTS // world_size + 6 * 4
+    for (stage, dtype), ran in run_cases(look, world_size, product(STAGES, (torch.float32, torch.bfloat16))):
+        with subtests.test(stage=stage, dtype=dtype):
+            size = dtype.itemsize
+            rows = 1 if stage == "stage2" else world_size  # an all-reduced bucket is kept
+            gradients = rows * ELEMENTS * size // world_size
+            ends = rows * 3 * 128  # a bucket for each layer
+            for after_backward, after_step in ran.values():
+                assert after_backward["parameters"] == after_step["parameters"] == ELEMENTS * size
+                assert gradients <= after_backward["gradients"] < gradients + ends
+                assert after_step["gradients"] == 0
+                assert after_step["masters"] == (0 if dtype == torch.float32 else 4 * ELEMENTS // world_size)
+                assert after_backward["states"] == 0
+                assert after_step["states"] == 2 * 4 * ELEMENTS // world_size + 6 * 4
