@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .agreement import Call
 from .bookkeeping.parameter_store import ShardedParameter
+from .bookkeeping.sharded_group import ShardedGroup
 from .optimizer import LowLevelZeroOptimizer
 from .owners import Records, at_once, is_frozen, owner_of, owners_of
-from .state.whole import at_least_fp32, copied_state, fill_slice, is_slice, whole_gradients, whole_masters, whole_states
+from .state.values import at_least_fp32, copied_state, fill_slice, whole_gradients, whole_masters, whole_states
+from .state.whole import is_slice
 
 # Gathers travel beside reductions, of which a plain backward may have started more on one rank than on another.
-_STATE = Call("read or write state")
+_STATE = "read or write state"
 
 
 class _What(NamedTuple):
@@ -121,7 +122,7 @@ def safe_set_full_optimizer_state(
 def safe_get_local_fp32_param(param: Tensor) -> Tensor:
     """This rank's slice of the fp32 master; doesn't communicate."""
     optimizer, record = owner_of(param)
-    with optimizer._families.streams.home():
+    with optimizer.streams.home():
         record.follow_edits()
         return at_least_fp32(record.p32.detach().to(record.padded.device, copy=True))
 
@@ -134,9 +135,9 @@ def safe_get_local_grad(param: Tensor, *, timeout: float | None = None) -> Tenso
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], "safe_get_local_grad", timeout):
         record.check_home()
-    optimizer._families.finish(Call("look at gradients"))
-    with optimizer._families.streams.home():
-        return optimizer._families.of(record).gradients.averaged(record)
+    optimizer.finish_gradients()
+    with optimizer.streams.home():
+        return optimizer.sharded_group_of(record).gradients.averaged(record)
 
 
 @torch.no_grad()
@@ -144,7 +145,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
     """This rank's slice of a state; a number is 0-d; None if there is none yet. Doesn't communicate."""
     optimizer, record = owner_of(param)
     _check_key(optimizer, [record], key=optim_state_key)
-    with optimizer._families.streams.home():
+    with optimizer.streams.home():
         return copied_state(_state(optimizer, record).get(optim_state_key), record)
 
 
@@ -251,30 +252,40 @@ def _read(
     """Values of some parameters of one optimizer, on ``device``."""
     with at_once(optimizer, records, call, timeout):
         what.check(optimizer, records)
-    with torch.no_grad(), optimizer._families.streams.home():
+    with torch.no_grad(), optimizer.streams.home():
         values = what.read(optimizer, records)
         return [value if value is None or device is None else value.to(device) for value in values]
 
 
 def _gradients(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
-    optimizer._families.finish(Call("look at gradients"))
-    for family, own in optimizer._families.parted(records):
-        yield from whole_gradients(own, family.gradients, family.group)
+    optimizer.finish_gradients()
+    for group, own in _by_group(optimizer, records):
+        yield from whole_gradients(own, group)
 
 
 def _masters(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
-    optimizer._families.even_out(_STATE)
-    optimizer._force_wait_all_gather()
+    optimizer.finish_syncs(_STATE)
+    optimizer.finish_gathers()
     for record in records:
         record.follow_edits()
-    for family, own in optimizer._families.parted(records):
-        yield from whole_masters(own, family.group)
+    for group, own in _by_group(optimizer, records):
+        yield from whole_masters(own, group.group)
 
 
 def _states(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> Iterator[Tensor | None]:
-    optimizer._families.even_out(_STATE)
-    for family, own in optimizer._families.parted(records):
-        yield from whole_states(own, optimizer.optim, key, family.group)
+    optimizer.finish_syncs(_STATE)
+    for group, own in _by_group(optimizer, records):
+        yield from whole_states(own, optimizer.optim, key, group.group)
+
+
+def _by_group(
+    optimizer: LowLevelZeroOptimizer, records: Records
+) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
+    """Records, which come in the order of their groups, by group."""
+    for group in optimizer.sharded_groups:
+        own = [record for record in records if record.family == group.number]
+        if own:
+            yield group, own
 
 
 def _states_of(key: str) -> _What:
@@ -292,14 +303,14 @@ def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[s
 @torch.no_grad()
 def _put_master(optimizer: LowLevelZeroOptimizer, record: ShardedParameter, own: Tensor) -> None:
     """Let ``p32`` be a slice ``[s]``, and ``p`` what all ranks' round to. Communicates."""
-    optimizer._families.even_out(_STATE)
-    optimizer._force_wait_all_gather()
+    optimizer.finish_syncs(_STATE)
+    optimizer.finish_gathers()
     start, stop = record.split.span(record.rank)
-    with optimizer._families.streams.home():
+    with optimizer.streams.home():
         master = own[: stop - start].detach().to(record.p32)
         record.load_row(master.to(record.p.dtype), master)
         if record.split.numel:
-            gathers = optimizer._families.of(record).gathers
+            gathers = optimizer.sharded_group_of(record).gathers
             gathers.start([record])
             gathers.finish()
 
@@ -309,13 +320,13 @@ def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool, timeo
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], call, timeout):
         _check_value(value, record, record.p32.shape if is_local else param.shape)
-    optimizer._families.finish(Call("look at gradients"))
-    with optimizer._families.streams.home():
-        own = optimizer._families.of(record).gradients.averaged(record)
+    optimizer.finish_gradients()
+    with optimizer.streams.home():
+        own = optimizer.sharded_group_of(record).gradients.averaged(record)
         if own is None:
             raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
         fill_slice(own, value if is_local else record.slice_of(value), record)
-        optimizer._families.of(record).gradients.overwrite(record, own)
+        optimizer.sharded_group_of(record).gradients.overwrite(record, own)
 
 
 @torch.no_grad()
@@ -331,7 +342,7 @@ def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool
             _check_value(value, record, record.p32.shape if is_local else param.shape)
         else:
             lines.append(f"{key} = {_number(value, held, record)}")
-    with optimizer._families.streams.home():
+    with optimizer.streams.home():
         if is_slice(key, held, record):
             fill_slice(held, value if is_local else record.slice_of(value), record)
         elif isinstance(held, Tensor):

@@ -1,9 +1,10 @@
-"""What must hold before an optimizer is built, on this rank and between ranks; nothing here changes anything."""
+"""Construction: what must hold beforehand, on this rank and between ranks, and which rooms an optimizer is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,30 +12,54 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .agreement import agree as agree  # its place until everybody has the new one
-from .agreement import together as together
 from .bookkeeping.module_names import own_names
+from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.storages import overlapping
 from .communication.collectives import ShardGroup
 from .communication.compression import check_fp8
-from .optim.elementwise import MUON, full_name
-from .wrapping import WrappingOptimizer, alive
+from .options import ZeroOptions
+
+
+class Rooms:
+    """What rooms do for an optimizer: the one place where the core names them.
+
+    They are imported when the first optimizer is made, since they import the optimizer.
+    """
+
+    def __init__(self) -> None:
+        from .diagnostics.bad_numbers import BadNumbers
+        from .diagnostics.guards import Guard
+        from .diagnostics.verification import verify
+        from .optim.elementwise import check_elementwise, check_matrices
+        from .optim.whole_steps import whole_step
+        from .planning.of_optimizer import layout, memory_held
+        from .state.sharded_dict import load_sharded_state_dict, sharded_state_dict
+        from .state.values import whole_gradients
+        from .state.whole import load_state_dict, state_dict, state_dict_shard
+
+        self.check_elementwise = check_elementwise
+        self.check_matrices = check_matrices
+        self.whole_step = whole_step
+        self.observer = BadNumbers
+        self.guard = Guard
+        self.verify = verify
+        self.state_dict = state_dict
+        self.state_dict_shard = state_dict_shard
+        self.load_state_dict = load_state_dict
+        self.sharded_state_dict = sharded_state_dict
+        self.load_sharded_state_dict = load_sharded_state_dict
+        self.whole_gradients = whole_gradients
+        self.layout = layout
+        self.memory_held = memory_held
+
+
+# ---- checks on this rank, which change nothing ----
 
 
 def check_optimizer(optimizer: object, model: object) -> None:
     """Raise unless ``optimizer`` is a torch optimizer with parameters to train and ``model`` a plain module."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, WrappingOptimizer):
-        raise TypeError(
-            f"optimizer: expected a plain optimizer, got {type(optimizer).__name__}, which shards one already: "
-            "wrap each optimizer once"
-        )
-    if any(isinstance(other, WrappingOptimizer) and other.optim is optimizer for other in alive()):
-        raise TypeError(
-            f"optimizer: expected a plain optimizer, got the {type(optimizer).__name__} that another one "
-            "wraps, and which holds slices by now: wrap each optimizer once"
-        )
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "expected construction outside of torch.inference_mode, whose tensors can't be updated later, got it within"
@@ -58,49 +83,72 @@ def check_optimizer(optimizer: object, model: object) -> None:
             "optimizer: expected at least one parameter with requires_grad=True, got none: "
             "unfreeze what is to be trained before constructing the optimizer"
         )
-    check_matrices(optimizer, trained, parameter_names(optimizer, model))
 
 
-def check_matrices(optimizer: Optimizer, parameters: Sequence[Tensor], names: dict[Tensor, str]) -> None:
-    """Raise if ``optimizer`` steps matrices alone, for the first parameter that isn't one."""
-    others = [p for p in parameters if p.dim() != 2]
-    if others and full_name(optimizer) == MUON:
-        raise ValueError(
-            f"{names[others[0]]}: expected a matrix, which Muon steps, got shape {tuple(others[0].shape)}: "
-            "give what isn't one to an optimizer of its own, such as torch.optim.AdamW"
-        )
-
-
-def parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
-    """A name for each parameter of ``optimizer``: the model's own, else its place in the param groups."""
+def parameter_names(groups: Iterable[Iterable[Tensor]], model: nn.Module | None) -> dict[Tensor, str]:
+    """A name for each parameter of param ``groups``: the model's own, else its place there."""
     of_model = own_names(model)
     return {
         p: of_model.get(p, f"param_groups[{at}]['params'][{place}]")
-        for at, group in enumerate(optimizer.param_groups)
-        for place, p in enumerate(group["params"])
+        for at, members in enumerate(groups)
+        for place, p in enumerate(members)
     }
 
 
-def check_parameters(
-    parameters: Sequence[Tensor],
-    names: Mapping[Tensor, str],
+def check_new_parameters(
+    optimizer: Optimizer,
+    new: Sequence[Tensor],
+    names: dict[Tensor, str],
     group: ShardGroup,
-    fp8: bool,
+    options: ZeroOptions,
+    *,
+    model: nn.Module | None = None,
     known: Mapping[Tensor, str] | None = None,
 ) -> None:
-    """Raise for the first parameter that can't be sharded over ``group``, or sent in fp8 if that is wanted.
+    """Raise for the first parameter that can't be sharded.
 
-    ``known`` are those, by name, that the optimizer shards already.
+    Args:
+        optimizer: has them in its groups.
+        new: the parameters.
+        names: of all parameters of ``optimizer``.
+        group: the ranks to shard over.
+        options: the caller's choices.
+        model: the module they belong to; None: there is none, or it has been checked.
+        known: those that are sharded already, by name.
     """
-    for p in parameters:
+    for p in new:
         _check_parameter(p, names[p], group)
-    everything = {**(known or {}), **{p: names[p] for p in parameters}}
+    everything = {**(known or {}), **{p: names[p] for p in new}}
     _check_one_device(everything)
-    if fp8:
-        check_fp8(dict.fromkeys(p.device for p in parameters))
-    pair = overlapping(list(everything))
+    if options.fp8_communication:
+        check_fp8(dict.fromkeys(p.device for p in new))
+    _check_own_memory(everything)
+    _check_has_values(model)
+    _check_dense_gradients(model, names)
+    if options.cpu_offload:
+        _check_steps_on_host(optimizer)
+
+
+def check_group(param_group: Any, parameters: ParameterStore) -> None:
+    """Raise unless it is a group as torch has them, of parameters that are new; make a list of its parameters."""
+    if not isinstance(param_group, dict) or "params" not in param_group:
+        got = list(param_group) if isinstance(param_group, dict) else type(param_group).__name__
+        raise TypeError(
+            f"param_group: expected a dict with 'params', got {got}: pass {{'params': [p, ...], 'lr': ...}}"
+        )
+    params = param_group["params"]
+    param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+    for p in param_group["params"]:
+        record = parameters.find(p)
+        if record is not None:
+            raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")
+
+
+def _check_own_memory(named: Mapping[Tensor, str]) -> None:
+    """Raise for two parameters that share memory."""
+    pair = overlapping(list(named))
     if pair is not None:
-        one, other = (list(everything.values())[place] for place in pair)
+        one, other = (list(named.values())[place] for place in pair)
         raise ValueError(
             f"{other}: expected memory of its own, got some that {one} holds too: "
             "tie weights by using one Parameter object in both places"
@@ -146,14 +194,14 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
         )
 
 
-def check_has_values(model: nn.Module | None) -> None:
+def _check_has_values(model: nn.Module | None) -> None:
     """Raise for a parameter or buffer of ``model`` that has no values, trained or not: ranks start from rank 0's."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
         if tensor.is_meta:
             raise ValueError(f"{name}: expected values, got a tensor on meta: materialise the model first (to_empty)")
 
 
-def check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> None:
+def _check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> None:
     """Raise for an embedding of ``model`` whose gradient would be sparse."""
     for module in model.modules() if model is not None else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight in names:
@@ -163,7 +211,7 @@ def check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> 
             )
 
 
-def check_steps_on_host(optimizer: Optimizer) -> None:
+def _check_steps_on_host(optimizer: Optimizer) -> None:
     """Raise for settings of ``optimizer`` that the host has no kernels for."""
     for at, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
@@ -177,6 +225,9 @@ def check_steps_on_host(optimizer: Optimizer) -> None:
                 f"cpu_offload=True: expected settings on the host, got {tensors[0]} of param group {at} as a tensor on "
                 f"{group[tensors[0]].device}: pass a number or a tensor on the host"
             )
+
+
+# ---- what has to be alike on all ranks ----
 
 
 def describe(
@@ -194,7 +245,7 @@ def describe(
     described = _Descriptions()
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if family == 0:
-        yield f"optimizer {full_name(optimizer)}"
+        yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
         yield f"trained on {', '.join(sorted({p.device.type for p in trained}))}"
         yield "model=None" if model is None else "model given"
     for at, group in enumerate(optimizer.param_groups):

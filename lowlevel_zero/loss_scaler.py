@@ -24,6 +24,10 @@ _ADD_IF_OVERFLOW = (0, 1, 1, 1)
 
 _NEEDED_KEYS = ("scale", "growth_factor", "backoff_factor", "hysteresis")
 _COUNT_KEYS = ("growth_step", "hysteresis_step", "skipped_in_a_row", "skipped")
+_OPTIONS = (
+    *("initial_scale", "min_scale", "growth_factor", "backoff_factor"),
+    *("growth_interval", "hysteresis", "max_scale"),
+)
 
 
 class LossScaler:
@@ -76,6 +80,17 @@ class LossScaler:
         self._clean = _int64(_KEEP_IF_CLEAN, device), _int64(_ADD_IF_CLEAN, device)
         self._overflow = _int64(_KEEP_IF_OVERFLOW, device), _int64(_ADD_IF_OVERFLOW, device)
         self._set_factors(growth_factor, backoff_factor)
+
+    @classmethod
+    def chosen(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Those among ``keywords`` that a scaler takes.
+
+        Raises:
+            ValueError: one is out of its range.
+        """
+        chosen = {name: keywords[name] for name in _OPTIONS if name in keywords}
+        cls(**chosen)
+        return chosen
 
     @classmethod
     def static(cls, scale: float, device: torch.device | str = "cpu") -> LossScaler:

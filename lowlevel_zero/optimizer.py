@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,45 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .agreement import CONSTRUCT, Call, together
-from .assignment import assign, data_parallel_group, make_groups
-from .bookkeeping.gradient_sum import Scale
+from .agreement import CONSTRUCT, Call, agree_apart, together
+from .bookkeeping.assignment import assign, data_parallel_group, make_groups
+from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
+from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.offload import Offload
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter, follow_edits
+from .bookkeeping.parameter_store import ParameterStore, follow_edits
+from .bookkeeping.sharded_group import GroupMaker, ShardedGroup, in_each, log_start, release
+from .bookkeeping.sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
+from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
-from .caller_names import CallerNames
 from .communication.checked_group import checked
-from .communication.collectives import ShardGroup
 from .communication.two_levels import Ranks, check_hybrid, shard_group
-from .construction import (
-    check_dense_gradients,
-    check_has_values,
-    check_optimizer,
-    check_parameters,
-    check_steps_on_host,
-    describe,
-    parameter_names,
-)
-from .diagnostics.bad_numbers import BadNumbers
-from .diagnostics.guards import Guard
-from .diagnostics.verification import VerifyMethods
-from .families import Families, ShardedGroup, log_start
+from .construction import Rooms, check_group, check_new_parameters, check_optimizer, describe, parameter_names
 from .grad_norm import GlobalNorm, clip_factor
-from .gradient_methods import GradientMethods, measured
-from .group_methods import GroupMethods
 from .loss_scaler import LossScaler
-from .optim.elementwise import check_elementwise
-from .options import BackwardContext, ZeroOptions, debugging
-from .sharding import Sharding, convert
-from .state_methods import StateMethods
+from .options import MAX_NORM, BackwardContext, ZeroOptions
+from .reducer import DOUBLE_REDUCTION, driving
 from .stepping import Stepper
-from .streams import Streams, streams_of
-from .wrapping import WrappingOptimizer
+from .streams import streams_of
 
 _log = logging.getLogger("lowlevel_zero")
 
+_ADD = "add a param group"
 
-class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMethods, VerifyMethods, WrappingOptimizer):
+
+class LowLevelZeroOptimizer(ShardedOptimizer):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
     Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
@@ -151,179 +138,90 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         max_skipped_steps: int = 20,
         error_if_nonfinite: bool = False,
     ) -> None:
-        dp = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
-        self._group = shard_group(dp, extra_dp_group, hybrid_shard)
-        scaling: dict[str, Any] = {
-            "initial_scale": initial_scale,
-            "min_scale": min_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "hysteresis": hysteresis,
-            "max_scale": max_scale,
-        }
-        with together(self._group, CONSTRUCT) as agreed:
-            self._options = ZeroOptions(
-                partition_grad=partition_grad,
-                reduce_scatter=reduce_scatter,
-                bucket_size=reduce_bucket_size,
-                communication_dtype=communication_dtype,
-                forced_dtype=forced_dtype,
-                overlap_communication=overlap_communication,
-                overlap_allgather=overlap_allgather,
-                cpu_offload=cpu_offload,
-                master_weights=master_weights,
-                clip_grad_norm=clip_grad_norm,
-                hybrid_shard=hybrid_shard,
-                assume_elementwise=assume_elementwise,
-                fp8_communication=fp8_communication,
-                fp8_min_numel=fp8_min_numel,
-                reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
-                gradient_predivide_factor=gradient_predivide_factor,
-                reduction=reduction,
-                pad_buckets_for_high_nccl_busbw=pad_buckets_for_high_nccl_busbw,
-                backward_context=backward_context,
-                verbose=verbose,
-                stall_timeout=stall_timeout,
-                debug=debugging(debug),
-                verify_every=verify_every,
-                max_skipped_steps=max_skipped_steps,
-                error_if_nonfinite=error_if_nonfinite,
-            )
-            self._group.watch(self._options.stall_timeout)
-            LossScaler(**scaling)
+        keywords = locals()
+        ranks = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
+        self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard)
+        self._rooms = Rooms()
+        with together(self.shard_group, CONSTRUCT) as agreed:
+            self.options = ZeroOptions.chosen(keywords)
+            self.shard_group.watch(self.options.stall_timeout)
+            scaling = LossScaler.chosen(keywords)
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             names = self._check(optimizer, model)
-            assignment = assign(pg_to_param_list, self._group, names, model)
-            lines = [list(describe(optimizer, names, model, assignment.of, whose)) for whose in assignment.families]
-            agreed += [*lines[0], *self._options.alike(), f"loss scale {scaling}"]
-            agreed += assignment.in_common(names, self._options)
+            assignment = assign(pg_to_param_list, self.shard_group, names, model)
+            lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.families]
+            agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
+            agreed += assignment.in_common(names, self.options)
         # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
-        self._options = replace(self._options, verbose=bool(self._group.largest([verbose])[0]))
-        groups = [checked(each, self._options) for each in make_groups(self._group, assignment.groups, lines[1:])]
-        self._group = groups[0]
-        self._parameters = ParameterStore(groups, assignment.family_of)
-        self._build(optimizer, model, names, scaling)
+        self.options = replace(self.options, verbose=bool(self.shard_group.largest([verbose])[0]))
+        groups = [checked(each, self.options) for each in make_groups(self.shard_group, assignment.groups, lines[1:])]
+        self.shard_group = groups[0]
+        self.sharded_parameters = ParameterStore(groups, assignment.family_of)
+        self._shard(optimizer, model, names)
+        with together(self.shard_group, CONSTRUCT):
+            self._assemble(optimizer, model, scaling)
+        log_start(self.sharded_groups, self.sharded_parameters, self.options)
 
     # ---- construction: check, agree, then change ----
 
     def _check(self, optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
         """Raise for what can't be sharded; else the parameters' names."""
+        refuse_wrapped(optimizer)
         check_optimizer(optimizer, model)
-        names = parameter_names(optimizer, model)
-        check_parameters([p for p in names if p.requires_grad], names, self._group, self._options.fp8_communication)
-        check_has_values(model)
-        check_dense_gradients(model, names)
-        check_elementwise(optimizer, assume_elementwise=self._options.assume_elementwise)
-        if self._options.cpu_offload:
-            check_steps_on_host(optimizer)
+        names = parameter_names((group["params"] for group in optimizer.param_groups), model)
+        trained = [p for p in names if p.requires_grad]
+        self._rooms.check_matrices(optimizer, trained, names)
+        check_new_parameters(optimizer, trained, names, self.shard_group, self.options, model=model)
+        self._rooms.check_elementwise(optimizer, assume_elementwise=self.options.assume_elementwise)
         return names
 
-    def _build(
-        self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str], scaling: dict[str, Any]
-    ) -> None:
-        for group in self._parameters.shard_groups:
-            group.own_wires(sums_in_fp32=self._options.reduce_scatter_with_fp32_accumulation)
-        with together(self._group, CONSTRUCT):
-            if self._options.forced_dtype is not None:
-                convert(optimizer, self._options.forced_dtype)
-            sharding = Sharding(optimizer, self._parameters, self._options, names)
+    def _shard(self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str]) -> None:
+        """Move parameters over padded storages, start all ranks alike, and leave ``optimizer`` its slices."""
+        for group in self.sharded_parameters.shard_groups:
+            group.own_wires(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
+        with together(self.shard_group, CONSTRUCT):
+            if self.options.forced_dtype is not None:
+                convert(optimizer, self.options.forced_dtype)
+            sharding = Sharding(optimizer, self.sharded_parameters, self.options, names)
             sharding.include_untrained(model)
         sharding.start_alike()
-        with together(self._group, CONSTRUCT):
+        with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
-            super().__init__(optimizer)
-            self._assemble(model, scaling)
-        log_start(self._families, self._group)
 
-    def _assemble(self, model: nn.Module | None, scaling: dict[str, Any]) -> None:
+    def _assemble(self, optimizer: Optimizer, model: nn.Module | None, scaling: dict[str, Any]) -> None:
         """Put the parts together that a step is made of, on this rank; hooks on parameters come with them."""
-        self._model = model
-        records = self._parameters.records
-        self._device = records[0].padded.device
-        half = any(record.p.dtype == torch.float16 for record in records)
-        self._scaler = LossScaler(**scaling, device=self._device) if half else None
-        self._raw_unit = partial(_raw_unit, self._options.unit(self._group.ranks), self._scaler)
-        streams = streams_of([record.padded.device for record in records])
-        offload = Offload(streams) if self._options.cpu_offload else None
-        groups: list[ShardedGroup] = []
-        self._observer: StepObserver = BadNumbers(self._parameters, groups, self._options, self._scaler)
-        self._families = Families(
-            self._parameters, self._options, streams, self._raw_unit, offload, self._observer, groups
+        super().__init__(optimizer)
+        parameters, options = self.sharded_parameters, self.options
+        self.model = model
+        self.device = parameters.records[0].padded.device
+        half = any(record.p.dtype == torch.float16 for record in parameters)
+        self.scaler = LossScaler(**scaling, device=self.device) if half else None
+        self.streams = streams_of([self.device])
+        self.sharded_groups: list[ShardedGroup] = []
+        self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
+        self._guard = self._rooms.guard(optimizer, parameters, model)
+        self._driver = object()
+        self._raw_unit = partial(_raw_unit, options.unit(self.shard_group.ranks), self.scaler)
+        offload = Offload(self.streams) if options.cpu_offload else None
+        self._maker = GroupMaker(
+            parameters, options, self.streams, self._raw_unit, offload, self._driver, self._observer
         )
-        self._stepper = Stepper(self.optim, self._families, on_host=offload is not None)
+        self._maker.extend(self.sharded_groups)
+        step_whole = self._rooms.whole_step(optimizer, parameters)
+        self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=offload is not None)
         self._norm: GlobalNorm | None = None
+        self._overflow: Tensor | None = None
+        self._skips_synchronize = False
         self._warned = False
-        self._guard = Guard(self.optim, self._parameters, model)
-
-    # ---- what rooms read: the records, and the few things that go with them ----
-
-    @property
-    def sharded_parameters(self) -> ParameterStore:
-        """The records of the trained parameters, and the parameters of all groups; to be read only."""
-        return self._parameters
-
-    @property
-    def sharded_groups(self) -> Sequence[ShardedGroup]:
-        """The trained parameters by the ranks that share them, with what takes their gradients to new values."""
-        return tuple(self._families)
-
-    def sharded_group_of(self, record: ShardedParameter) -> ShardedGroup:
-        """The ranks that share a parameter, and what belongs to them."""
-        return self._families.of(record)
-
-    @property
-    def shard_group(self) -> ShardGroup:
-        """All data-parallel ranks: those that call this optimizer's methods together."""
-        return self._group
-
-    @property
-    def options(self) -> ZeroOptions:
-        """The caller's choices."""
-        return self._options
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._device
-
-    @property
-    def streams(self) -> Streams:
-        """Those that this optimizer works on."""
-        return self._families.streams
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        """The dynamic loss scale; None unless a parameter is fp16."""
-        return self._scaler
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The module that was given at construction."""
-        return self._model
-
-    def finish_gathers(self) -> None:
-        """Return when all parameters are up to date. Doesn't communicate: waits for what a step has started."""
-        self._families.finish_gathers()
-
-    def finish_gradients(self) -> None:
-        """Finish all reductions: each record's gradient is complete then. Communicates: every rank calls it."""
-        self._families.finish(Call("look at gradients"))
-
-    def finish_syncs(self, doing: str) -> None:
-        """Bring all ranks to the same gradient sync, with nothing in flight; ``p.grad`` stays. Communicates.
-
-        Args:
-            doing: what for: one of the names of ``Call``, the same on every rank.
-        """
-        self._families.even_out(Call(doing))
+        enter(self)
 
     def __del__(self) -> None:
         if "_guard" in self.__dict__ and not self._guard.forked:
-            self._families.remove_hooks()
+            for each in self.sharded_groups:
+                each.reducer.remove_hooks()
             with suppress(RuntimeError):  # others have gone
                 self._finish_last_step()
-                self._families.release()
+                release(self.sharded_groups, self.sharded_parameters.shard_groups)
 
     # ---- backward: gradients become each rank's slice of their sum ----
 
@@ -335,9 +233,9 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is None
         afterwards. A loss that doesn't require grad contributes nothing.
         """
-        if self._scaler is not None and isinstance(loss, Tensor):
+        if self.scaler is not None and isinstance(loss, Tensor):
             with torch.enable_grad():
-                loss = loss * self._scaler.scale.to(loss.device)
+                loss = loss * self.scaler.scale.to(loss.device)
         self.backward_by_grad(loss, None, inputs, retain_graph)
 
     def backward_by_grad(
@@ -352,41 +250,141 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
         self._guard.enter_backward(tensor)
-        self._refuse_double_reduction()
-        with self._round(tensor, inputs):
+        if self._synchronized and self._syncs:
+            refuse(self.shard_group, f"backward: {DOUBLE_REDUCTION}", "run a backward")
+        with self._gradient_sync(tensor, inputs):
             if tensor.requires_grad:
                 torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
             elif not self._warned:
                 self._warned = True
-                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", self._group.place)
+                place = self.shard_group.place
+                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", place)
 
     @contextmanager
-    def _round(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
+    def _gradient_sync(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
         """One backward of this optimizer's own, and the reductions that go with it."""
-        context = self._options.backward_context
+        context = self.options.backward_context
         failed = True
+        driving.append(self._driver)
         try:
-            self._families.begin(loss, inputs)
+            in_each(partial(each.reducer.begin, loss, inputs) for each in self.sharded_groups)
             with nullcontext() if context is None else context():
                 yield
             failed = False
         finally:
-            self._families.end(failed)
+            driving.remove(self._driver)
+            in_each(partial(each.reducer.end, failed) for each in self.sharded_groups)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in ``p.grad``, in its dtype and unreduced, until a backward outside."""
-        before, self._families.sync = self._families.sync, False
+        before = self._syncs
+        self._set_syncs(False)
         try:
             yield
         finally:
-            self._families.sync = before
+            self._set_syncs(before)
 
-    def _finish_last_step(self) -> None:
-        """Wait for what a step has left under way."""
-        self._families.finish_gathers()
-        if self._norm is not None:
-            _ = self._norm.value
+    @property
+    def _syncs(self) -> bool:
+        """Whether gradients are reduced: outside of ``no_sync``."""
+        return self.sharded_groups[0].reducer.sync
+
+    def _set_syncs(self, syncs: bool) -> None:
+        for each in self.sharded_groups:
+            each.reducer.sync = syncs
+
+    # ---- between backward and step: what callers make of gradients ----
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Finish the reductions now: each slice gets its gradient, which may be edited before it is stepped.
+
+        Afterwards ``.grad`` of every slice ``p32`` in ``optimizer.optim.param_groups`` is its slice of the averaged,
+        unscaled gradient: ``[s]``, of ``p32``'s dtype and device (fp32, on the host with ``cpu_offload``), or None
+        where no rank had one. Edit it in place, assign another, or None to leave its parameter out; then
+        ``with optimizer.skip_synchronize(): optimizer.step()`` steps with what is there. Every rank calls it, after
+        the last backward, and leaves the same parameters with gradients. What a slice is edited by must not depend
+        on the rest of the parameter, of which other ranks hold slices: for a norm there is ``clip_grad_norm_``. Until
+        ``step`` or ``zero_grad`` full gradient slices are held in ``p32``'s dtype. From Horovod.
+
+        fp16: what overflowed is skipped by the step, whatever has been made of it.
+
+        Raises:
+            RuntimeError: called again before ``step`` or ``zero_grad``, or under ``no_sync``.
+        """
+        if self._synchronized:
+            refuse(
+                self.shard_group,
+                "expected step or zero_grad after synchronize(), got another synchronize(), which has nothing to "
+                f"finish: {STEP_OR_DROP}",
+                "synchronize",
+            )
+        if not self._syncs:
+            raise RuntimeError(
+                "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
+                "run the last backward, and synchronize(), after the with block"
+            )
+        self._guard.enter("synchronize")
+        self._finish_last_step()
+        self._finish_reductions("synchronize")
+        unit = self._unit()
+        if self.scaler is not None:
+            self._overflow = ~_measured(self._sums(), self._new_norm()).isfinite()
+        for each in self.sharded_groups:
+            each.gradients.expose(float(unit) if self.options.cpu_offload else unit)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step`` takes the gradients that ``synchronize`` has left, as they have been edited since."""
+        before, self._skips_synchronize = self._skips_synchronize, True
+        try:
+            yield
+        finally:
+            self._skips_synchronize = before
+
+    @property
+    def _synchronized(self) -> bool:
+        """Whether gradients are complete, and their caller's to edit: since ``synchronize``."""
+        return self.sharded_groups[0].gradients.exposed
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients, after backward, to a global L2 norm; returns the norm before, 0-d fp32.
+
+        What ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does for a plain optimizer; that
+        function itself would see no gradients here. After ``synchronize`` the slices' ``.grad`` are clipped. Every
+        rank calls it.
+        """
+        MAX_NORM("max_norm", max_norm)
+        self._guard.enter("clip_grad_norm_")
+        self._finish_last_step()
+        self._finish_reductions("clip_grad_norm_")
+        norm = _measured(self._sums(), self._new_norm())
+        factor = clip_factor(norm, max_norm)
+        for each in self.sharded_groups:
+            each.gradients.scale(each.gradients.sums(), factor)
+        return norm
+
+    def _finish_reductions(self, doing: str) -> None:
+        """Complete all gradients, on all ranks alike, unless one of them can't do what it was called for."""
+        call = Call(doing, self._guard.trouble())
+        for each in self.sharded_groups:
+            each.reducer.finish(call)
+
+    def _sums(self) -> list[GradientSum]:
+        """What has been summed for parameters that worked."""
+        return [total for each in self.sharded_groups for total in each.gradients.sums()]
+
+    def _unit(self) -> float | Tensor:
+        """What sums are to be multiplied with to be averaged, unscaled gradients."""
+        return 1.0 if self._synchronized else self._raw_unit()
+
+    def _new_norm(self) -> GlobalNorm:
+        """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
+        several = len(self.sharded_parameters.shard_groups) > 1
+        double = several and any(record.wire_dtype == torch.float64 for record in self.sharded_parameters)
+        return GlobalNorm(self.shard_group, self.device, self._unit(), torch.float64 if double else torch.float32)
 
     # ---- step: norm, clip, step the slices, gather them ----
 
@@ -404,57 +402,77 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._families.sync:
+        if not self._syncs:
             return loss
         self._guard.enter("step")
         self._finish_last_step()
         self._observer.step_begins(None if self._norm is None else self._norm.value)
-        overflow = self._complete_gradients()
-        follow_edits(self._parameters.working())
+        if self._synchronized or self._skips_synchronize:
+            check_edits(self.sharded_groups, self._synchronized, self._skips_synchronize)
+        self._finish_reductions("step")
+        follow_edits(self.sharded_parameters.working())
         norm = self._new_norm()
-        if self._options.clip_grad_norm > 0 or self._scaler is not None or self._options.error_if_nonfinite:
-            self._step_by_norm(norm, overflow)
+        if self.options.clip_grad_norm > 0 or self.scaler is not None or self.options.error_if_nonfinite:
+            self._step_by_norm(norm)
         else:
             self._stepper.step(Scale(self._unit()), norm)
         self._norm = norm
-        if not self._options.overlap_allgather:
+        if not self.options.overlap_allgather:
             self._finish_last_step()
             self._observer.norm(norm.value)
-        self._families.end_step()
-        self._observer.cleared()
-        if self._options.verify_every and self._group.progress.step % self._options.verify_every == 0:
-            self.verify()
+        self._end_step()
         return loss
 
-    def _step_by_norm(self, norm: GlobalNorm, overflow: Tensor | None) -> None:
+    def _step_by_norm(self, norm: GlobalNorm) -> None:
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
-        sums = self._families.sums()
-        value = measured(sums, norm)
+        sums = self._sums()
+        value = _measured(sums, norm)
         self._observer.norm(value)
         unit = self._unit()
-        if self._options.clip_grad_norm > 0:
-            unit = unit * clip_factor(value, self._options.clip_grad_norm)
-        if self._scaler is not None:
-            overflow = ~value.isfinite() if overflow is None else ~value.isfinite() | overflow
-        if not (sums or self._families.several):
+        if self.options.clip_grad_norm > 0:
+            unit = unit * clip_factor(value, self.options.clip_grad_norm)
+        if not sums and len(self.sharded_parameters.shard_groups) == 1:
             return
+        overflow = self._overflowed(value)
         by_flag = self._stepper.skips_by_flag and not self._observer.waits
         if not self._skips(overflow, by_flag):
-            on_host = self._options.cpu_offload  # which waits for gradients anyway
+            on_host = self.options.cpu_offload  # which waits for gradients anyway
             self._stepper.step(Scale(float(unit) if on_host else unit, overflow if by_flag else None), None)
+
+    def _overflowed(self, norm: Tensor) -> Tensor | None:
+        """Whether gradients overflow, or did before their caller edited them, 0-d; None: nothing is scaled."""
+        if self.scaler is None:
+            return None
+        overflow = ~norm.isfinite()
+        return overflow | self._overflow if self._synchronized and self._overflow is not None else overflow
 
     def _skips(self, overflow: Tensor | None, by_flag: bool) -> bool:
         """Whether the step is skipped, unless that is left to a flag: the host waits for the device; fp16 alone."""
-        if overflow is None or self._scaler is None:
+        if overflow is None or self.scaler is None:
             return False
-        self._scaler.update(overflow)
+        self.scaler.update(overflow)
         if by_flag or not overflow.item():
             return False
         try:
-            self._observer.skipped(self._scaler)
+            self._observer.skipped(self.scaler)
         finally:
-            self._families.clear()
+            for each in self.sharded_groups:
+                each.gradients.clear()
         return True
+
+    def _end_step(self) -> None:
+        for each in self.sharded_groups:
+            each.reducer.end_step()
+            each.group.rest()
+        self._observer.cleared()
+        if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
+            self.verify()
+
+    def _finish_last_step(self) -> None:
+        """Wait for what a step has left under way."""
+        self.finish_gathers()
+        if self._norm is not None:
+            _ = self._norm.value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, at any time: what is in flight is finished and forgotten.
@@ -462,20 +480,77 @@ class LowLevelZeroOptimizer(CallerNames, GradientMethods, GroupMethods, StateMet
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
         self._guard.enter("zero_grad")
-        self._families.settle()
+        for each in self.sharded_groups:
+            each.reducer.settle()
         self._observer.cleared()
-        if set_to_none:
-            self._families.clear()
-        else:
-            self._families.zero()
-        for members in self._parameters.groups:
+        for each in self.sharded_groups:
+            if set_to_none:
+                each.gradients.clear()
+            else:
+                each.gradients.zero()
+        for members in self.sharded_parameters.groups:
             for p in members:
                 if set_to_none:
                     p.grad = None
                 elif p.grad is not None:
                     p.grad.detach_().zero_()
 
+    # ---- param groups, of which an optimizer is made ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
+
+        Parameters that were frozen at construction, and aren't any more, come in this way too. Those that
+        ``pg_to_param_list`` had are shared as it says, all others by all data-parallel ranks.
+        """
+        self._guard.enter("add_param_group")
+        self.finish_syncs("add_param_group")
+        known = len(self.optim.param_groups)
+        try:
+            names = self._try_group(param_group)
+            with together(self.shard_group, _ADD):
+                sharding = Sharding(self.optim, self.sharded_parameters, self.options, names)
+        except BaseException:
+            del self.optim.param_groups[known:]
+            raise
+        sharding.start_alike()
+        with together(self.shard_group, _ADD):
+            sharding.take_slices()
+            self._maker.extend(self.sharded_groups)
+
+    def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
+        """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""
+        parameters = self.sharded_parameters
+        with together(self.shard_group, _ADD) as agreed:
+            check_group(param_group, parameters)
+            self.optim.add_param_group(param_group)
+            names = parameter_names((group["params"] for group in self.optim.param_groups), self.model)
+            new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
+            known: dict[Tensor, str] = {record.p: record.name for record in parameters}
+            check_new_parameters(self.optim, new, names, self.shard_group, self.options, known=known)
+            self._rooms.check_matrices(self.optim, new, names)
+            self._rooms.check_elementwise(self.optim, assume_elementwise=self.options.assume_elementwise)
+            if self.scaler is None and any(p.dtype == torch.float16 for p in new):
+                raise ValueError(
+                    "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
+                    "scaled: construct the optimizer with them"
+                )
+            numbers = range(len(parameters.shard_groups))
+            lines = [list(describe(self.optim, names, None, parameters.family_of, at)) for at in numbers]
+            agreed += lines[0]
+        if len(numbers) > 1:
+            agree_apart(parameters.shard_groups, lines[1:], _ADD)
+        return names
+
 
 def _raw_unit(unit: float, scaler: LossScaler | None) -> float | Tensor:
     """What a gradient that was summed over the ranks, of a scaled loss, is to be multiplied with."""
     return unit if scaler is None else unit / scaler.scale
+
+
+def _measured(sums: Iterable[GradientSum], norm: GlobalNorm) -> Tensor:
+    """The value of ``norm``, of all of ``sums``."""
+    for total in sums:
+        norm.add(total.measure)
+    norm.start()
+    return norm.value

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from .agreement import Alike, together
 from .bookkeeping.parameter_store import ShardedParameter
+from .bookkeeping.sharded_optimizer import alive
 from .communication.roll_call import call_roll
 from .optimizer import LowLevelZeroOptimizer
-from .wrapping import alive
 
 Records: TypeAlias = Sequence[ShardedParameter]
 
@@ -53,13 +53,12 @@ def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[Shar
     """The records of those that are trained, by optimizer in the order of making, in the optimizer's own order."""
     sought = dict.fromkeys(params)
     held: dict[LowLevelZeroOptimizer, list[ShardedParameter]] = {}
-    for optimizer in reversed(alive()):
-        if isinstance(optimizer, LowLevelZeroOptimizer):
-            found = [record for p in sought if (record := optimizer._parameters.find(p)) is not None]
-            for record in found:
-                del sought[record.p]
-            if found:
-                held[optimizer] = sorted(found, key=lambda record: (record.family, record.index))
+    for optimizer in reversed(alive().values()):
+        found = [record for p in sought if (record := optimizer.sharded_parameters.find(p)) is not None]
+        for record in found:
+            del sought[record.p]
+        if found and isinstance(optimizer, LowLevelZeroOptimizer):
+            held[optimizer] = sorted(found, key=lambda record: (record.family, record.index))
     return dict(reversed(held.items()))
 
 
@@ -77,7 +76,7 @@ def at_once(
         ValueError: ranks came for different things; the message says who for what.
         RuntimeError: what another rank's body raised (this one's own is raised as it is); or a backward is going on.
     """
-    group = optimizer._group
+    group = optimizer.shard_group
     whose = records[0].name if len(records) == 1 else f"{len(records)} parameters"
     doing = f"{call} of {whose}"
     call_roll(group.group, _ROOM, timeout, doing)

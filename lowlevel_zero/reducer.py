@@ -108,7 +108,9 @@ class Reducer:
         device = self._records[0].padded.device
         self._most_in_flight = group.in_flight(device, options.keeps_row_only) if alone else None
         self._unused = UnusedParameters(parameters, family)
-        self.plan = LearntPlan(self._records, group, options.bucket_size, options.pad_buckets_for_high_nccl_busbw)
+        self.plan = LearntPlan(
+            self._records, group, options.reduce_bucket_size, options.pad_buckets_for_high_nccl_busbw
+        )
         self._hooks: list[RemovableHandle] = []
         self._open: GradientSync | None = None
         self._message: Message | None = None

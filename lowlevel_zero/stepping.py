@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,9 +13,8 @@ from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
-from .families import Families, ShardedGroup
+from .bookkeeping.sharded_group import ShardedGroup
 from .grad_norm import GlobalNorm
-from .optim.whole_steps import whole_step
 
 # torch's own, whose state is per parameter, step counters included.
 _BY_PARAMETER = {
@@ -74,7 +73,8 @@ class Stepper:
 
     Args:
         optim: the wrapped optimizer.
-        families: where gradients are, and what brings stepped slices back.
+        groups: where gradients are, and what brings stepped slices back.
+        step_whole: steps records that have gradients all at once.
         on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
 
     Attributes:
@@ -82,11 +82,17 @@ class Stepper:
             ranks were built with the same optimizer, so it is the same on all, whatever becomes of their settings.
     """
 
-    def __init__(self, optim: Optimizer, families: Families, on_host: bool = False) -> None:
+    def __init__(
+        self,
+        optim: Optimizer,
+        groups: Sequence[ShardedGroup],
+        step_whole: Callable[[Sequence[ShardedParameter]], Any],
+        on_host: bool = False,
+    ) -> None:
         self._on_host = on_host
         self._optim = optim
-        self._families = families
-        self._step_whole = whole_step(optim, families.parameters)
+        self._groups = groups
+        self._step_whole = step_whole
         self.skips_by_flag = is_fused(optim)
 
     def step(self, scale: Scale, norm: GlobalNorm | None) -> None:
@@ -96,7 +102,7 @@ class Stepper:
             scale: how what has been summed becomes gradients.
             norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
         """
-        parts = [part for family in self._families for part in self._parts(family)]
+        parts = [part for family in self._groups for part in self._parts(family)]
         if self._is_left_out(scale):
             for part in parts:
                 part.family.gathers.start(part.records)
@@ -104,7 +110,7 @@ class Stepper:
             self._step_and_gather(parts, scale, norm)
         if norm is not None:
             norm.start()
-        for family in self._families:
+        for family in self._groups:
             family.gathers.end_step()
 
     def _is_left_out(self, scale: Scale) -> bool:

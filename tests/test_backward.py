@@ -291,7 +291,8 @@ def test_gradients_that_come_with_a_graph_are_reduced_without_it(subtests: pytes
             torch.optim.SGD([bias, weight], lr=1.0), reduce_bucket_size=bucket_size, **STAGES[stage]
         )
         (((bias**3).sum() + (weight**3).sum()) * (rank + 1)).backward(create_graph=True)
-        hangs = [held.requires_grad for held in optimizer._families.gradients_held()]
+        (group,) = optimizer.sharded_groups
+        hangs = [held.requires_grad for held in (*group.gradients.held(), *group.reducer.held())]
         optimizer.step()
         return hangs, [*bias.tolist(), *weight.flatten().tolist()]
 

@@ -78,7 +78,7 @@ def test_legal_training_over_two_levels_is_as_ever(hybrid: bool) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         levels = mesh.get_group("outer"), mesh.get_group("inner")
         trained = train_rank(rank, world_size, run.with_options(dp_process_group=levels))
-        assert isinstance(trained.optimizer._group, CheckedLevels)
+        assert isinstance(trained.optimizer.shard_group, CheckedLevels)
         trained.optimizer.verify()
         return {name: p.detach().clone() for name, p in trained.model.named_parameters()}, trained.norms
 
@@ -145,7 +145,7 @@ def test_a_rank_with_another_bucket_is_an_error_on_all() -> None:
         model = net()
         optimizer = wrap(model)
         if rank == 1:
-            optimizer._families[0].reducer.plan.fill([0, 1, 2, 3])
+            optimizer.sharded_groups[0].reducer.plan.fill([0, 1, 2, 3])
         optimizer.backward(loss_of(model))
         optimizer.step()
 
@@ -191,7 +191,7 @@ def test_a_rank_that_never_comes_is_named_and_told_later() -> None:
 
 def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def live(rank: int, world_size: int) -> bool:
-        return isinstance(wrap(net(), debug=False)._group, CheckedGroup)
+        return isinstance(wrap(net(), debug=False).shard_group, CheckedGroup)
 
     assert run_ranks(live, 2) == [False, False]
     monkeypatch.setenv("LOWLEVEL_ZERO_DEBUG", "1")
@@ -217,7 +217,7 @@ def test_the_store_does_not_fill() -> None:
             optimizer.backward(loss_of(model))
             optimizer.step()
             optimizer.zero_grad()
-            held.append(len(optimizer._group._meetings._own))  # type: ignore[attr-defined]
+            held.append(len(optimizer.shard_group._meetings._own))  # type: ignore[attr-defined]
         return held[1:]
 
     for held in run_ranks(live, 2):

@@ -97,7 +97,7 @@ def test_the_bucket_order_comes_back(tmp_path: Path) -> None:
     """The first backward teaches it; without it sums on three ranks would round differently from the first step."""
 
     def order_of(pair: Any) -> Any:
-        return pair.optimizer._families[0].reducer.plan.whole
+        return pair.optimizer.sharded_groups[0].reducer.plan.whole
 
     def save_and_load(rank: int, world_size: int) -> tuple[bool, bool, bool]:
         pair = Training().start().train(BEFORE, rank, world_size)

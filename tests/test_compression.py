@@ -441,7 +441,7 @@ def test_masters_are_exact_and_go_on_where_they_were(dtype: torch.dtype) -> None
     def work(rank: int, world_size: int) -> None:
         done = run(case, rank, **FP8)
         model, optimizer = done.model, done.optimizer
-        for record in optimizer._parameters:
+        for record in optimizer.sharded_parameters:
             if record.fp8:
                 assert not torch.equal(record.p32, record.row.float())
                 assert ((record.p32 - record.row).abs() <= record.p32.abs() / 16 + record.p32.abs().max() / 1e4).all()
@@ -551,7 +551,7 @@ def test_what_others_write_into_a_parameter_reaches_its_master() -> None:
             with torch.no_grad():
                 model.middle.weight[5] = value  # fp8 has them
                 model.middle.weight[60] = value + 0.01  # and not these
-            record = optimizer._parameters[model.middle.weight]
+            record = optimizer.sharded_parameters[model.middle.weight]
             kept = record.p32.clone()
             record.follow_edits()
             edited = torch.zeros_like(model.middle.weight, dtype=torch.bool)

@@ -176,7 +176,7 @@ def test_experts_without_twins_send_nothing() -> None:
         trained = prepare(rank, run)
         train_step(trained, run, 0, rank)
         trained.optimizer.step()
-        dense, experts = (family.group.traffic() for family in trained.optimizer._families)
+        dense, experts = (group.group.traffic() for group in trained.optimizer.sharded_groups)
         return [trained.optimizer.traffic(), dense, experts]
 
     for both, dense, experts in run_ranks(rank, 2):
@@ -236,8 +236,8 @@ def test_state_dicts_go_on_where_they_were() -> None:
             _whole_step(again, run, step, rank)
         for p, other in zip(trained.model.parameters(), model.parameters(), strict=True):
             assert torch.equal(p, other)
-        orders = [family.reducer.plan.whole.buckets for family in trained.optimizer._families]
-        assert orders == [family.reducer.plan.whole.buckets for family in again.optimizer._families]
+        orders = [group.reducer.plan.whole.buckets for group in trained.optimizer.sharded_groups]
+        assert orders == [group.reducer.plan.whole.buckets for group in again.optimizer.sharded_groups]
         alone = trained.optimizer.state_dict(only_on_master=True)["state"]
         assert sum(bool(each) for each in alone.values()) == (len(alone) if rank == 0 else 8 if rank == 1 else 0)
 
@@ -318,7 +318,7 @@ def test_groups_that_come_later() -> None:
         optimizer.add_param_group({"params": [*late.up.parameters(), *model.outward.parameters()]})
         optimizer.backward(loss_of(model, Run(2, 2), 0, 0, rank))
         optimizer.step()
-        assert [record.family for record in optimizer._parameters if record.group == 1] == [1, 1, 0, 0]
+        assert [record.family for record in optimizer.sharded_parameters if record.group == 1] == [1, 1, 0, 0]
         return [p.detach().clone() for p in model.outward.parameters()]
 
     one, other = run_ranks(rank, 2)
@@ -437,6 +437,6 @@ def test_lists_without_parameters_change_nothing() -> None:
         model = Mixture(layout)
         empty = {layout.twins: [], dist.group.WORLD: list(model.parameters()), dist.GroupMember.NON_GROUP_MEMBER: []}
         optimizer = wrap(Run(2, 2), model, layout, pg_to_param_list=empty)
-        return len(list(optimizer._families))
+        return len(list(optimizer.sharded_groups))
 
     assert run_ranks(rank, 2) == [1, 1]

@@ -29,16 +29,7 @@ ROOMS = (
 # The one place of the core that may name rooms.
 DOOR = "construction"
 # Files whose rooms they still name themselves: none shall be left.
-STILL = (
-    "optimizer",
-    "caller_names",
-    "gradient_methods",
-    "group_methods",
-    "state_methods",
-    "sharding",
-    "stepping",
-    "deepspeed.__init__",
-)
+STILL = ("deepspeed.__init__",)
 # What talks to other ranks or makes groups: communication/ alone may use it of torch.distributed.
 TALK = re.compile(
     r"_?(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|gather|scatter|i?send|i?recv)\w*"

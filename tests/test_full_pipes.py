@@ -51,8 +51,8 @@ def train(rank: int, world_size: int, bare: bool, **options: Any) -> list[float]
     model = Many()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = LowLevelZeroOptimizer(sgd, model=model, reduce_bucket_size=1, **options)
-    assert isinstance(optimizer._group._hosts, SharedMemory)
-    assert len(optimizer._families[0].reducer.plan.whole.buckets) == BUCKETS
+    assert isinstance(optimizer.shard_group._hosts, SharedMemory)
+    assert len(optimizer.sharded_groups[0].reducer.plan.whole.buckets) == BUCKETS
     for _ in range(2):
         loss = model(rank + 1)
         if bare:

@@ -188,7 +188,7 @@ def test_slices_have_the_averaged_unscaled_gradient(stage: str, dtype: torch.dty
             assert own is not None
             assert own.dtype == of[id(p)].dtype == torch.float32
             flat = torch.zeros(own.numel() * world_size)
-            flat[: p.numel()] = optimizer._parameters[p].flatten(whole)
+            flat[: p.numel()] = optimizer.sharded_parameters[p].flatten(whole)
             torch.testing.assert_close(
                 own, flat.chunk(world_size)[rank], rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
             )

@@ -33,7 +33,7 @@ def of_run(rank: int, world_size: int, run: Run) -> tuple[Layout, dict[str, int]
     optimizer.backward(model(torch.randn(3, 4).to(run.dtype), set()).sum())
     optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
     parts = {}
-    for record in optimizer._parameters:
+    for record in optimizer.sharded_parameters:
         if record.sum is not None:
             part = record.sum.part_of(record.index)
             parts[record.name] = (part.storage_offset() - record.sum.row.storage_offset(), part.numel())

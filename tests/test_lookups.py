@@ -212,7 +212,6 @@ def local(it: Looking) -> None:
     assert optimizer.memory_held()["parameters"] > 0
     assert len(optimizer.layout().parameters) == len(it.whole)
     assert optimizer.traffic()["reduce"] > 0
-    assert len(optimizer.packed_groups()) == len(optimizer.param_groups) == 1
     assert optimizer.unwrap() is optimizer.optim
     for p in it.whole.values():
         safe_get_local_fp32_param(p)

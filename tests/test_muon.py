@@ -156,7 +156,7 @@ def test_a_dropped_matrix_stays_bit_for_bit() -> None:
     def work(rank: int, world_size: int) -> None:
         model, optimizer, _ = train_rank(rank, world_size, run)
         dropped = model.layers[1].weight
-        state = optimizer.optim.state[optimizer._parameters[dropped].p32]["momentum_buffer"]
+        state = optimizer.optim.state[optimizer.sharded_parameters[dropped].p32]["momentum_buffer"]
         before, momentum = dropped.detach().clone(), state.clone()
         optimizer.backward(model(torch.randn(3, 4), {1}).sum())
         optimizer.step()

@@ -60,7 +60,7 @@ def load(pair: Pair, folder: Path, optimizer_first: bool = False) -> None:
 
 
 def masters(pair: Pair) -> dict[str, Tensor]:
-    return {record.name: record.p32.clone() for record in pair.optimizer._parameters}
+    return {record.name: record.p32.clone() for record in pair.optimizer.sharded_parameters}
 
 
 # ---- resuming ----
@@ -198,7 +198,7 @@ def test_masters_of_a_run_that_sent_fp8_come_back_in_one_that_does_not(tmp_path:
         one, other = wide(0, fp8_communication=True), wide(1)
         one.train(rank, 0, 2)
         expected = masters(one)
-        assert any(not torch.equal(record.row, record.p32.bfloat16()) for record in one.optimizer._parameters)
+        assert any(not torch.equal(record.row, record.p32.bfloat16()) for record in one.optimizer.sharded_parameters)
         save(one, tmp_path, shard)
         load(other, tmp_path)
         check_equal(expected, masters(other))

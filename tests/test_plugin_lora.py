@@ -74,7 +74,7 @@ def test_it_trains_as_under_ddp(stage: int) -> None:
         assert len(state) == 8, "frozen weights have no state"
         assert isinstance(boosted.unwrap(), PeftUnwrapMixin)
         names = {p: name for name, p in boosted.unwrap(unwrap_peft=False).named_parameters()}
-        found = {names[record.p]: record.group for record in wrapped._parameters}
+        found = {names[record.p]: record.group for record in wrapped.sharded_parameters}
         assert found == {name: int("v_proj" in name) for name in found}
 
     run_ranks(rank, 2)
@@ -99,7 +99,7 @@ def test_adapters_and_optimizer_come_back(tmp_path: Path, precision: str, shard:
         again.load_optimizer(other, state)
         check_equal(dict(boosted.state_dict()), dict(loaded.state_dict()))
         check_equal(optimizer.optim.state_dict(), other.optim.state_dict())
-        check_equal([r.p32 for r in optimizer._parameters], [r.p32 for r in other._parameters])
+        check_equal([r.p32 for r in optimizer.sharded_parameters], [r.p32 for r in other.sharded_parameters])
         train(booster, boosted, optimizer, rank, 3, 5)
         train(again, loaded, other, rank, 3, 5)
         check_equal(adapters(boosted), adapters(loaded))

@@ -133,7 +133,7 @@ def test_a_level_of_part_of_the_ranks_does_not_mind_either_and_leaves_nothing_be
         model = net()
         optimizer = made(model, dp_process_group=(outer, inner))
         train(model, optimizer, rank)
-        return optimizer._group.largest([rank])
+        return optimizer.shard_group.largest([rank])
 
     def come_and_go(rank: int, world_size: int) -> tuple[list[int], int]:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -142,7 +142,7 @@ def train(rank: int, world_size: int, shared: bool, dtype: torch.dtype, **option
     model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 12), nn.Linear(12, 12, bias=False)).to(dtype)
     wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = LowLevelZeroOptimizer(wrapped, model=model, reduce_bucket_size=40, **options)
-    assert is_shared(optimizer._group) == (shared and world_size > 1)
+    assert is_shared(optimizer.shard_group) == (shared and world_size > 1)
     for step in range(4):
         x = torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
         optimizer.backward(model(x).square().mean())
@@ -192,7 +192,7 @@ def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monk
             optimizer.backward(model(torch.ones(3)).sum())
             optimizer.step()
             optimizer.zero_grad()
-        return optimizer._group.progress.step
+        return optimizer.shard_group.progress.step
 
     assert run_ranks(run, 2) == [4, 4]
 
@@ -413,7 +413,7 @@ def test_it_leaves_room_where_the_address_space_is_limited() -> None:
         model = nn.Linear(50, 50)
         optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         step_once(model, optimizer)
-        return is_shared(optimizer._group), lines, torch.empty(2**30, dtype=torch.uint8).numel()
+        return is_shared(optimizer.shard_group), lines, torch.empty(2**30, dtype=torch.uint8).numel()
 
     for shared, lines, _ in run_ranks(work, ranks, ranks * size + 2**29):
         assert not shared
@@ -514,7 +514,7 @@ def test_fifty_optimizers_one_after_another_take_no_more_than_one() -> None:
             model, optimizer = make()
             step_once(model, optimizer)
             step_once(model, optimizer)
-            group = optimizer._group
+            group = optimizer.shard_group
             group.largest([0])  # all have read all
             del model, optimizer
             gc.collect()

@@ -194,7 +194,7 @@ def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after
             traced.waited.clear()
             traced.backward()
             traced.api.now = caller = Line()
-            traced.optimizer._families[0].reducer.drain()
+            traced.optimizer.sharded_groups[0].reducer.drain()
             assert len(traced.waited) >= len(traced.packed)  # one wait may be within another
             assert set(traced.waited) == {traced.home}
             traced.optimizer.step()
@@ -203,7 +203,7 @@ def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after
             assert all(caller.comes_after(point) for point in (*traced.packed, *traced.added, *traced.written))
             traced.optimizer.zero_grad()
             traced.api.now = traced.home
-        borrowed = getattr(traced.optimizer._families.streams, "borrowed", [])
+        borrowed = getattr(traced.optimizer.streams, "borrowed", [])
         assert len(borrowed) == (24 if producers else 0)  # all gradients, where any comes on a stream of its own
 
     run_ranks(work, 2)
@@ -259,7 +259,7 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch
         monkeypatch.setattr(Offload, "down", spy_down)
         monkeypatch.setattr(Offload, "wait", spy_wait)
         traced.backward()
-        traced.optimizer._families[0].reducer.drain()
+        traced.optimizer.sharded_groups[0].reducer.drain()
         assert len(landings) > 2
         assert all(line is traced.home for _, line in landings)
         assert not waited  # nothing but the step waits for copies

@@ -97,7 +97,7 @@ def test_sixteen_bits_equal_one_process_to_rounding(dtype: torch.dtype, shared: 
         found = {}
         for (wire, stage, form), run in runs.items():
             model, optimizer, norms = train_rank(rank, world_size, run.with_options(**grid.options(form)))
-            group = optimizer._group
+            group = optimizer.shard_group
             assert isinstance(group, TwoLevels)
             assert isinstance(group._inner._hosts, SharedMemory) == shared
             whole = accessors.full_fp32_params(model)

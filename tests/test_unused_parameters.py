@@ -210,7 +210,7 @@ def backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, call: str) -> None:
 
 
 def detection_of(optimizer: LowLevelZeroOptimizer) -> UnusedParameters:
-    return optimizer._families[0].reducer._unused
+    return optimizer.sharded_groups[0].reducer._unused
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -616,7 +616,7 @@ def reached(loss: Tensor, model: nn.Module, inputs: Any = None) -> set[str]:
     def look(rank: int, world_size: int) -> set[str]:
         optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
         indices = detection_of(optimizer).reached(loss, inputs)
-        return {record.name for record in optimizer._parameters if record.index in indices}
+        return {record.name for record in optimizer.sharded_parameters if record.index in indices}
 
     (found,) = run_ranks(look, 1)
     return found

@@ -66,8 +66,8 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> None:
-        stores = {name: optimizer._parameters for name, optimizer in optimizers.items()}
-        self.group: ShardGroup = next(iter(optimizers.values()))._group
+        stores = {name: optimizer.sharded_parameters for name, optimizer in optimizers.items()}
+        self.group: ShardGroup = next(iter(optimizers.values())).shard_group
         apart: dict[dist.ProcessGroup, ShardGroup] = {}
         for group in (group for store in stores.values() for group in store.shard_groups[1:]):
             apart.setdefault(group.group, group)
@@ -96,7 +96,7 @@ class Contents:
         self._stateful = {names[name]: module for name, module in held.stateful.items()}
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
         self.states_of: dict[Name, ShardedState] = {
-            name: optimizer.sharded_state(name_of) for name, optimizer in self._optimizers.items()
+            name: ShardedState(optimizer, name_of) for name, optimizer in self._optimizers.items()
         }
         if len(self.groups) > 1:
             led = {names[name] for name, family in held.families.items() if family and self.groups[family].place == 0}
@@ -243,7 +243,7 @@ class Contents:
             if entry.record is not None:
                 _put_row(entry.record, own, masters.get(entry.record), ranks)
             elif entry.saved.numel:
-                flat = _gathered(own, entry.saved.numel, ranks, next(iter(self._optimizers.values()))._device)
+                flat = _gathered(own, entry.saved.numel, ranks, next(iter(self._optimizers.values())).device)
                 whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
                 _overwrite(entry.tensor.detach(), whole)
         for name, module in self._stateful.items():

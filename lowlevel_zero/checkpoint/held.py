@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..assignment import add_companions
+from ..bookkeeping.assignment import add_companions
 from ..bookkeeping.module_names import joined, places
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..communication.collectives import ShardGroup

@@ -90,7 +90,7 @@ def load_checkpoint(
             raise TypeError(f"rank_state: expected a dict to fill, got {type(rank_state).__name__}")
         lines += [f"path {path}", f"{told(optimizers, 'optimizer')}, {told(schedulers, 'scheduler')}"]
     for each in optimizers.values():
-        each._force_wait_all_gather()
+        each.finish_gathers()
     folder = seen_by_first(group, lambda: locate(Path(os.path.abspath(path))))
     with together(group, doing) as lines:
         manifest = read_manifest(folder)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..state.sharded import packed, renamed_settings, unpacked
+from ..state.sharded_dict import packed, renamed_settings, unpacked
 from .manifest import OBJECTS
 from .optimizers import Name, called
 

@@ -39,7 +39,7 @@ def group_of(given: Any) -> ShardGroup:
     """
     for each in by_name(given).values():
         if isinstance(each, LowLevelZeroOptimizer):
-            return each._group
+            return each.shard_group
     raise _not_ours("optimizer", given)
 
 
@@ -60,9 +60,9 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
         if not isinstance(optimizer, LowLevelZeroOptimizer):
             raise _not_ours(called(name), optimizer)
     first, *others = optimizers.values()
-    ranks = dist.get_process_group_ranks(first._group.group)
+    ranks = dist.get_process_group_ranks(first.shard_group.group)
     for other in others:
-        if dist.get_process_group_ranks(other._group.group) != ranks:
+        if dist.get_process_group_ranks(other.shard_group.group) != ranks:
             raise ValueError(
                 "optimizer: expected optimizers over the same ranks, got some over others: save them apart"
             )

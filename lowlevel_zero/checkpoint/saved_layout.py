@@ -6,12 +6,13 @@ import torch
 
 from ..alignment import alignment_of
 from ..bookkeeping.bucket_plan import Item, completed, make_plan
+from ..bookkeeping.sharding import SCALARS
 from ..options import ZeroOptions
 from ..partition import EvenSplit
 from ..planning.layout import Layout, Owned, Shared, joined, layout_of
 from ..planning.memory import as_dtype
 from ..state.global_names import Ranks
-from ..state.whole import MASTER, SCALARS
+from ..state.whole import MASTER
 from .manifest import SavedTensor
 from .objects import Settings
 from .stored import StoredTensor
@@ -58,15 +59,15 @@ def _shared(
     checkpoint: WholeCheckpoint, ranks: Ranks, names: list[str], order: list[int], options: ZeroOptions
 ) -> Shared:
     owned = [_owned(checkpoint, name, len(ranks), options) for name in names]
-    return Shared(ranks, owned, make_plan([_item(each, options) for each in owned], order, options.bucket_size))
+    return Shared(ranks, owned, make_plan([_item(each, options) for each in owned], order, options.reduce_bucket_size))
 
 
 def _options(settings: Settings, stage: int, bucket_size: int | None) -> ZeroOptions:
     """Those of the run; defaults where the checkpoint, an older one, doesn't tell."""
     told = dict(settings.get("options", {}))
     told["communication_dtype"] = as_dtype("communication_dtype", told.get("communication_dtype"))
-    if bucket_size is not None:
-        told["bucket_size"] = bucket_size
+    saved_size = told.pop("bucket_size", ZeroOptions.reduce_bucket_size)
+    told["reduce_bucket_size"] = saved_size if bucket_size is None else bucket_size
     return ZeroOptions(partition_grad=stage == 2, **told)
 
 

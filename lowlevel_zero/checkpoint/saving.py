@@ -28,7 +28,7 @@ from ..communication.lost_ranks import explained
 from ..communication.roll_call import call_roll
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions
-from ..state.sharded import packed
+from ..state.sharded_dict import packed
 from ..version import __version__
 from .contents import Contents
 from .folders import beside, check_target, claim, next_serial, prune, publish
@@ -105,9 +105,9 @@ def save_checkpoint(
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [told(optimizers, "optimizer")]
     for each in optimizers.values():
-        each._force_wait_all_gather()
+        each.finish_gathers()
     with together(group, doing) as lines:
-        for record in (record for each in optimizers.values() for record in each._parameters):
+        for record in (record for each in optimizers.values() for record in each.sharded_parameters):
             record.follow_edits()
         contents = Contents(model, optimizers)
         lines += contents.lines()
@@ -299,22 +299,22 @@ def _objects(
         settings[name] = {
             **contents.states_of[name].settings(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "options": _kept(optimizer._options),
+            "options": _kept(optimizer.options),
             "stage": _stage(optimizer),
-            "slices": optimizer._group.size,
+            "slices": optimizer.shard_group.size,
         }
     return Objects(settings, contents.extra_states(), extra)
 
 
 def _stage(optimizer: LowLevelZeroOptimizer) -> int:
-    return 2 if optimizer._options.partition_grad else 1
+    return 2 if optimizer.options.partition_grad else 1
 
 
 def _kept(options: ZeroOptions) -> dict[str, Any]:
     """What its layout depends on, and loading doesn't."""
     wire = options.communication_dtype
     return {
-        "bucket_size": options.bucket_size,
+        "bucket_size": options.reduce_bucket_size,
         "communication_dtype": None if wire is None else str(wire).removeprefix("torch."),
         "reduce_scatter": options.reduce_scatter,
         "master_weights": options.master_weights,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..state.whole import SCALARS
-from ..state_methods import EXTRAS, FP8
+from ..bookkeeping.sharding import SCALARS
+from ..state.whole import EXTRAS, FP8
 from .manifest import METADATA, OBJECTS, TRAINABLE, read_manifest
 from .objects import Settings
 from .reading import TensorReader

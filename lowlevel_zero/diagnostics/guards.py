@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import is_
-from typing import ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_optimizer import alive
 
 
 class Guard:
@@ -25,17 +24,12 @@ class Guard:
         model: gives names; None: there is none.
     """
 
-    _all: ClassVar[WeakSet[Guard]] = WeakSet()
-    _made: ClassVar[int] = 0
-
     def __init__(self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None) -> None:
         self._optim = optim
         self._parameters = parameters
         self._model = model
         self._process = os.getpid()
-        self._looked = 0
-        Guard._all.add(self)
-        Guard._made += 1
+        self._newest = -1
 
     @property
     def forked(self) -> bool:
@@ -114,20 +108,18 @@ class Guard:
 
     def _shared(self) -> None:
         """Only when an optimizer has been made since the last look."""
-        if self._looked == Guard._made:
+        optimizers = alive()
+        newest = max(optimizers, default=-1)
+        if self._newest == newest:
             return
-        for name in (record.name for other in self._others() for record in other._parameters if record.p in self):
-            raise RuntimeError(
-                f"{name}: expected one LowLevelZeroOptimizer that trains it, found another that is alive, and takes "
-                "its gradients: drop the former one, and whatever holds it, before using the next"
-            )
-        self._looked = Guard._made
-
-    def _others(self) -> Iterator[Guard]:
-        return (guard for guard in Guard._all if guard is not self)
-
-    def __contains__(self, p: Tensor) -> bool:
-        return self._parameters.find(p) is not None
+        others = (each.sharded_parameters for each in optimizers.values())
+        for other in (each for each in others if each is not self._parameters):
+            for name in (record.name for record in other if self._parameters.find(record.p) is not None):
+                raise RuntimeError(
+                    f"{name}: expected one LowLevelZeroOptimizer that trains it, found another that is alive, and "
+                    "takes its gradients: drop the former one, and whatever holds it, before using the next"
+                )
+        self._newest = newest
 
 
 _EDIT = (

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import own_names
-from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_optimizer import ShardedOptimizer
 from ..communication.collectives import ShardGroup
-from ..families import Families
 
 # Elements that are multiplied at a time; the products take 8 bytes each.
 _CHUNK = 2**20
@@ -19,38 +18,18 @@ _FACTOR = 6364136223846793005
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
-class VerifyMethods:
-    """``verify``."""
-
-    _model: nn.Module | None
-    _group: ShardGroup
-    _parameters: ParameterStore
-    _families: Families
-    _own_names: Callable[[], dict[Tensor, str]]
-
-    @torch.no_grad()
-    def verify(self, buffers: bool = False) -> None:
-        """Raise unless all ranks hold the same parameters, frozen ones included, bit for bit; every rank calls it.
-
-        Checksums are computed where the parameters are; the host waits for them once. Only if they differ do the
-        ranks tell each other which.
-
-        Args:
-            buffers: the model's buffers, too. Training lets those of BatchNorm, say, differ.
-
-        Raises:
-            RuntimeError: the first parameter that differs, and on which ranks; on all of them.
-        """
-        self._families.finish_gathers()
-        of_model = own_names(self._model).items()
-        names = self._own_names() | {p: name for p, name in of_model if buffers or isinstance(p, nn.Parameter)}
-        by_family: list[dict[Tensor, str]] = [{} for _ in self._parameters.shard_groups]
-        for each, name in names.items():
-            by_family[self._parameters.family_of(each)][each] = name
-        differences = list(map(_difference, by_family, self._parameters.shard_groups))
-        found = next((each for each in differences if each is not None), None)
-        if self._group.largest([found is not None])[0]:
-            raise RuntimeError(next(text for text in self._group.exchange(found) if text is not None))
+def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
+    """``LowLevelZeroOptimizer.verify``: raise, on all ranks, unless all hold the same parameters, bit for bit."""
+    parameters, ranks = optimizer.sharded_parameters, optimizer.shard_group
+    of_model = own_names(optimizer.model).items()
+    names = optimizer.parameter_names() | {p: name for p, name in of_model if buffers or isinstance(p, nn.Parameter)}
+    by_group: list[dict[Tensor, str]] = [{} for _ in parameters.shard_groups]
+    for each, name in names.items():
+        by_group[parameters.family_of(each)][each] = name
+    differences = list(map(_difference, by_group, parameters.shard_groups))
+    found = next((each for each in differences if each is not None), None)
+    if ranks.largest([found is not None])[0]:
+        raise RuntimeError(next(text for text in ranks.exchange(found) if text is not None))
 
 
 def _difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .trial import NoTrial, try_on_slices
@@ -152,6 +154,16 @@ def _refusal(optimizer: Optimizer, reason: str, remedy: str = _ANY_OTHER, *, can
             "and its own gradients alone, or accept that this optimizer trains differently on slices"
         )
     return f"{full_name(optimizer)} cannot be stepped on slices of its parameters: {reason}. {remedy}."
+
+
+def check_matrices(optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
+    """Raise if ``optimizer`` steps matrices alone, for the first parameter that isn't one."""
+    others = [p for p in parameters if p.dim() != 2]
+    if others and full_name(optimizer) == MUON:
+        raise ValueError(
+            f"{names[others[0]]}: expected a matrix, which Muon steps, got shape {tuple(others[0].shape)}: "
+            "give what isn't one to an optimizer of its own, such as torch.optim.AdamW"
+        )
 
 
 def full_name(optimizer: Optimizer) -> str:

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.gather_store import IN_FLIGHT
 from ..communication.transport import Transport
+from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions, check_floating
 from ..partition import EvenSplit
 from ..stepping import PART
-from ..wrapping import WrappingOptimizer
 from .state_sizes import OptimizerLike, StateSize, state_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -143,7 +143,7 @@ def estimate(
     options = ZeroOptions(
         partition_grad=stage == 2,
         reduce_scatter=reduce_scatter,
-        bucket_size=reduce_bucket_size,
+        reduce_bucket_size=reduce_bucket_size,
         communication_dtype=as_dtype("communication_dtype", communication_dtype),
         forced_dtype=forced,
         cpu_offload=cpu_offload,
@@ -155,7 +155,7 @@ def estimate(
         _check_count(name, number)
     if stage not in (0, 1, 2):
         raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")
-    inner = optimizer.optim if isinstance(optimizer, WrappingOptimizer) else optimizer
+    inner = optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer
     run = _Run(options, 1 if stage == 0 else world_size, stage == 0, micro_batches, inner)
     pieces = list(run.pieces(_shapes(model_or_numel, inner, forced)))
     parameters, gradients, masters, states, landed = (sum(column) for column in zip(*pieces, strict=True))
@@ -246,7 +246,7 @@ class _Run:
         if self._ranks == 1:
             return 0
         itemsize = (self._options.communication_dtype or self._options.forced_dtype or torch.float32).itemsize
-        reducing = (Transport.in_flight + 1) * self._options.bucket_size if self._options.keeps_row_only else 0
+        reducing = (Transport.in_flight + 1) * self._options.reduce_bucket_size if self._options.keeps_row_only else 0
         gathering = (IN_FLIGHT + 1) * PART * self._ranks
         return min(parameters, max(reducing, gathering) * itemsize)
 

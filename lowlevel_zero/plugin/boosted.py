@@ -62,7 +62,7 @@ class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships
     def _force_wait_all_gather(self) -> None:
         optimizer = self._attached()
         if optimizer is not None:
-            optimizer._force_wait_all_gather()
+            optimizer.finish_gathers()
 
     def _attached(self) -> BoostedOptimizer | None:
         return None if self._optimizer is None else self._optimizer()

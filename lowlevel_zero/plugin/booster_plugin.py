@@ -238,7 +238,7 @@ def _check_options(options: dict[str, Any]) -> None:
     """Raise now for what the optimizer would refuse when it is boosted."""
     ZeroOptions(
         clip_grad_norm=options["clip_grad_norm"],
-        bucket_size=options["reduce_bucket_size"],
+        reduce_bucket_size=options["reduce_bucket_size"],
         communication_dtype=options["communication_dtype"],
     )
     LossScaler(**{name: options[name] for name in inspect.signature(LossScaler).parameters if name in options})

@@ -27,6 +27,7 @@ from colossalai.utils.safetensors import save_nested
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..state.whole import load_state_shards, packed_groups, scale_as_numbers
 from .boosted import BoostedModel, BoostedOptimizer
 from .checkpoint_checks import (
     check_async,
@@ -237,7 +238,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         Path(folder).mkdir(parents=True, exist_ok=True)
         index = CheckpointIndexFile(folder)
         index.append_meta_data("param_groups", groups_name)
-        save_param_groups({"param_groups": optimizer.packed_groups()}, os.path.join(folder, groups_name))
+        save_param_groups({"param_groups": packed_groups(optimizer)}, os.path.join(folder, groups_name))
         total = 0.0
         for at, (piece, size) in enumerate(pieces):
             file = get_shard_filename(states_name, at)
@@ -246,10 +247,10 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             self._write(piece, os.path.join(folder, file), use_async)
             total += size
         index.append_meta_data("total_size", total)
-        loss_scale = optimizer.loss_scale_state()
+        loss_scale = scale_as_numbers(optimizer.scaler)
         if loss_scale is not None:
             index.append_meta_data(LOSS_SCALE, loss_scale)
-        if optimizer._options.fp8_communication:
+        if optimizer.options.fp8_communication:
             index.append_meta_data(SENT_FP8, True)
         index.write_index_file(index_name)
 
@@ -301,7 +302,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         if groups_file is None:
             raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
         files, _ = index.get_checkpoint_filenames()
-        optimizer.load_state_dict_shards(
+        load_state_shards(
+            optimizer,
             read_optimizer_file(groups_file),
             (read_optimizer_file(file) for file in files),
             index.metadata.get(LOSS_SCALE),

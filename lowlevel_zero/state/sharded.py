@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..bookkeeping.learnt_plan import PlanState
 from ..bookkeeping.module_names import matched
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from ..families import Families, ShardedGroup
+from ..bookkeeping.sharded_group import ShardedGroup
+from ..bookkeeping.sharded_optimizer import ShardedOptimizer
+from ..bookkeeping.sharding import SCALARS
 from ..loss_scaler import LossScaler
 from ..optim.trial import NoTrial, first_states
 from .flat_shards import FlatShards, local_part
-from .whole import MASTER, SCALARS, State, in_group_order, is_slice, load_slices, own_state
+from .global_names import GlobalNames
+from .whole import MASTER, State, in_group_order, is_slice, load_slices, own_state, scale_as_numbers
 
 _TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
 
@@ -51,47 +52,40 @@ class ShardedState:
     experts) and ``states`` (those that aren't tensors). They are the same on all ranks, and tell of all ranks' experts;
     tensors are this rank's alone.
 
-    Communicates when it is made, where there are several families: all ranks make it together.
+    Communicates when it is made, where there are several shard groups: all ranks make it together.
 
     Args:
-        optim: the wrapped optimizer.
-        families: its parameters.
-        scaler: has the loss scale; None: there is none.
-        names: global ones, of all parameters of the groups, frozen ones included.
+        optimizer: whose state it is.
+        names: global ones, of all parameters of the groups, frozen ones included; None: those for messages.
     """
 
-    def __init__(
-        self,
-        optim: Optimizer,
-        families: Families,
-        scaler: LossScaler | None,
-        names: Mapping[Tensor, str],
-    ) -> None:
-        self._optim = optim
-        self._families = families
-        self.parameters: ParameterStore = families.parameters
+    def __init__(self, optimizer: ShardedOptimizer, names: Mapping[Tensor, str] | None = None) -> None:
+        self._optim = optimizer.optim
+        self._groups = optimizer.sharded_groups
+        self._scaler = optimizer.scaler
+        self.parameters: ParameterStore = optimizer.sharded_parameters
+        self._several = len(self.parameters.shard_groups) > 1
+        self._names = _global_names(optimizer) if names is None else names
         self._shards = [FlatShards(ranks) for ranks in self.parameters.shard_groups]
-        self._scaler = scaler
-        self._names = names
         self._told: list[Told] = []
-        if families.several:
+        if self._several:
             self._told = self.parameters.shard_groups[0].exchange(self._own_told())
 
     def _own_told(self) -> Told:
-        led = [family for family in self._families if family.number and family.group.place == 0]
-        records = [record for family in led for record in family.records]
+        led = [group for group in self._groups if group.number and group.group.place == 0]
+        records = [record for group in led for record in group.records]
         members = [self._members_led(group) for group in self.parameters.groups]
-        plans = [self._plan_of(family) for family in led]
+        plans = [self._plan_of(group) for group in led]
         return Told(members, self._other_states(records), plans, self._shapes(records))
 
     def _members_led(self, group: Sequence[Tensor]) -> dict[str | None, list[str]]:
         found: dict[str | None, list[str]] = {}
         before: str | None = None
         for p in reversed(group):
-            family = self.parameters.family_of(p)
-            if family == 0:
+            number = self.parameters.family_of(p)
+            if number == 0:
                 before = self._names[p]
-            elif self.parameters.shard_groups[family].place == 0:
+            elif self.parameters.shard_groups[number].place == 0:
                 found.setdefault(before, []).insert(0, self._names[p])
         return found
 
@@ -151,7 +145,7 @@ class ShardedState:
                 for group, names in zip(self._optim.param_groups, self.group_names(), strict=True)
             ],
             "loss_scale": scale_as_numbers(self._scaler),
-            "plan": next((self._plan_of(family) for family in self._families if family.number == 0), None),
+            "plan": next((self._plan_of(group) for group in self._groups if group.number == 0), None),
             "other_plans": [plan for told in self._told for plan in told.plans],
             "states": states,
         }
@@ -174,11 +168,11 @@ class ShardedState:
                 states[self._name(record)] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
         return states
 
-    def _plan_of(self, family: ShardedGroup) -> State | None:
-        plan = family.reducer.plan_state()
+    def _plan_of(self, group: ShardedGroup) -> State | None:
+        plan = group.reducer.plan_state()
         if plan is None:
             return None
-        names = [self._name(record) for record in family.records]
+        names = [self._name(record) for record in group.records]
         return {
             **plan._asdict(),
             "order": [names[index] for index in plan.order],
@@ -237,8 +231,8 @@ class ShardedState:
         if self._scaler is not None and settings["loss_scale"] is not None:
             self._scaler.load_state_dict(settings["loss_scale"])
         plans = [settings["plan"], *settings.get("other_plans", ())]
-        for family in self._families:
-            family.reducer.restore_plan(self._plan(family, plans))
+        for group in self._groups:
+            group.reducer.restore_plan(self._plan(group, plans))
 
     def masters(self, tensors: Mapping[str, Tensor]) -> dict[ShardedParameter, Tensor]:
         """Loaded masters by record, without padding."""
@@ -248,9 +242,9 @@ class ShardedState:
             if f"{self._name(record)}.{MASTER}" in tensors
         }
 
-    def _plan(self, family: ShardedGroup, plans: Iterable[Mapping[str, Any] | None]) -> PlanState | None:
+    def _plan(self, group: ShardedGroup, plans: Iterable[Mapping[str, Any] | None]) -> PlanState | None:
         """The one of the saved plans that is of these parameters, by index; None: it is to be learnt anew."""
-        indices = {self._name(record): record.index for record in family.records}
+        indices = {self._name(record): record.index for record in group.records}
         for saved in plans:
             if saved is not None and set(saved["order"]) == set(indices):
                 order = [indices[name] for name in saved["order"]]
@@ -268,7 +262,7 @@ class ShardedState:
 
     def group_names(self) -> list[list[str]]:
         """The names in each param group: the shared ones as this rank has them, with all ranks' experts between."""
-        if not self._families.several:
+        if not self._several:
             return [[self._names[p] for p in members] for members in self.parameters.groups]
         return [self._with_experts(at, members) for at, members in enumerate(self.parameters.groups)]
 
@@ -283,51 +277,6 @@ class ShardedState:
 
 
 _REMEDY = "build the optimizer with the groups that it was saved with"
-
-
-def renamed_settings(settings: Mapping[str, Any], own: Callable[[str], str]) -> State:
-    """The same settings with other names of parameters, ``own(name)``."""
-    groups = [{**group, "params": list(map(own, group["params"]))} for group in settings["param_groups"]]
-    states = {own(name): state for name, state in settings["states"].items()}
-    plan, *others = [_renamed_plan(plan, own) for plan in (settings["plan"], *settings.get("other_plans", ()))]
-    return {**settings, "param_groups": groups, "states": states, "plan": plan, "other_plans": others}
-
-
-def _renamed_plan(plan: Mapping[str, Any] | None, own: Callable[[str], str]) -> State | None:
-    if plan is None:
-        return None
-    return {**plan, **{key: list(map(own, plan[key])) for key in ("order", "repeats")}}
-
-
-def scale_as_numbers(scaler: LossScaler | None) -> State | None:
-    """A loss scaler's state on the host; None of none. Waits for the device."""
-    if scaler is None:
-        return None
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in scaler.state_dict().items()}
-
-
-def packed(value: object, what: str) -> bytes:
-    """``value`` as ``torch.save`` writes it.
-
-    Raises:
-        TypeError: ``torch.load(weights_only=True)`` would not take it back.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        unpacked(buffer.getvalue())
-    except Exception as error:  # pickling calls whatever the object brings along
-        reason = str(error).strip().splitlines() or [""]
-        raise TypeError(
-            f"{what}: expected what torch.load(weights_only=True) takes back (numbers, strings, tensors, lists, "
-            f"dicts), got a {type(value).__name__} that it doesn't: {reason[0]:.300}"
-        ) from error
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """The inverse of ``packed``; runs nothing that is in ``data``."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _by_name(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -358,3 +307,11 @@ def _padded(own: Tensor, record: ShardedParameter) -> Tensor:
 
 def _without(settings: Mapping[str, Any], key: str) -> State:
     return {name: value for name, value in settings.items() if name != key}
+
+
+def _global_names(optimizer: ShardedOptimizer) -> dict[Tensor, str]:
+    """By the names that parameters have in messages. Communicates where there are several shard groups."""
+    parameters = optimizer.sharded_parameters
+    own = optimizer.parameter_names()
+    among_all = GlobalNames(parameters.shard_groups, {name: parameters.family_of(p) for p, name in own.items()})
+    return {p: among_all[name] for p, name in own.items()}

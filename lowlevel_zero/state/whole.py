@@ -5,57 +5,38 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..agreement import Alike, agree
-from ..bookkeeping.gradient_store import GradientStore
+from ..agreement import Alike, agree, together
+from ..bookkeeping.learnt_plan import PlanState
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..bookkeeping.sharded_group import ShardedGroup
+from ..bookkeeping.sharded_optimizer import ShardedOptimizer
+from ..bookkeeping.sharding import SCALARS, slice_state
 from ..communication.collectives import ShardGroup
+from ..loss_scaler import LossScaler
 
-# One number a parameter, whatever the parameter's shape: never cut.
-SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 MASTER = "master_param"
-
-# Bytes of a message that brings many slices: what is held beside them.
-WIRE_BYTES = 64 * 2**20
+# What a plain optimizer's state dict doesn't have, and doesn't mind.
+EXTRAS = "lowlevel_zero"
+OTHER_PLANS = "other_plans"
+# Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
+# say so counts as of a run without: a model that went on elsewhere has many numbers that fp8 has, by chance.
+FP8 = "fp8"
 
 _STATES = Alike(
     "the same states of the optimizer", "let a hook that adds some do so on every rank, or keep them somewhere else"
 )
+_SAVED = Alike(
+    "the same state dict", "load the same file on every rank, whole (saved without only_on_master elsewhere)"
+)
 
 State = dict[str, Any]
 Pinned = dict[int, State]
-
-
-class Slice(NamedTuple):
-    """A tensor of which each rank holds its ``[s]`` elements of one parameter."""
-
-    record: ShardedParameter
-    own: Tensor
-
-    @property
-    def kind(self) -> tuple[torch.device, torch.dtype]:
-        """What slices must have in common to share a message."""
-        return self.record.padded.device, self.own.dtype
-
-
-def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:
-    """The state of a whole parameter cut to this rank's slice; what isn't of its size stays as it is."""
-    return {key: _sliced(key, value, record) for key, value in state.items()}
-
-
-def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
-    if isinstance(value, Tensor) and record.p32.device.type == "cpu":
-        value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
-    if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:
-        return value
-    own = record.slice_of(value)
-    # State in a 16-bit model's dtype was made for p; p32 wants its own.
-    return own.to(record.p32.dtype) if value.dtype == record.p.dtype else own
 
 
 def gather_slice(own: Tensor, record: ShardedParameter, group: ShardGroup) -> Tensor:
@@ -73,46 +54,57 @@ def whole_of_rows(rows: Tensor, record: ShardedParameter) -> Tensor:
     return record.restore(rows.reshape(-1)[: record.split.numel])
 
 
-def whole_state_dict(
-    optim: Optimizer,
-    parameters: ParameterStore,
-    pinned: Pinned | None = None,
-    only_on_master: bool = False,
-) -> State:
+def state_dict(optimizer: ShardedOptimizer, pinned: Pinned | None = None, only_on_master: bool = False) -> State:
     """A plain torch optimizer's state dict, as one process would have it: whole tensors, on the host.
 
     Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
-    them, frozen ones included. fp32 masters of 16-bit parameters travel as ``master_param``.
+    them, frozen ones included. fp32 masters of 16-bit parameters are saved as ``master_param``; the loss scale, bucket
+    plans and whether parameters travelled in fp8 under ``EXTRAS``.
     """
-    shards = whole_state_shards(optim, parameters, math.inf, pinned, only_on_master)
+    shards = state_dict_shard(optimizer, math.inf, pinned, only_on_master)
     state = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
-    return {"state": state, "param_groups": packed_groups(optim, parameters)}
+    states = [group.reducer.plan_state() for group in optimizer.sharded_groups]
+    plan, *others = [None if plan is None else plan._asdict() for plan in states]
+    extras: State = {
+        "loss_scale": scale_as_numbers(optimizer.scaler),
+        "plan": plan,
+        FP8: optimizer.options.fp8_communication,
+    }
+    extras |= {OTHER_PLANS: others} if others else {}
+    return {"state": state, "param_groups": packed_groups(optimizer), EXTRAS: extras}
 
 
-def packed_groups(optim: Optimizer, parameters: ParameterStore) -> list[State]:
+def packed_groups(optimizer: ShardedOptimizer) -> list[State]:
     """The param groups with their settings, and their parameters as places, counted through all groups."""
+    parameters = optimizer.sharded_parameters
     places = _places(parameters)
     return [
         {
             **{key: value for key, value in settings.items() if key != "params"},
             "params": [places[p] for p in members],
         }
-        for settings, members in zip(optim.param_groups, parameters.groups, strict=True)
+        for settings, members in zip(optimizer.param_groups, parameters.groups, strict=True)
     ]
+
+
+def scale_as_numbers(scaler: LossScaler | None) -> State | None:
+    """A loss scaler's state on the host; None of none. Waits for the device."""
+    if scaler is None:
+        return None
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in scaler.state_dict().items()}
 
 
 def _places(parameters: ParameterStore) -> dict[Tensor, int]:
     return {p: place for place, p in enumerate(p for group in parameters.groups for p in group)}
 
 
-def whole_state_shards(
-    optim: Optimizer,
-    parameters: ParameterStore,
+def state_dict_shard(
+    optimizer: ShardedOptimizer,
     max_shard_size: float,
     pinned: Pinned | None = None,
     only_on_master: bool = False,
 ) -> Iterator[tuple[dict[int, State], float]]:
-    """``whole_state_dict``'s state by place, in pieces, each with its size in MiB; at least one piece.
+    """``state_dict``'s state by place, in pieces, each with its size in MiB; at least one piece.
 
     Communicates as it goes: all ranks iterate to the end.
 
@@ -124,8 +116,9 @@ def whole_state_shards(
     Raises:
         ValueError: ranks have different states, as where a hook of one of them has added some; on all of them.
     """
-    for family, group in zip(parameters.families, parameters.shard_groups, strict=True):
-        lines = [line for record in family for line in _gathered_states(optim, record)]
+    optim, parameters = optimizer.optim, optimizer.sharded_parameters
+    for records, group in zip(parameters.families, parameters.shard_groups, strict=True):
+        lines = [line for record in records for line in _gathered_states(optim, record)]
         agree(group, lines, None, "give its state dict", _STATES)
     places = _places(parameters)
     piece: dict[int, State] = {}
@@ -197,12 +190,7 @@ def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
 
 
 def described(state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """What whole state dicts must have in common to be one, a line each.
-
-    Raises:
-        TypeError, ValueError: it isn't one.
-    """
-    _check_kind(state_dict)
+    """What whole state dicts must have in common to be one, a line each."""
     for at, group in enumerate(state_dict["param_groups"]):
         yield f"group {at} of {len(group['params'])} parameters"
     for place, state in state_dict["state"].items():
@@ -220,37 +208,54 @@ def _check_kind(state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def load_whole_state_dict(
-    optim: Optimizer, parameters: ParameterStore, state_dict: Mapping[str, Any], fp8: bool
-) -> None:
-    """Load a plain torch optimizer's state dict (or ``whole_state_dict``'s) into slices; no communication.
+def load_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load a plain torch optimizer's state dict (or ``state_dict``'s) into slices; every rank calls it, with the same.
 
-    Args:
-        fp8: it is of a run whose parameters travelled in fp8.
-
-    Raises:
+    Raises (on all ranks):
         TypeError: not a mapping.
         ValueError: its groups or shapes aren't this optimizer's; nothing has been changed then.
     """
-    _check_kind(state_dict)
-    load_state_shards(optim, parameters, state_dict["param_groups"], [state_dict["state"]], fp8)
+    with together(optimizer.shard_group, "load a state dict", _SAVED) as lines:
+        _check_kind(state_dict)
+        if len(optimizer.sharded_parameters.shard_groups) == 1:
+            lines += described(state_dict)
+    extras = state_dict.get(EXTRAS) or {}
+    shards, fp8 = [state_dict["state"]], extras.get(FP8, False)
+    load_state_shards(optimizer, state_dict["param_groups"], shards, extras.get("loss_scale"), fp8)
+    if all(group.reducer.idle for group in optimizer.sharded_groups):
+        _restore_plans(optimizer.sharded_groups, [extras.get("plan"), *extras.get(OTHER_PLANS, [])])
+
+
+def _restore_plans(groups: Sequence[ShardedGroup], plans: Iterable[Mapping[str, Any] | None]) -> None:
+    """Go on with the bucket plans of another run, where they are of as many parameters; with no gradients around."""
+    for group, saved in zip(groups, plans, strict=False):
+        plan = None if saved is None else PlanState(**saved)
+        if plan is not None and len(plan.order) == len(group.records):
+            group.reducer.restore_plan(plan)
 
 
 def load_state_shards(
-    optim: Optimizer,
-    parameters: ParameterStore,
+    optimizer: ShardedOptimizer,
     param_groups: Sequence[Mapping[str, Any]],
     shards: Iterable[Mapping[Any, State]],
-    fp8: bool,
+    loss_scale: Mapping[str, Any] | None = None,
+    fp8: bool = False,
 ) -> None:
-    """Load whole states that come in pieces, by place; of each piece only slices are kept.
+    """Load whole states that come in pieces, by place, of which only slices are kept; no communication.
 
     Args:
+        optimizer: whose they are; any number of ranks may have saved them.
+        param_groups: what ``packed_groups`` gave.
+        shards: what ``state_dict_shard`` gave.
+        loss_scale: what ``scale_as_numbers`` gave; None: the present one stays.
         fp8: they are of a run whose parameters travelled in fp8.
 
     Raises:
-        ValueError: groups or shapes aren't this optimizer's; nothing has been changed then.
+        ValueError: groups or shapes aren't this optimizer's, or no loss scale; nothing has been changed then.
     """
+    if loss_scale is not None:
+        LossScaler().load_state_dict(loss_scale)
+    optim, parameters = optimizer.optim, optimizer.sharded_parameters
     records = _records_by_place(parameters, param_groups)
     renumbered = {record: at for at, record in enumerate(in_group_order(optim, parameters))}
     slices: dict[int, State] = {}
@@ -268,6 +273,8 @@ def load_state_shards(
     load_slices(optim, param_groups, slices)
     for record, master in masters:
         record.offer_master(master, fp8)
+    if optimizer.scaler is not None and loss_scale is not None:
+        optimizer.scaler.load_state_dict(loss_scale)
 
 
 def in_group_order(optim: Optimizer, parameters: ParameterStore) -> list[ShardedParameter]:
@@ -314,98 +321,3 @@ def _check_shapes(state: Mapping[str, Any], record: ShardedParameter) -> None:
                 f"{record.name}: expected {key} of its shape {tuple(record.p.shape)}, got {tuple(value.shape)}: "
                 "the state dict is another model's"
             )
-
-
-# ---- whole values of many parameters ----
-
-
-def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
-    """``gather_slice`` of many, in order, in few messages of at most ``WIRE_BYTES`` (or one larger tensor).
-
-    A message travels when its first tensor is asked for. Communicates: all ranks iterate to the end.
-    """
-    for batch in _batches(slices, group.size):
-        yield from _gathered(batch, group)
-
-
-def _batches(slices: Iterable[Slice], world_size: int) -> Iterator[list[Slice]]:
-    """Neighbours of one device and dtype, as many as fit."""
-    batch: list[Slice] = []
-    room = WIRE_BYTES
-    for each in slices:
-        size = world_size * each.own.numel() * each.own.element_size()
-        if batch and (size > room or each.kind != batch[0].kind):
-            yield batch
-            batch, room = [], WIRE_BYTES
-        batch.append(each)
-        room -= size
-    if batch:
-        yield batch
-
-
-def _gathered(batch: Sequence[Slice], group: ShardGroup) -> list[Tensor]:
-    device = batch[0].record.padded.device
-    rows = [torch.empty(group.size, len(own), dtype=own.dtype, device=device) for _, own in batch]
-    filled = [row for row in rows if row.numel()]
-    if filled:
-        group.gather([own.to(device) for _, own in batch if own.numel()], filled).wait()
-    return [whole_of_rows(each, record) for each, (record, _) in zip(rows, batch, strict=True)]
-
-
-def whole_masters(records: Iterable[ShardedParameter], group: ShardGroup) -> Iterator[Tensor]:
-    """The whole of each ``p32``, fp32 at least. Communicates: all ranks iterate to the end."""
-    return map(at_least_fp32, whole_slices((Slice(record, record.p32) for record in records), group))
-
-
-def whole_gradients(
-    records: Sequence[ShardedParameter], gradients: GradientStore, group: ShardGroup
-) -> Iterator[Tensor | None]:
-    """Averaged, unscaled gradients, fp32 at least; None where no rank has one.
-
-    Communicates unless every rank has all rows anyway (stage 1, before the step): all ranks iterate to the end.
-    """
-    apart = (record for record in records if record.sum is not None and record.sum.rows is None)
-    slices = ((record, gradients.averaged(record)) for record in apart)
-    gathered = whole_slices((Slice(record, own) for record, own in slices if own is not None), group)
-    for record in records:
-        rows = gradients.averaged_rows(record)
-        if rows is not None:
-            yield whole_of_rows(rows, record)
-        else:
-            yield None if record.sum is None else next(gathered)
-
-
-def whole_states(
-    records: Sequence[ShardedParameter], optim: Optimizer, key: str, group: ShardGroup
-) -> Iterator[Tensor | None]:
-    """One of the optimizer's states: whole, floating-point ones fp32 at least; 0-d for a number; None for none.
-
-    Communicates: all ranks iterate to the end.
-    """
-    values = [optim.state.get(record.p32, {}).get(key) for record in records]
-    sliced = [
-        Slice(record, value) for record, value in zip(records, values, strict=True) if is_slice(key, value, record)
-    ]
-    gathered = whole_slices(sliced, group)
-    for record, value in zip(records, values, strict=True):
-        yield at_least_fp32(next(gathered)) if is_slice(key, value, record) else copied_state(value, record)
-
-
-def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
-    """A copy of what this rank has as a state, on ``p``'s device; of a number a 0-d tensor; None: there is none."""
-    if value is None:
-        return None
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
-    return at_least_fp32(tensor.detach().to(record.padded.device, copy=True))
-
-
-def at_least_fp32(tensor: Tensor) -> Tensor:
-    """``tensor``, 16-bit ones as fp32."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def fill_slice(own: Tensor, value: Tensor, record: ShardedParameter) -> None:
-    """Let ``own`` hold ``value``, another slice ``[s]`` of any dtype, with zeros for padding."""
-    start, stop = record.split.span(record.rank)
-    own[: stop - start].copy_(value[: stop - start])
-    own[stop - start :].zero_()

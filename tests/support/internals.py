@@ -47,6 +47,6 @@ def with_and_without_detection(train: Callable[..., T]) -> Callable[..., tuple[T
 
 def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
     """A device's hosts don't wait to agree in every step: there the buckets alone tell of a late gradient."""
-    for family in optimizer._families:
-        patch_rank(family.reducer, "_on_host", False)
+    for group in optimizer.sharded_groups:
+        patch_rank(group.reducer, "_on_host", False)
     return optimizer

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .agreement import CONSTRUCT
-from .agreement import agree_apart as agree_apart
-from .bookkeeping.module_names import own_names
-from .communication.collectives import ShardGroup
-from .options import ZeroOptions
+from ..agreement import CONSTRUCT
+from ..agreement import agree_apart as agree_apart
+from ..communication.collectives import ShardGroup
+from ..options import ZeroOptions
+from .module_names import own_names
 
 _KEYWORD = "pg_to_param_list"
 

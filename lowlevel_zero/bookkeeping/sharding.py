@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bookkeeping.parameter_store import ParameterStore, Place, ShardedParameter
-from .bookkeeping.storages import memory_of
-from .options import ZeroOptions
-from .partition import EvenSplit
-from .state.whole import slice_state
+from ..options import ZeroOptions
+from ..partition import EvenSplit
+from .parameter_store import ParameterStore, Place, ShardedParameter
+from .storages import memory_of
 
 _log = logging.getLogger("lowlevel_zero")
+
+# States of an optimizer that are one number a parameter, whatever the parameter's shape: never cut.
+SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class Sharding:
@@ -143,3 +146,18 @@ def _leave_slices(optimizer: Optimizer, parameters: ParameterStore, known: int) 
 
 def _state_tensors(optimizer: Optimizer, p: Tensor) -> Iterator[Tensor]:
     return (value for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor))
+
+
+def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> dict[str, Any]:
+    """The state of a whole parameter cut to this rank's slice; what isn't of its size stays as it is."""
+    return {key: _sliced(key, value, record) for key, value in state.items()}
+
+
+def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
+    if isinstance(value, Tensor) and record.p32.device.type == "cpu":
+        value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
+    if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:
+        return value
+    own = record.slice_of(value)
+    # State in a 16-bit model's dtype was made for p; p32 wants its own.
+    return own.to(record.p32.dtype) if value.dtype == record.p.dtype else own

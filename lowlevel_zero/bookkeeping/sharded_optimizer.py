@@ -1,0 +1,394 @@
+"""An optimizer over slices, as others see it: torch, the rooms of this package, and ColossalAI's callers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..agreement import Call
+from ..communication.collectives import ShardGroup
+from ..construction import Rooms, parameter_names
+from ..grad_norm import GlobalNorm
+from ..loss_scaler import LossScaler
+from ..options import ZeroOptions
+from ..streams import Streams
+from .parameter_store import ParameterStore, ShardedParameter
+from .sharded_group import ShardedGroup
+
+
+class ShardedOptimizer(Optimizer):
+    """A ``torch.optim.Optimizer`` whose groups, state and defaults are those of another, which steps slices.
+
+    It is what can be asked, saved and loaded of a sharded optimizer; ``LowLevelZeroOptimizer`` trains. Schedulers and
+    trainers accept it, and what one of the two loads or changes the other has. Step hooks that are registered on it run
+    once a step. Rooms read its attributes, and call nothing but its methods.
+
+    Attributes:
+        optim: the wrapped optimizer.
+        options: the caller's choices.
+        model: the module that was given.
+        shard_group: all data-parallel ranks, who call the methods together.
+        sharded_parameters: the records of the trained parameters, and the parameters of all groups.
+        sharded_groups: the records by the ranks that share them, with what takes their gradients to new values.
+        scaler: the dynamic loss scale; None unless a parameter is fp16.
+        device: where the parameters are.
+        streams: those of the device that work is done on.
+        runs: for checkpoints in files: the run that this optimizer is of, and then those that it went on from.
+    """
+
+    optim: Optimizer
+    options: ZeroOptions
+    model: nn.Module | None
+    shard_group: ShardGroup
+    sharded_parameters: ParameterStore
+    sharded_groups: Sequence[ShardedGroup]
+    scaler: LossScaler | None
+    device: torch.device
+    streams: Streams
+    runs: tuple[str, ...] = ()
+
+    _rooms: Rooms
+    _guard: Any
+    _norm: GlobalNorm | None = None  # the last step's
+
+    def __init__(self, optim: Optimizer) -> None:
+        # Optimizer.__init__ would make groups and state of its own; unpickling makes hooks and no more.
+        super().__setstate__({"optim": optim})
+
+    # ---- for torch ----
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups; their ``params`` are slices, ``[s]`` each."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state, by slice."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optim.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults."""
+        return self.optim.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optim.defaults = defaults
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """``pickle`` and ``copy`` ask for this: they would make an optimizer of a rank that there is already."""
+        raise TypeError(
+            f"expected its state, got the {type(self).__name__} itself to be pickled or copied, whose slices and "
+            "process group are this rank's alone: save optimizer.state_dict(), which every rank calls, or use "
+            "lowlevel_zero.checkpoint.save_checkpoint, and load into an optimizer that every rank constructs"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """``torch.amp.GradScaler.step`` asks for this first, of an optimizer whose gradients it can't see."""
+        raise RuntimeError(
+            "expected no enabled torch.amp.GradScaler around this optimizer: it would look for gradients before "
+            "they are reduced. Convert the model to fp16 and call optimizer.backward(loss), which scales the loss "
+            "by itself; or use bf16 (model or autocast), which needs no scaling; or GradScaler(enabled=False)"
+        )
+
+    # ---- state: whole, as plain torch has it, and sharded, for torch.distributed.checkpoint ----
+
+    def state_dict(
+        self, pinned_state_dicts: dict[int, dict[str, Any]] | None = None, only_on_master: bool = False
+    ) -> dict[str, Any]:
+        """A plain torch optimizer's state dict with whole tensors on the host; every rank calls it.
+
+        Tensors are gathered one at a time. fp32 masters of 16-bit parameters are one more state of each,
+        ``master_param``; the loss scale, the bucket order and whether parameters travelled in fp8 are under the key
+        ``lowlevel_zero``. Plain torch ignores both.
+
+        Args:
+            pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
+            only_on_master: leave the states empty on all ranks but the first.
+        """
+        self.finish_syncs("state_dict")
+        return self._rooms.state_dict(self, pinned_state_dicts, only_on_master)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a plain torch optimizer's state dict, whole tensors; each rank takes its slices of them.
+
+        Every rank calls it, with the same state dict. The states are taken without communication.
+
+        Raises (on all ranks; nothing has been changed then):
+            TypeError: not a mapping.
+            ValueError: its groups or shapes aren't this optimizer's, or ranks have different ones.
+            RuntimeError: other ranks have been called for something else.
+        """
+        self._guard.enter("load_state_dict")
+        self.finish_syncs("load_state_dict")
+        self._rooms.load_state_dict(self, state_dict)
+
+    def sharded_state_dict(self, metadata: Any = None, prefix: str = "") -> dict[str, Tensor]:
+        """This rank's slices by name, ``<parameter>.<state>``, to put into one's own ``dcp.save`` or ``dcp.load``.
+
+        What has one number an element of the parameter is a 1-D ``DTensor`` of ``numel`` elements, sharded
+        over the ranks, in memory order and without padding; so it loads at any world size. The rest are plain
+        tensors, the same on every rank; one of them, ``settings``, holds as bytes what isn't a tensor: group
+        settings, loss scale and bucket order. Tensors share memory with the optimizer's. Every rank calls it, with
+        a ``model=`` given at construction (else names are places in the groups). Communicates only with experts,
+        whose slices are over the ranks of their own group, and whose names are those of ``GlobalNames``.
+
+        To load, states that don't exist yet must have a place to be loaded into, which the checkpoint's
+        metadata tells of::
+
+            state = {"optim": optimizer.sharded_state_dict(read_metadata(path), "optim.")}
+            dcp.load(state, checkpoint_id=path)
+            optimizer.load_sharded_state_dict(state["optim"])
+
+        Args:
+            metadata: the saved checkpoint's ``torch.distributed.checkpoint.metadata.Metadata``: the result then
+                holds empty tensors of what was saved, to load into. None: what this optimizer holds, to save.
+            prefix: what the names have before them in the checkpoint, as in ``"optim."``.
+
+        Raises:
+            TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
+            ValueError: ``metadata`` has no state with that prefix.
+        """
+        return self._rooms.sharded_state_dict(self, metadata, prefix)
+
+    @torch.no_grad()
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take over what ``sharded_state_dict`` gave and ``dcp.load`` filled; every rank calls it.
+
+        The model may be loaded before or after. Gradients are cleared.
+
+        Raises:
+            ValueError: it is of other parameters, shapes, strides or groups. Nothing has been changed then.
+        """
+        self._rooms.load_sharded_state_dict(self, state_dict)
+
+    # ---- what rooms ask for, beside the attributes ----
+
+    def sharded_group_of(self, record: ShardedParameter) -> ShardedGroup:
+        """The ranks that share a parameter, and what belongs to them."""
+        return next(each for each in self.sharded_groups if each.number == record.family)
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """The names of the groups' parameters, frozen ones included."""
+        parameters = self.sharded_parameters
+        return parameter_names(parameters.groups, self.model) | {record.p: record.name for record in parameters}
+
+    def finish_gathers(self) -> None:
+        """Return when all parameters are up to date. Doesn't communicate: waits for what a step has started."""
+        for each in self.sharded_groups:
+            each.gathers.finish()
+
+    def finish_gradients(self) -> None:
+        """Finish all reductions: each record's gradient is complete then. Communicates: every rank calls it."""
+        self._look("look at gradients")
+
+    def _look(self, doing: str) -> None:
+        for each in self.sharded_groups:
+            each.reducer.finish(Call(doing))
+
+    def finish_syncs(self, doing: str) -> None:
+        """Bring all ranks to the same gradient sync, with nothing in flight; ``p.grad`` stays. Communicates.
+
+        Args:
+            doing: what for: one of the names of ``Call``, the same on every rank.
+        """
+        with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
+            for each in self.sharded_groups:
+                each.reducer.even_out(Call(doing))
+
+    # ---- reports ----
+
+    @torch.no_grad()
+    def verify(self, buffers: bool = False) -> None:
+        """Raise unless all ranks hold the same parameters, frozen ones included, bit for bit; every rank calls it.
+
+        Checksums are computed where the parameters are; the host waits for them once. Only if they differ do the
+        ranks tell each other which.
+
+        Args:
+            buffers: the model's buffers, too. Training lets those of BatchNorm, say, differ.
+
+        Raises:
+            RuntimeError: the first parameter that differs, and on which ranks; on all of them.
+        """
+        self.finish_gathers()
+        self._rooms.verify(self, buffers)
+
+    def memory_held(self) -> dict[str, int]:
+        """Bytes held on this rank now, by owner, every storage counted once. No communication."""
+        return self._rooms.memory_held(self)
+
+    def layout(self) -> Any:
+        """Who owns what: each parameter's slices, place in bucket buffers and bytes, as this rank has them now.
+
+        No communication. See ``lowlevel_zero.planning.layout.Layout`` for its ``table()`` and ``json()``.
+        """
+        return self._rooms.layout(self)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes of bucket buffers that this rank has sent so far, by purpose: "reduce", "gather", and Muon's "step".
+
+        Counted alike on every backend, without what a backend adds; an all-reduce counts as a reduce-scatter and a
+        gather. Over two levels "reduce_outer" and "gather_outer" are those among them that crossed the outer one.
+        """
+        by_group = [group.traffic() for group in self.sharded_parameters.shard_groups]
+        purposes = dict.fromkeys(purpose for sent in by_group for purpose in sent)
+        return {purpose: sum(sent.get(purpose, 0) for sent in by_group) for purpose in purposes}
+
+    # ---- ColossalAI's API (0.5.0), whose callers look parameters up by ``id()`` ----
+
+    # Those of gradients and of the state dict communicate: every rank calls them, in the same order. The others tell
+    # what this rank has, and may be asked of one rank alone.
+
+    def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
+        """Global L2 norm of the last step's gradients, unscaled, before clipping; None before the first step.
+
+        Waits for the device, and for the others to take that step. inf or NaN if the step was skipped.
+        """
+        if norm_type != 2:
+            raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
+        return None if self._norm is None else self._norm.value.item()
+
+    @torch.no_grad()
+    def get_param_grad(self, working_param: Tensor) -> Tensor | None:
+        """The whole averaged, unscaled gradient of a parameter, of its shape and dtype, or None if no rank has one.
+
+        Every rank calls it, after backward: reductions are finished, and in stage 2 the slices are gathered.
+        """
+        record = self.sharded_parameters[working_param]
+        self._guard.enter("get_param_grad")
+        self._look("get_param_grad")
+        (whole,) = self._rooms.whole_gradients([record], self.sharded_group_of(record))
+        return None if whole is None else whole.to(record.p.dtype)
+
+    def get_working_grads_by_group_id(self, group_id: int) -> list[Tensor]:
+        """This rank's slices ``[s]`` of the averaged gradients of one param group; dropped layers are left out."""
+        return [own for record, own in self._own_gradients() if record.group == group_id]
+
+    def get_working_grad_by_param_id(self, param_id: int) -> Tensor | None:
+        """This rank's slice ``[s]`` of the averaged gradient of the parameter with that ``id()``, or None."""
+        return next((own for record, own in self._own_gradients() if id(record.p) == param_id), None)
+
+    def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[Tensor]:
+        """The averaged gradient's slices that this rank holds: every rank's in stage 1, its own in stage 2.
+
+        Stage 1 has the others' until a step or a second ``clip_grad_norm_``.
+        """
+        for record, own in self._own_gradients():
+            if record.group == group_id and id(record.p) == param_id:
+                rows = self.sharded_group_of(record).gradients.averaged_rows(record)
+                return [own] if rows is None else list(rows.to(record.p.dtype).unbind())
+        return []
+
+    def _own_gradients(self) -> Iterator[tuple[ShardedParameter, Tensor]]:
+        """This rank's slices of the averaged gradients, in their parameters' dtype. Communicates before the first."""
+        self._guard.enter("look at gradients")
+        self.finish_gradients()
+        for record in self.sharded_parameters.working():
+            own = self.sharded_group_of(record).gradients.averaged(record)
+            if own is not None:
+                yield record, own.to(record.p.dtype)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; 1 unless a parameter is fp16. Waits for the device."""
+        return 1.0 if self.scaler is None else self.scaler.loss_scale
+
+    @property
+    def working_to_master_param(self) -> dict[int, Tensor]:
+        """``id(p)`` to ``p32``, the slice of ``[s]`` elements that this rank's optimizer steps."""
+        return {id(record.p): record.p32 for record in self.sharded_parameters}
+
+    @property
+    def master_to_working_param(self) -> dict[int, Tensor]:
+        """``id(p32)`` to ``p``."""
+        return {id(record.p32): record.p for record in self.sharded_parameters}
+
+    def get_working_to_master_map(self) -> dict[int, Tensor]:
+        """``working_to_master_param``."""
+        return self.working_to_master_param
+
+    def get_master_to_working_map(self) -> dict[int, Tensor]:
+        """``master_to_working_param``."""
+        return self.master_to_working_param
+
+    def get_param_padding_map(self) -> dict[int, int]:
+        """``id(p)`` to the number of elements that its storage is padded with."""
+        return {id(record.p): record.split.padding for record in self.sharded_parameters}
+
+    def get_param_padding_size(self, param: Tensor) -> int:
+        """The number of elements that ``param``'s storage is padded with."""
+        return self.sharded_parameters[param].split.padding
+
+    def state_dict_shard(
+        self,
+        max_shard_size: int = 1024,
+        pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
+        only_on_master: bool = False,
+    ) -> Iterator[tuple[dict[int, dict[str, Any]], float]]:
+        """``state_dict()["state"]`` in pieces of at most ``max_shard_size`` MiB, each with its size in MiB.
+
+        Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
+        """
+        self.finish_syncs("state_dict")
+        return self._rooms.state_dict_shard(self, max_shard_size, pinned_state_dicts, only_on_master)
+
+    def unwrap(self) -> Optimizer:
+        """The wrapped optimizer, which holds slices."""
+        return self.optim
+
+    @torch.no_grad()
+    def update_master_params(self, model: nn.Module) -> None:
+        """Overwrite the master slices of ``model``'s parameters with what the parameters hold now."""
+        for p in model.parameters():
+            record = self.sharded_parameters.find(p)
+            if record is not None:
+                record.refresh_master()
+
+    def _force_wait_all_gather(self) -> None:
+        self.finish_gathers()
+
+
+_made = count()
+_alive: WeakValueDictionary[int, ShardedOptimizer] = WeakValueDictionary()
+
+
+def enter(optimizer: ShardedOptimizer) -> None:
+    """``optimizer`` is complete, and among those that are ``alive``."""
+    _alive[next(_made)] = optimizer
+
+
+def alive() -> dict[int, ShardedOptimizer]:
+    """The optimizers of this process that somebody still holds, by number, in the order of their making."""
+    return dict(_alive)
+
+
+def refuse_wrapped(optimizer: object) -> None:
+    """Raise for an optimizer over slices, or one that holds them."""
+    if isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(
+            f"optimizer: expected a plain optimizer, got {type(optimizer).__name__}, which shards one already: "
+            "wrap each optimizer once"
+        )
+    if any(other.optim is optimizer for other in alive().values()):
+        raise TypeError(
+            f"optimizer: expected a plain optimizer, got the {type(optimizer).__name__} that another one "
+            "wraps, and which holds slices by now: wrap each optimizer once"
+        )

@@ -1,0 +1,121 @@
+"""Whole values of many parameters, in few large messages: masters, gradients and states; for whoever reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_group import ShardedGroup
+from ..communication.collectives import ShardGroup
+from .whole import is_slice, whole_of_rows
+
+# Bytes of a message that brings many slices: what is held beside them.
+WIRE_BYTES = 64 * 2**20
+
+
+class Slice(NamedTuple):
+    """A tensor of which each rank holds its ``[s]`` elements of one parameter."""
+
+    record: ShardedParameter
+    own: Tensor
+
+    @property
+    def kind(self) -> tuple[torch.device, torch.dtype]:
+        """What slices must have in common to share a message."""
+        return self.record.padded.device, self.own.dtype
+
+
+def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
+    """``gather_slice`` of many, in order, in few messages of at most ``WIRE_BYTES`` (or one larger tensor).
+
+    A message travels when its first tensor is asked for. Communicates: all ranks iterate to the end.
+    """
+    for batch in _batches(slices, group.size):
+        yield from _gathered(batch, group)
+
+
+def _batches(slices: Iterable[Slice], world_size: int) -> Iterator[list[Slice]]:
+    """Neighbours of one device and dtype, as many as fit."""
+    batch: list[Slice] = []
+    room = WIRE_BYTES
+    for each in slices:
+        size = world_size * each.own.numel() * each.own.element_size()
+        if batch and (size > room or each.kind != batch[0].kind):
+            yield batch
+            batch, room = [], WIRE_BYTES
+        batch.append(each)
+        room -= size
+    if batch:
+        yield batch
+
+
+def _gathered(batch: Sequence[Slice], group: ShardGroup) -> list[Tensor]:
+    device = batch[0].record.padded.device
+    rows = [torch.empty(group.size, len(own), dtype=own.dtype, device=device) for _, own in batch]
+    filled = [row for row in rows if row.numel()]
+    if filled:
+        group.gather([own.to(device) for _, own in batch if own.numel()], filled).wait()
+    return [whole_of_rows(each, record) for each, (record, _) in zip(rows, batch, strict=True)]
+
+
+def whole_masters(records: Iterable[ShardedParameter], group: ShardGroup) -> Iterator[Tensor]:
+    """The whole of each ``p32``, fp32 at least. Communicates: all ranks iterate to the end."""
+    return map(at_least_fp32, whole_slices((Slice(record, record.p32) for record in records), group))
+
+
+def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) -> Iterator[Tensor | None]:
+    """Averaged, unscaled gradients, fp32 at least; None where no rank has one.
+
+    Communicates unless every rank has all rows anyway (stage 1, before the step): all ranks iterate to the end.
+    """
+    gradients = group.gradients
+    apart = (record for record in records if record.sum is not None and record.sum.rows is None)
+    slices = ((record, gradients.averaged(record)) for record in apart)
+    gathered = whole_slices((Slice(record, own) for record, own in slices if own is not None), group.group)
+    for record in records:
+        rows = gradients.averaged_rows(record)
+        if rows is not None:
+            yield whole_of_rows(rows, record)
+        else:
+            yield None if record.sum is None else next(gathered)
+
+
+def whole_states(
+    records: Sequence[ShardedParameter], optim: Optimizer, key: str, group: ShardGroup
+) -> Iterator[Tensor | None]:
+    """One of the optimizer's states: whole, floating-point ones fp32 at least; 0-d for a number; None for none.
+
+    Communicates: all ranks iterate to the end.
+    """
+    values = [optim.state.get(record.p32, {}).get(key) for record in records]
+    sliced = [
+        Slice(record, value) for record, value in zip(records, values, strict=True) if is_slice(key, value, record)
+    ]
+    gathered = whole_slices(sliced, group)
+    for record, value in zip(records, values, strict=True):
+        yield at_least_fp32(next(gathered)) if is_slice(key, value, record) else copied_state(value, record)
+
+
+def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
+    """A copy of what this rank has as a state, on ``p``'s device; of a number a 0-d tensor; None: there is none."""
+    if value is None:
+        return None
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+    return at_least_fp32(tensor.detach().to(record.padded.device, copy=True))
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """``tensor``, 16-bit ones as fp32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def fill_slice(own: Tensor, value: Tensor, record: ShardedParameter) -> None:
+    """Let ``own`` hold ``value``, another slice ``[s]`` of any dtype, with zeros for padding."""
+    start, stop = record.split.span(record.rank)
+    own[: stop - start].copy_(value[: stop - start])
+    own[stop - start :].zero_()
