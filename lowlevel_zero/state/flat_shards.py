@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,21 @@ from ..partition import EvenSplit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from ..bookkeeping.parameter_store import ShardedParameter
+
+
+class Shards(Protocol):
+    """Makes tensors of a parameter's state, of which each rank has its slice."""
+
+    def of(self, record: ShardedParameter, own: Tensor) -> Tensor:
+        """The tensor of which this rank holds the slice ``own``."""
+
+    def empty_of(self, record: ShardedParameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor to load into."""
+
+    def shape_of(self, record: ShardedParameter) -> tuple[int, ...]:
+        """Such a tensor's shape in a checkpoint."""
 
 
 class FlatShards:
@@ -50,10 +65,22 @@ class FlatShards:
         vars(tensor)["__create_write_items__"] = partial(_write_items, chunk, local.dtype, numel)
         return tensor
 
+    def of(self, record: ShardedParameter, own: Tensor) -> Tensor:
+        """The state of which this rank holds the slice ``own``."""
+        return self.wrap(own, record.split.numel)
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A ``DTensor`` to load into."""
+        """A ``DTensor`` of ``numel`` elements to load into."""
         start, stop = self.span(numel)
         return self.wrap(torch.empty(stop - start, dtype=dtype, device=device), numel)
+
+    def empty_of(self, record: ShardedParameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A ``DTensor`` to load into."""
+        return self.wrap(torch.empty(record.split.slice_size, dtype=dtype, device=device), record.split.numel)
+
+    def shape_of(self, record: ShardedParameter) -> tuple[int, ...]:
+        """Flat."""
+        return (record.split.numel,)
 
     def _mesh(self, device_type: str) -> DeviceMesh:
         if device_type not in self._meshes:

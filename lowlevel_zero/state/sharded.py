@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,10 @@ from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..bookkeeping.sharded_group import ShardedGroup
 from ..bookkeeping.sharded_optimizer import ShardedOptimizer
 from ..bookkeeping.sharding import SCALARS
+from ..communication.collectives import ShardGroup
 from ..loss_scaler import LossScaler
 from ..optim.trial import NoTrial, first_states
-from .flat_shards import FlatShards, local_part
+from .flat_shards import FlatShards, Shards, local_part
 from .global_names import GlobalNames
 from .whole import MASTER, State, in_group_order, is_slice, load_slices, own_state, scale_as_numbers
 
@@ -44,8 +45,8 @@ class ShardedState:
     """Reads and writes what an optimizer holds, as *tensors* and as *settings*, which are all the rest.
 
     Tensors go by ``<name>.<key>``, as in ``layers.0.weight.exp_avg``. What has one number an element of the
-    parameter is a flat shard: 1-D, in memory order, without padding, whatever the world size. What hasn't (a step
-    counter) is the same on every rank, and whole.
+    parameter is made by ``shards``: by default 1-D, in memory order, without padding, whatever the world size. What
+    hasn't (a step counter) is the same on every rank, and whole.
 
     Settings are numbers, strings, lists, dicts and small tensors: ``param_groups`` (their ``params`` are names),
     ``loss_scale``, ``plan`` (the bucket order that the first steps have taught), ``other_plans`` (those of groups of
@@ -57,16 +58,22 @@ class ShardedState:
     Args:
         optimizer: whose state it is.
         names: global ones, of all parameters of the groups, frozen ones included; None: those for messages.
+        shards: makes the tensors of which each rank of a shard group has its slice.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, names: Mapping[Tensor, str] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: ShardedOptimizer,
+        names: Mapping[Tensor, str] | None = None,
+        shards: Callable[[ShardGroup], Shards] = FlatShards,
+    ) -> None:
         self._optim = optimizer.optim
         self._groups = optimizer.sharded_groups
         self._scaler = optimizer.scaler
         self.parameters: ParameterStore = optimizer.sharded_parameters
         self._several = len(self.parameters.shard_groups) > 1
         self._names = _global_names(optimizer) if names is None else names
-        self._shards = [FlatShards(ranks) for ranks in self.parameters.shard_groups]
+        self._shards = [shards(ranks) for ranks in self.parameters.shard_groups]
         self._told: list[Told] = []
         if self._several:
             self._told = self.parameters.shard_groups[0].exchange(self._own_told())
@@ -105,7 +112,7 @@ class ShardedState:
                 if isinstance(value, Tensor):
                     sliced = is_slice(key, value, record)
                     found[f"{self._name(record)}.{key}"] = (
-                        self._shards[record.family].wrap(value, record.split.numel) if sliced else value.detach()
+                        self._shards[record.family].of(record, value) if sliced else value.detach()
                     )
         return found
 
@@ -132,7 +139,7 @@ class ShardedState:
         if key in SCALARS or like.shape != (_TRIED,):
             return torch.zeros_like(like)
         own = torch.zeros(record.split.slice_size, dtype=like.dtype, device=like.device)
-        return self._shards[record.family].wrap(own, record.split.numel)
+        return self._shards[record.family].of(record, own)
 
     def settings(self) -> State:
         """All that isn't in ``tensors``."""
@@ -194,9 +201,9 @@ class ShardedState:
             record, size = records.get(name), getattr(entry, "size", None)
             if record is None or size is None or (key == MASTER and not record.keeps_more):
                 continue
-            numel, dtype, device = record.split.numel, entry.properties.dtype, record.p32.device
-            if key not in SCALARS and tuple(size) == (numel,):
-                found[full] = self._shards[record.family].empty(numel, dtype, device)
+            dtype, shards = entry.properties.dtype, self._shards[record.family]
+            if key not in SCALARS and tuple(size) == shards.shape_of(record):
+                found[full] = shards.empty_of(record, dtype, record.p32.device)
             else:
                 found[full] = torch.empty(size, dtype=dtype, device="cpu")
         return found
