@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .bookkeeping.parameter_store import ShardedParameter
-from .bookkeeping.sharded_group import ShardedGroup
+from .construction import ShardedGroup
 from .optimizer import LowLevelZeroOptimizer
 from .owners import Records, at_once, is_frozen, owner_of, owners_of
 from .state.values import at_least_fp32, copied_state, fill_slice, whole_gradients, whole_masters, whole_states

@@ -1,3 +1,3 @@
 """Where ``Call`` was; it is in ``agreement``."""
 
-from .agreement import Call as Call
+from .communication.agreement import Call as Call

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .bookkeeping.gather_store import GatherStore
+from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.module_names import own_names
-from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.offload import Offload
+from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.storages import overlapping
 from .communication.collectives import ShardGroup
 from .communication.compression import check_fp8
 from .options import ZeroOptions
+from .reducer import Reducer
+from .streams import Streams
+
+_log = logging.getLogger("lowlevel_zero")
 
 
 class Rooms:
@@ -283,3 +293,108 @@ class _Descriptions:
             others = sum(device.type == value.device.type for device in self._devices)
             self._devices[value.device] = value.device.type + (f" (device {others + 1} of this rank)" if others else "")
         return f"on {self._devices[value.device]}, {tuple(value.shape)} {value.dtype}"
+
+
+# ---- what a step is made of: parameters by the ranks that share them ----
+
+# Collectives of several groups come in their order on every rank, and none waits for another's in the midst of a
+# backward: each rank belongs to one group of every number, so whatever the groups, nobody waits in a circle.
+
+
+class ShardedGroup(NamedTuple):
+    """The parameters that one shard group shares, with what takes their gradients to new values.
+
+    Attributes:
+        number: its place among the shard groups; 0 is that of all data-parallel ranks.
+        group: the ranks.
+        records: the parameters.
+        gradients: what reductions leave.
+        reducer: turns backwards into that.
+        gathers: brings stepped slices back.
+    """
+
+    number: int
+    group: ShardGroup
+    records: Sequence[ShardedParameter]
+    gradients: GradientStore
+    reducer: Reducer
+    gathers: GatherStore
+
+
+class GroupMaker(NamedTuple):
+    """What all groups of an optimizer have in common.
+
+    Attributes:
+        parameters: the records.
+        options: the caller's choices.
+        streams: what all of it happens on.
+        raw_unit: makes what gradients as reductions leave them are to be multiplied with to be averaged and unscaled.
+        offload: brings rows to the host and back; None: they stay where they are.
+        driver: stands for the optimizer whose backward drives the reducers.
+        observer: is told of each bucket buffer.
+    """
+
+    parameters: ParameterStore
+    options: ZeroOptions
+    streams: Streams
+    raw_unit: Callable[[], float | Tensor]
+    offload: Offload | None
+    driver: object
+    observer: StepObserver
+
+    def extend(self, groups: list[ShardedGroup]) -> None:
+        """Take records that are new into the plans and hooks of ``groups``, and add groups that had none before."""
+        known = {each.number for each in groups}
+        for each in groups:
+            each.reducer.extend()
+        new = [number for number, records in enumerate(self.parameters.families) if records and number not in known]
+        groups += map(self._new_group, new)
+        groups.sort(key=lambda each: each.number)
+
+    def _new_group(self, number: int) -> ShardedGroup:
+        parameters, options = self.parameters, self.options
+        group, records = parameters.shard_groups[number], parameters.families[number]
+        gradients = GradientStore(records, group.rank, self.raw_unit, self.offload)
+        reducer = Reducer(parameters, options, gradients, self.streams, number, self.driver, self.observer)
+        wide = options.pad_buckets_for_high_nccl_busbw
+        gathers = GatherStore(group, self.streams, options.overlap_allgather, self.offload, wide)
+        return ShardedGroup(number, group, records, gradients, reducer, gathers)
+
+
+def in_each(calls: Iterable[Callable[[], None]]) -> None:
+    """Make all these calls in order, whatever one of them raises: other ranks make them too."""
+    with ExitStack() as stack:
+        for call in reversed(list(calls)):
+            stack.callback(call)
+
+
+def release(groups: Sequence[ShardedGroup], ranks: Sequence[ShardGroup]) -> None:
+    """The optimizer is gone: let others have the memory of bucket buffers, when nothing is under way any more.
+
+    Args:
+        groups: of the optimizer.
+        ranks: all of its shard groups, those included that have no parameters to train.
+    """
+    reducers = {each.number: each.reducer for each in groups}
+    for number, group in enumerate(ranks):
+        reducer = reducers.get(number)
+        if reducer is None or reducer.idle:
+            group.release()
+        else:
+            group.abandon(reducer.under_way())
+
+
+def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, options: ZeroOptions) -> None:
+    """One line, on the first of all ranks."""
+    ranks = parameters.shard_groups[0]
+    if ranks.place == 0:
+        way = ranks.way_of(parameters.records[0].padded.device)
+        _log.info(
+            "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets%s",
+            2 if options.partition_grad else 1,
+            f"{sum(record.split.numel for record in parameters):,}",
+            len(parameters.records),
+            ranks.ranks,
+            sum(len(each.reducer.plan.whole.buckets) for each in groups),
+            "" if way is None else f", by {way}",
+        )

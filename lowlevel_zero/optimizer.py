@@ -13,23 +13,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .agreement import CONSTRUCT, Call, agree_apart, together
 from .bookkeeping.assignment import assign, data_parallel_group, make_groups
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
 from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.offload import Offload
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
-from .bookkeeping.sharded_group import GroupMaker, ShardedGroup, in_each, log_start, release
-from .bookkeeping.sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
+from .communication.agreement import CONSTRUCT, Call, agree_apart, together
 from .communication.checked_group import checked
 from .communication.two_levels import Ranks, check_hybrid, shard_group
-from .construction import Rooms, check_group, check_new_parameters, check_optimizer, describe, parameter_names
+from .construction import (
+    GroupMaker,
+    Rooms,
+    ShardedGroup,
+    check_group,
+    check_new_parameters,
+    check_optimizer,
+    describe,
+    in_each,
+    log_start,
+    parameter_names,
+    release,
+)
 from .grad_norm import GlobalNorm, clip_factor
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
 from .reducer import DOUBLE_REDUCTION, driving
+from .sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
 from .stepping import Stepper
 from .streams import streams_of
 
@@ -408,7 +419,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._finish_last_step()
         self._observer.step_begins(None if self._norm is None else self._norm.value)
         if self._synchronized or self._skips_synchronize:
-            check_edits(self.sharded_groups, self._synchronized, self._skips_synchronize)
+            check_edits(self.sharded_parameters, self._synchronized, self._skips_synchronize)
         self._finish_reductions("step")
         follow_edits(self.sharded_parameters.working())
         norm = self._new_norm()

@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .agreement import Alike, together
 from .bookkeeping.parameter_store import ShardedParameter
-from .bookkeeping.sharded_optimizer import alive
+from .communication.agreement import Alike, together
 from .communication.roll_call import call_roll
 from .optimizer import LowLevelZeroOptimizer
+from .sharded_optimizer import alive
 
 Records: TypeAlias = Sequence[ShardedParameter]
 

@@ -13,7 +13,7 @@ from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
-from .bookkeeping.sharded_group import ShardedGroup
+from .construction import ShardedGroup
 from .grad_norm import GlobalNorm
 
 # torch's own, whose state is per parameter, step counters included.

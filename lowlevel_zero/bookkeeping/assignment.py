@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..agreement import CONSTRUCT
-from ..agreement import agree_apart as agree_apart
+from ..communication.agreement import CONSTRUCT
+from ..communication.agreement import agree_apart as agree_apart
 from ..communication.collectives import ShardGroup
 from ..options import ZeroOptions
 from .module_names import own_names

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..agreement import Alike, agree
+from ..communication.agreement import Alike, agree
 from ..communication.collectives import ShardGroup
-from .sharded_group import ShardedGroup
+from .parameter_store import ParameterStore, ShardedParameter
 
 STEP_OR_DROP = (
     "step what is there by «with optimizer.skip_synchronize(): optimizer.step()», or drop it by optimizer.zero_grad()"
@@ -16,11 +16,11 @@ STEP_OR_DROP = (
 _GRADIENTS = Alike("the same gradients", "edit .grad of the same slices on all ranks between synchronize and step")
 
 
-def check_edits(groups: Sequence[ShardedGroup], synchronized: bool, skips: bool) -> None:
+def check_edits(parameters: ParameterStore, synchronized: bool, skips: bool) -> None:
     """Raise, on all ranks, unless all step, in the way that is due, gradients of the same parameters.
 
     Args:
-        groups: whose gradients they are.
+        parameters: whose gradients they are.
         synchronized: ``synchronize`` has been called.
         skips: the step is one under ``skip_synchronize``.
     """
@@ -31,14 +31,15 @@ def check_edits(groups: Sequence[ShardedGroup], synchronized: bool, skips: bool)
         )
     if not skips:
         refuse(
-            groups[0].group,
+            parameters.shard_groups[0],
             "expected a step under skip_synchronize after synchronize(), which has finished the reductions, got "
             f"one outside of it: {STEP_OR_DROP}",
             "step",
         )
-    error = _not_dense(groups)
-    for each in groups:
-        agree(each.group, _described(each), error, "step", _GRADIENTS)
+    error = _not_dense(parameters)
+    for group, records in zip(parameters.shard_groups, parameters.families, strict=True):
+        if records:
+            agree(group, _described(records), error, "step", _GRADIENTS)
 
 
 def refuse(group: ShardGroup, message: str, doing: str) -> None:
@@ -46,8 +47,8 @@ def refuse(group: ShardGroup, message: str, doing: str) -> None:
     agree(group, [], RuntimeError(message), doing)
 
 
-def _not_dense(groups: Sequence[ShardedGroup]) -> TypeError | None:
-    for record in (record for each in groups for record in each.records):
+def _not_dense(parameters: ParameterStore) -> TypeError | None:
+    for record in parameters:
         gradient = record.p32.grad
         if gradient is not None and gradient.layout != torch.strided:
             return TypeError(
@@ -57,10 +58,10 @@ def _not_dense(groups: Sequence[ShardedGroup]) -> TypeError | None:
     return None
 
 
-def _described(group: ShardedGroup) -> list[str]:
+def _described(records: Sequence[ShardedParameter]) -> list[str]:
     """Which parameters there is a gradient of, a line each; names of experts may differ between ranks."""
     lines = []
-    for record in group.records:
-        name = record.name if group.number == 0 else f"expert parameter {record.index}"
+    for record in records:
+        name = record.name if record.family == 0 else f"expert parameter {record.index}"
         lines.append(f"{name}: {'no gradient' if record.p32.grad is None else 'a gradient'} to step with")
     return lines

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..agreement import agree_apart, together
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
+from ..communication.agreement import agree_apart, together
 from ..communication.collectives import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from ..agreement import together
+from ..communication.agreement import together
 from ..communication.collectives import ShardGroup
 from ..communication.roll_call import call_roll
 from ..planning.text import counted, ranks_text

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save as async_dcp_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ..agreement import together
+from ..communication.agreement import together
 from ..communication.collectives import ShardGroup
 from ..communication.lost_ranks import explained
 from ..communication.roll_call import call_roll

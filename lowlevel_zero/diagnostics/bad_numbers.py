@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from ..bookkeeping.sharded_group import ShardedGroup
 from ..bookkeeping.step_observer import StepObserver
+from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..options import ZeroOptions
 from .later_read import LaterRead

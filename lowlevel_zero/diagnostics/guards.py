@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
-from ..bookkeeping.sharded_optimizer import alive
+from ..sharded_optimizer import alive
 
 
 class Guard:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import own_names
-from ..bookkeeping.sharded_optimizer import ShardedOptimizer
 from ..communication.collectives import ShardGroup
+from ..sharded_optimizer import ShardedOptimizer
 
 # Elements that are multiplied at a time; the products take 8 bytes each.
 _CHUNK = 2**20

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..bookkeeping.sharded_group import ShardedGroup
-from ..bookkeeping.sharded_optimizer import ShardedOptimizer
+from ..construction import ShardedGroup
+from ..sharded_optimizer import ShardedOptimizer
 from .layout import Layout, Owned, Shared, layout_of
 from .memory import held_bytes
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..agreement import together
 from ..checkpoint.folders import sync_folder as sync
+from ..communication.agreement import together
 from ..communication.collectives import ShardGroup
 
 # The name, in an index's metadata, of the file of an optimizer's param groups.

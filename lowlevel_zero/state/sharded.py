@@ -11,12 +11,12 @@ from torch import Tensor
 from ..bookkeeping.learnt_plan import PlanState
 from ..bookkeeping.module_names import matched
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from ..bookkeeping.sharded_group import ShardedGroup
-from ..bookkeeping.sharded_optimizer import ShardedOptimizer
 from ..bookkeeping.sharding import SCALARS
 from ..communication.collectives import ShardGroup
+from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..optim.trial import NoTrial, first_states
+from ..sharded_optimizer import ShardedOptimizer
 from .flat_shards import FlatShards, Shards, local_part
 from .global_names import GlobalNames
 from .whole import MASTER, State, in_group_order, is_slice, load_slices, own_state, scale_as_numbers

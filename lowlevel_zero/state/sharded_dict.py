@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bookkeeping.sharded_optimizer import ShardedOptimizer
+from ..sharded_optimizer import ShardedOptimizer
 from .sharded import ShardedState
 from .whole import FP8, State
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ShardedParameter
-from ..bookkeeping.sharded_group import ShardedGroup
 from ..communication.collectives import ShardGroup
+from ..construction import ShardedGroup
 from .whole import is_slice, whole_of_rows
 
 # Bytes of a message that brings many slices: what is held beside them.

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..agreement import Alike, agree, together
 from ..bookkeeping.learnt_plan import PlanState
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from ..bookkeeping.sharded_group import ShardedGroup
-from ..bookkeeping.sharded_optimizer import ShardedOptimizer
 from ..bookkeeping.sharding import SCALARS, slice_state
+from ..communication.agreement import Alike, agree, together
 from ..communication.collectives import ShardGroup
+from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
+from ..sharded_optimizer import ShardedOptimizer
 
 MASTER = "master_param"
 # What a plain optimizer's state dict doesn't have, and doesn't mind.

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..agreement import Call
-from ..communication.collectives import ShardGroup
-from ..construction import Rooms, parameter_names
-from ..grad_norm import GlobalNorm
-from ..loss_scaler import LossScaler
-from ..options import ZeroOptions
-from ..streams import Streams
-from .parameter_store import ParameterStore, ShardedParameter
-from .sharded_group import ShardedGroup
+from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .communication.agreement import Call
+from .communication.collectives import ShardGroup
+from .construction import Rooms, ShardedGroup, parameter_names
+from .grad_norm import GlobalNorm
+from .loss_scaler import LossScaler
+from .options import ZeroOptions
+from .streams import Streams
 
 
 class ShardedOptimizer(Optimizer):

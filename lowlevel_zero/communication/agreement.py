@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
-from .communication.collectives import ShardGroup
+from .collectives import ShardGroup
 
 # By name, what brings a rank to agree on rounds; the place is what travels.
 _NAMES = (
