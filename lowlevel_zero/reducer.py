@@ -31,7 +31,7 @@ from .bookkeeping.gradient_sync import GradientSync
 from .bookkeeping.learnt_plan import LearntPlan, PlanState
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .bookkeeping.step_observer import StepObserver
-from .calls import Call
+from .communication.agreement import Call
 from .communication.transport import Pending
 from .options import ZeroOptions
 from .streams import Streams, at_home

@@ -30,6 +30,8 @@ ROOMS = (
 DOOR = "construction"
 # Files whose rooms they still name themselves: none shall be left.
 STILL = ("deepspeed.__init__",)
+# Private attributes of torch's modules, which have namesakes here.
+TORCHS = {"_parameters", "_buffers"}
 # What talks to other ranks or makes groups: communication/ alone may use it of torch.distributed.
 TALK = re.compile(
     r"_?(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|gather|scatter|i?send|i?recv)\w*"
@@ -63,6 +65,34 @@ def faults(package: Path) -> list[str]:
         if not name.startswith("communication."):
             found += [f"{name}:{line}: {what} belongs into communication/" for line, what in _talk(tree, name)]
     return found + [f"in a circle: {' -> '.join(circle)}" for circle in _circles(falls)]
+
+
+def strange_privates(package: Path) -> list[str]:
+    """Uses of another object's private attribute that no class of the same file has, one line each."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))}
+    of_file = {path: set(_private_names(tree)) for path, tree in trees.items()}
+    known = set().union(*of_file.values()) - TORCHS
+    return [
+        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in known - of_file[path] and not _is_own(node)
+    ]
+
+
+def _private_names(tree: ast.Module) -> Iterator[str]:
+    """Private attributes that a file's classes assign or define."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_own(node) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if node.attr[0] == "_" else []
+        elif isinstance(node, ast.ClassDef):
+            yield from (
+                each.name for each in node.body if isinstance(each, ast.FunctionDef) and re.match("_[a-z]", each.name)
+            )
+
+
+def _is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
 def _room(name: str) -> str:
@@ -122,6 +152,15 @@ def test_the_house_stands() -> None:
     assert (package / "optimizer.py").exists(), "the test looks in the wrong place"
     assert faults(package) == []
     assert all((package / f"{name.replace('.', '/')}.py").exists() for name in STILL)
+
+
+def test_private_attributes_are_their_own_files() -> None:
+    assert strange_privates(Path(__file__).parents[1] / PACKAGE) == []
+
+
+def test_a_strange_private_attribute_is_reported(tmp_path: Path) -> None:
+    house = _house(tmp_path, {"a": "class A:\n    def __init__(self):\n        self._x = 1", "b": "print(a._x)"})
+    assert strange_privates(house) == ["b.py:1: a._x"]
 
 
 LEGAL = {

@@ -1,3 +1,0 @@
-"""Where ``Call`` was; it is in ``agreement``."""
-
-from .communication.agreement import Call as Call
