@@ -133,7 +133,7 @@ def check_new_parameters(
     if options.fp8_communication:
         check_fp8(dict.fromkeys(p.device for p in new))
     _check_own_memory(everything)
-    _check_has_values(model)
+    check_has_values(model)
     _check_dense_gradients(model, names)
     if options.cpu_offload:
         _check_steps_on_host(optimizer)
@@ -204,7 +204,7 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
         )
 
 
-def _check_has_values(model: nn.Module | None) -> None:
+def check_has_values(model: nn.Module | None) -> None:
     """Raise for a parameter or buffer of ``model`` that has no values, trained or not: ranks start from rank 0's."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
         if tensor.is_meta:
@@ -244,29 +244,29 @@ def describe(
     optimizer: Optimizer,
     names: dict[Tensor, str],
     model: nn.Module | None,
-    family_of: Callable[[Tensor], int] = lambda _: 0,
-    family: int = 0,
+    number_of: Callable[[Tensor], int] = lambda _: 0,
+    number: int = 0,
 ) -> Iterator[str]:
-    """What has to be alike on all ranks that share a family, a line each: parameters with their states, and buffers.
+    """What has to be alike in the shard group of this ``number``, a line each: parameters, their states, and buffers.
 
-    The optimizer's class and the settings of its groups have to be on all ranks: they are the first family's. So has
+    The optimizer's class and the settings of its groups have to be on all ranks: they are the first group's. So has
     the type of the device that is trained on.
     """
     described = _Descriptions()
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if family == 0:
+    if number == 0:
         yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
         yield f"trained on {', '.join(sorted({p.device.type for p in trained}))}"
         yield "model=None" if model is None else "model given"
     for at, group in enumerate(optimizer.param_groups):
-        if family == 0:
+        if number == 0:
             yield from (f"{key} of group {at}: {_setting(group[key])}" for key in sorted(group) if key != "params")
-        for p in (p for p in group["params"] if family_of(p) == family):
+        for p in (p for p in group["params"] if number_of(p) == number):
             state = ", ".join(f"{key} {described(value)}" for key, value in optimizer.state.get(p, {}).items())
             kind = "trainable" if p.requires_grad else "frozen"
             yield f"parameter {names[p]} of group {at}: {kind}, {described(p)}" + (f", state {state}" if state else "")
     for tensor, name in own_names(model).items():
-        if family_of(tensor) == family:
+        if number_of(tensor) == number:
             yield f"tensor {name} of the model: {described(tensor)}"
 
 

@@ -160,14 +160,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             names = self._check(optimizer, model)
             assignment = assign(pg_to_param_list, self.shard_group, names, model)
-            lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.families]
+            lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
             agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
             agreed += assignment.in_common(names, self.options)
         # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
         self.options = replace(self.options, verbose=bool(self.shard_group.largest([verbose])[0]))
         groups = [checked(each, self.options) for each in make_groups(self.shard_group, assignment.groups, lines[1:])]
         self.shard_group = groups[0]
-        self.sharded_parameters = ParameterStore(groups, assignment.family_of)
+        self.sharded_parameters = ParameterStore(groups, assignment.number_of)
         self._shard(optimizer, model, names)
         with together(self.shard_group, CONSTRUCT):
             self._assemble(optimizer, model, scaling)
@@ -338,7 +338,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             )
         self._guard.enter("synchronize")
         self._finish_last_step()
-        self._finish_reductions("synchronize")
+        self._finish_reductions(Call("synchronize", self._guard.trouble()))
         unit = self._unit()
         if self.scaler is not None:
             self._overflow = ~_measured(self._sums(), self._new_norm()).isfinite()
@@ -370,18 +370,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         MAX_NORM("max_norm", max_norm)
         self._guard.enter("clip_grad_norm_")
         self._finish_last_step()
-        self._finish_reductions("clip_grad_norm_")
+        self._finish_reductions(Call("clip_grad_norm_", self._guard.trouble()))
         norm = _measured(self._sums(), self._new_norm())
         factor = clip_factor(norm, max_norm)
         for each in self.sharded_groups:
             each.gradients.scale(each.gradients.sums(), factor)
         return norm
-
-    def _finish_reductions(self, doing: str) -> None:
-        """Complete all gradients, on all ranks alike, unless one of them can't do what it was called for."""
-        call = Call(doing, self._guard.trouble())
-        for each in self.sharded_groups:
-            each.reducer.finish(call)
 
     def _sums(self) -> list[GradientSum]:
         """What has been summed for parameters that worked."""
@@ -420,7 +414,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._observer.step_begins(None if self._norm is None else self._norm.value)
         if self._synchronized or self._skips_synchronize:
             check_edits(self.sharded_parameters, self._synchronized, self._skips_synchronize)
-        self._finish_reductions("step")
+        self._finish_reductions(Call("step", self._guard.trouble()))
         follow_edits(self.sharded_parameters.working())
         norm = self._new_norm()
         if self.options.clip_grad_norm > 0 or self.scaler is not None or self.options.error_if_nonfinite:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .bookkeeping.step_observer import CallGuard
 from .communication.agreement import Call
 from .communication.collectives import ShardGroup
 from .construction import Rooms, ShardedGroup, parameter_names
@@ -53,7 +54,7 @@ class ShardedOptimizer(Optimizer):
     runs: tuple[str, ...] = ()
 
     _rooms: Rooms
-    _guard: Any
+    _guard: CallGuard
     _norm: GlobalNorm | None = None  # the last step's
 
     def __init__(self, optim: Optimizer) -> None:
@@ -196,11 +197,12 @@ class ShardedOptimizer(Optimizer):
 
     def finish_gradients(self) -> None:
         """Finish all reductions: each record's gradient is complete then. Communicates: every rank calls it."""
-        self._look("look at gradients")
+        self._finish_reductions(Call("look at gradients"))
 
-    def _look(self, doing: str) -> None:
+    def _finish_reductions(self, call: Call) -> None:
+        """Complete all gradients, on all ranks alike, unless one of them can't do what it was called for."""
         for each in self.sharded_groups:
-            each.reducer.finish(Call(doing))
+            each.reducer.finish(call)
 
     def finish_syncs(self, doing: str) -> None:
         """Bring all ranks to the same gradient sync, with nothing in flight; ``p.grad`` stays. Communicates.
@@ -273,7 +275,7 @@ class ShardedOptimizer(Optimizer):
         """
         record = self.sharded_parameters[working_param]
         self._guard.enter("get_param_grad")
-        self._look("get_param_grad")
+        self._finish_reductions(Call("get_param_grad"))
         (whole,) = self._rooms.whole_gradients([record], self.sharded_group_of(record))
         return None if whole is None else whole.to(record.p.dtype)
 

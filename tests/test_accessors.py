@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, accessors, state
+from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.accessors import (
     full_fp32_params,
     full_grads,
@@ -34,6 +34,7 @@ from lowlevel_zero.accessors import (
 )
 from lowlevel_zero.communication import roll_call
 from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.state import values
 from tests.support.grid import Grid
 from tests.support.judging import mistakes
 from tests.support.oracle import Run, adamw, build, groups, loss_of, summed_gradients
@@ -455,7 +456,7 @@ def test_many_take_one_message_and_a_fifth_of_the_time(what: str, monkeypatch: p
 
 def test_a_message_is_no_larger_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = 3000  # ten parameters of 288 bytes
-    monkeypatch.setattr(state, "WIRE_BYTES", bound)
+    monkeypatch.setattr(values, "WIRE_BYTES", bound)
 
     def rank(rank: int, world_size: int) -> list[int]:
         model, optimizer = many()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.loss_scaler import LossScaler
+from lowlevel_zero.options import ZeroOptions
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 
@@ -369,3 +373,14 @@ def test_a_subgroup_trains_on_its_own() -> None:
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[2], weights[3])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_every_option_is_a_documented_keyword_with_the_same_default() -> None:
+    keywords = inspect.signature(LowLevelZeroOptimizer).parameters
+    documented = LowLevelZeroOptimizer.__doc__ or ""
+    for option in fields(ZeroOptions):
+        assert keywords[option.name].default == option.default, option.name
+        assert f"        {option.name}: " in documented
+    scale = inspect.signature(LossScaler).parameters
+    for name in LossScaler.chosen({name: each.default for name, each in keywords.items()}):
+        assert keywords[name].default == scale[name].default, name

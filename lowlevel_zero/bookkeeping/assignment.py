@@ -23,25 +23,26 @@ class Assignment(NamedTuple):
     """What isn't shared by all data-parallel ranks, and by whom it is.
 
     Attributes:
-        groups: the process groups of families 1, 2, …: in the order in which the optimizer has their parameters, so
-            alike on all ranks, whatever order a dict has them in.
-        family_of: the families of their parameters, and of buffers and frozen parameters in modules of theirs alone.
+        groups: the process groups of the shard groups 1, 2, …: in the order in which the optimizer has their parameters,
+            so alike on all ranks, whatever order a dict has them in. Shard group 0 is what all share.
+        number_of: the shard groups' numbers by their parameters, and by buffers and frozen parameters in modules that
+            are theirs alone.
     """
 
     groups: Sequence[dist.ProcessGroup]
-    family_of: dict[Tensor, int]
+    number_of: dict[Tensor, int]
 
     @property
-    def families(self) -> range:
-        """The families' numbers; 0 is that of what all share."""
+    def numbers(self) -> range:
+        """Of the shard groups."""
         return range(1 + len(self.groups))
 
     def of(self, tensor: Tensor) -> int:
-        """The family of a parameter or buffer."""
-        return self.family_of.get(tensor, 0)
+        """The number of a parameter's or buffer's shard group."""
+        return self.number_of.get(tensor, 0)
 
     def in_common(self, parameters: Iterable[Tensor], options: ZeroOptions) -> list[str]:
-        """What has to be alike on all ranks where families differ, a line each."""
+        """What has to be alike on all ranks where shard groups differ, a line each."""
         dtypes = {options.forced_dtype or p.dtype for p in parameters if p.requires_grad}
         present = {dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}
         count = len(self.groups)
@@ -100,9 +101,9 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
             "or let experts be shared as the rest is"
         )
     number: dict[dist.ProcessGroup, int] = {pg: at for at, pg in enumerate([dp.group, *groups])}
-    family_of = {p: number[pg] for p, pg in group_of.items()}
-    add_companions(family_of, model)
-    return Assignment(groups, {tensor: family for tensor, family in family_of.items() if family})
+    number_of = {p: number[pg] for p, pg in group_of.items()}
+    add_companions(number_of, model)
+    return Assignment(groups, {tensor: at for tensor, at in number_of.items() if at})
 
 
 def _groups_by_parameter(
@@ -149,16 +150,16 @@ def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
         )
 
 
-def add_companions(family_of: dict[Tensor, int], model: nn.Module | None) -> None:
-    """Enter buffers and frozen parameters of a module whose assigned and trained parameters are all of one family."""
+def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> None:
+    """Enter buffers and frozen parameters of a module whose other parameters are all of one shard group."""
     for module in model.modules() if model is not None else ():
         parameters = list(module.parameters())
-        families = {family_of.get(p, 0) for p in parameters if p.requires_grad or p in family_of}
-        if len(families) == 1:
-            (family,) = families
+        numbers = {number_of.get(p, 0) for p in parameters if p.requires_grad or p in number_of}
+        if len(numbers) == 1:
+            (number,) = numbers
             for tensor in (*parameters, *module.buffers()):
-                if family:
-                    family_of.setdefault(tensor, family)
+                if number:
+                    number_of.setdefault(tensor, number)
 
 
 # ---- groups ----
@@ -167,15 +168,15 @@ def add_companions(family_of: dict[Tensor, int], model: nn.Module | None) -> Non
 def make_groups(
     dp: ShardGroup, groups: Sequence[dist.ProcessGroup], lines: Sequence[Iterable[str]]
 ) -> list[ShardGroup]:
-    """The shard groups of all families, ``dp`` first; all its ranks call it, with as many ``groups``.
+    """All shard groups, ``dp`` first; all its ranks call it, with as many ``groups``.
 
     Args:
         dp: the data-parallel ranks.
-        groups: of the further families.
+        groups: those of the further ones.
         lines: what has to be alike in each of these groups.
 
     Raises (on all ranks):
-        ValueError: the groups of a family don't part the data-parallel ranks, or lines differ in one.
+        ValueError: the groups of one number don't part the data-parallel ranks, or lines differ in one.
         RuntimeError: lines differ in another rank's group.
     """
     if not groups:

@@ -113,8 +113,8 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
     """Raise on all ranks of the first of ``groups`` if ``lines`` differ in one of the others.
 
     Args:
-        groups: of all families.
-        lines: what has to be alike, of all families but the first.
+        groups: all shard groups of an optimizer.
+        lines: what has to be alike in each but the first.
         doing: what for, as ``agree`` has it.
     """
     error: Exception | None = None

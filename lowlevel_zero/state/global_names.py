@@ -30,11 +30,11 @@ class GlobalNames:
     experts have the numbers of the whole model: who loads it finds it at any layout. Of experts that have a name in
     common the ones in the group of the lowest ranks are ``<name>@0``, the next ones ``<name>@1``, and so on.
 
-    Communicates where there are several families: all ranks make it together.
+    Communicates where there are several shard groups: all ranks make it together.
 
     Args:
-        groups: the ranks that share each family.
-        family_of: this rank's tensors, and aliases of them, by name.
+        groups: the shard groups.
+        number_of: the shard groups' numbers by the names of this rank's tensors, and aliases of them.
 
     Attributes:
         experts: by global name, those of all ranks.
@@ -43,27 +43,27 @@ class GlobalNames:
         ValueError: something has such a name already; on all ranks.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], family_of: Mapping[str, int]) -> None:
+    def __init__(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
         self.experts: dict[str, Expert] = {}
         self._own: dict[str, str] = {}
         if len(groups) == 1:
             return
         holders: dict[str, list[tuple[int, Ranks]]] = {}
-        for told in groups[0].exchange(list(_led(groups, family_of))):
-            for family, ranks, names in told:
+        for told in groups[0].exchange(list(_led(groups, number_of))):
+            for number, ranks, names in told:
                 for name in names:
-                    holders.setdefault(name, []).append((family, ranks))
+                    holders.setdefault(name, []).append((number, ranks))
         own = [_places(group, groups[0]) for group in groups]
         for name, held in holders.items():
-            for at, (family, ranks) in enumerate(held):
+            for at, (number, ranks) in enumerate(held):
                 tagged = name if len(held) == 1 else f"{name}@{at}"
-                if tagged != name and (tagged in holders or tagged in family_of):
+                if tagged != name and (tagged in holders or tagged in number_of):
                     raise ValueError(
                         f"{tagged}: expected another name, since {name} of {len(held)} groups' experts would be told "
                         "apart by it: call it something else"
                     )
                 self.experts[tagged] = Expert(name, ranks)
-                if family_of.get(name) == family and ranks == own[family]:
+                if number_of.get(name) == number and ranks == own[number]:
                     self._own[name] = tagged
 
     def __getitem__(self, name: str) -> str:
@@ -84,11 +84,11 @@ def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) 
             )
 
 
-def _led(groups: Sequence[ShardGroup], family_of: Mapping[str, int]) -> Iterator[tuple[int, Ranks, list[str]]]:
+def _led(groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> Iterator[tuple[int, Ranks, list[str]]]:
     """What this rank tells the others: the names of experts of groups whose first rank it is."""
-    for family, group in enumerate(groups):
-        if family and group.place == 0:
-            yield family, _places(group, groups[0]), [name for name, of in family_of.items() if of == family]
+    for number, group in enumerate(groups):
+        if number and group.place == 0:
+            yield number, _places(group, groups[0]), [name for name, of in number_of.items() if of == number]
 
 
 def _places(group: ShardGroup, all_ranks: ShardGroup) -> Ranks:

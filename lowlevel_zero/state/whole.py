@@ -140,8 +140,8 @@ def state_dict_shard(
 
 
 def _gathered_states(optim: Optimizer, record: ShardedParameter) -> Iterator[str]:
-    """What is gathered of a parameter's state, a line each; names may differ between ranks of other families."""
-    name = f"parameter {record.index} of family {record.family}" if record.family else record.name
+    """What is gathered of a parameter's state, a line each; names of experts may differ between ranks."""
+    name = f"expert parameter {record.index} of group {record.family}" if record.family else record.name
     for key, value in own_state(optim, record).items():
         if is_slice(key, value, record):
             yield f"{key} of {name}, {value.dtype}"
