@@ -23,8 +23,8 @@ class Assignment(NamedTuple):
     """What isn't shared by all data-parallel ranks, and by whom it is.
 
     Attributes:
-        groups: the process groups of the shard groups 1, 2, …: in the order in which the optimizer has their parameters,
-            so alike on all ranks, whatever order a dict has them in. Shard group 0 is what all share.
+        groups: the process groups of the shard groups 1, 2, …: in the order in which the optimizer has their
+            parameters, so alike on all ranks. Shard group 0 is that of what all share.
         number_of: the shard groups' numbers by their parameters, and by buffers and frozen parameters in modules that
             are theirs alone.
     """
