@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping import wire
+from lowlevel_zero.bookkeeping import bucket_store
 from lowlevel_zero.communication import transport
 from tests.support.ranks import run_ranks
 
@@ -40,7 +40,7 @@ from .picture import Curve, draw_curves
 from .report import Spread
 from .rounds import settle
 
-_PACKING = (wire.pack, transport.unpack)
+_PACKING = (bucket_store.pack, transport.unpack)
 
 
 @dataclass(frozen=True)

@@ -311,7 +311,7 @@ def _put_master(optimizer: LowLevelZeroOptimizer, record: ShardedParameter, own:
         record.load_row(master.to(record.p.dtype), master)
         if record.split.numel:
             gathers = optimizer.sharded_group_of(record).gathers
-            gathers.start([record])
+            gathers.start_gather((), [record])
             gathers.finish()
 
 

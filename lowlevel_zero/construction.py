@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.module_names import own_names
-from .bookkeeping.offload import Offload
+from .bookkeeping.offload import DeviceHome
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.storages import overlapping
@@ -328,8 +328,9 @@ class GroupMaker(NamedTuple):
         parameters: the records.
         options: the caller's choices.
         streams: what all of it happens on.
-        raw_unit: makes what gradients as reductions leave them are to be multiplied with to be averaged and unscaled.
-        offload: brings rows to the host and back; None: they stay where they are.
+        gradient_scale: makes what gradients as reductions leave them are to be multiplied with to be averaged and
+            unscaled.
+        home: where shards and masters are.
         driver: stands for the optimizer whose backward drives the reducers.
         observer: is told of each bucket buffer.
     """
@@ -337,8 +338,8 @@ class GroupMaker(NamedTuple):
     parameters: ParameterStore
     options: ZeroOptions
     streams: Streams
-    raw_unit: Callable[[], float | Tensor]
-    offload: Offload | None
+    gradient_scale: Callable[[], float | Tensor]
+    home: DeviceHome
     driver: object
     observer: StepObserver
 
@@ -354,10 +355,10 @@ class GroupMaker(NamedTuple):
     def _new_group(self, number: int) -> ShardedGroup:
         parameters, options = self.parameters, self.options
         group, records = parameters.shard_groups[number], parameters.families[number]
-        gradients = GradientStore(records, group.rank, self.raw_unit, self.offload)
+        gradients = GradientStore(records, group.rank, self.gradient_scale, self.home)
         reducer = Reducer(parameters, options, gradients, self.streams, number, self.driver, self.observer)
         wide = options.pad_buckets_for_high_nccl_busbw
-        gathers = GatherStore(group, self.streams, options.overlap_allgather, self.offload, wide)
+        gathers = GatherStore(group, self.streams, self.home, options.overlap_allgather, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.assignment import assign, data_parallel_group, make_groups
+from .bookkeeping.bucket_store import Bucket
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
-from .bookkeeping.gradient_sum import GradientSum, Scale
-from .bookkeeping.offload import Offload
+from .bookkeeping.offload import DeviceHome, HostHome
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
@@ -36,12 +36,11 @@ from .construction import (
     parameter_names,
     release,
 )
-from .grad_norm import GlobalNorm, clip_factor
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
 from .reducer import DOUBLE_REDUCTION, driving
 from .sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
-from .stepping import Stepper
+from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
 
 _log = logging.getLogger("lowlevel_zero")
@@ -212,14 +211,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
         self._guard = self._rooms.guard(optimizer, parameters, model)
         self._driver = object()
-        self._raw_unit = partial(_raw_unit, options.unit(self.shard_group.ranks), self.scaler)
-        offload = Offload(self.streams) if options.cpu_offload else None
+        self._gradient_scale = partial(_gradient_scale, options.unit(self.shard_group.ranks), self.scaler)
+        home = HostHome(self.streams) if options.cpu_offload else DeviceHome()
         self._maker = GroupMaker(
-            parameters, options, self.streams, self._raw_unit, offload, self._driver, self._observer
+            parameters, options, self.streams, self._gradient_scale, home, self._driver, self._observer
         )
         self._maker.extend(self.sharded_groups)
         step_whole = self._rooms.whole_step(optimizer, parameters)
-        self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=offload is not None)
+        self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=options.cpu_offload)
         self._norm: GlobalNorm | None = None
         self._overflow: Tensor | None = None
         self._skips_synchronize = False
@@ -377,13 +376,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.gradients.scale(each.gradients.sums(), factor)
         return norm
 
-    def _sums(self) -> list[GradientSum]:
+    def _sums(self) -> list[Bucket]:
         """What has been summed for parameters that worked."""
         return [total for each in self.sharded_groups for total in each.gradients.sums()]
 
     def _unit(self) -> float | Tensor:
         """What sums are to be multiplied with to be averaged, unscaled gradients."""
-        return 1.0 if self._synchronized else self._raw_unit()
+        return 1.0 if self._synchronized else self._gradient_scale()
 
     def _new_norm(self) -> GlobalNorm:
         """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
@@ -548,14 +547,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         return names
 
 
-def _raw_unit(unit: float, scaler: LossScaler | None) -> float | Tensor:
+def _gradient_scale(unit: float, scaler: LossScaler | None) -> float | Tensor:
     """What a gradient that was summed over the ranks, of a scaled loss, is to be multiplied with."""
     return unit if scaler is None else unit / scaler.scale
 
 
-def _measured(sums: Iterable[GradientSum], norm: GlobalNorm) -> Tensor:
-    """The value of ``norm``, of all of ``sums``."""
-    for total in sums:
-        norm.add(total.measure)
+def _measured(buckets: Iterable[Bucket], norm: GlobalNorm) -> Tensor:
+    """The value of ``norm``, of the gradients in ``buckets``."""
+    for bucket in buckets:
+        norm.add(bucket.shard.measured())
     norm.start()
     return norm.value

@@ -2,7 +2,7 @@
 
 - ``optimizer.backward`` is one sync on every rank, whatever its loss touched there.
 - A plain ``loss.backward()`` opens a sync with its first gradient. A rank whose loss touched nothing opens none, so
-  before the step the ranks agree (see ``unused_parameters``), and who is behind joins with zeros. Until then nobody
+  the ranks tell each other at the step how many they have run, and who is behind joins with zeros. Until then nobody
   waits for a reduction, since its peers may be waiting to agree.
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
   sync, before the step, on all ranks.
@@ -25,13 +25,12 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from .bookkeeping.bucket_store import BucketStore, Reduced
+from .bookkeeping.bucket_plan import LearntPlan, PlanState
+from .bookkeeping.bucket_store import BucketStore, Reduction
 from .bookkeeping.gradient_store import GradientStore
-from .bookkeeping.gradient_sync import GradientSync
-from .bookkeeping.learnt_plan import LearntPlan, PlanState
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .bookkeeping.step_observer import StepObserver
-from .communication.agreement import Call
+from .communication.agreement import Call, Progress
 from .communication.transport import Pending
 from .options import ZeroOptions
 from .streams import Streams, at_home
@@ -54,10 +53,10 @@ class _BackwardCount(threading.local):
     value = 0
 
 
-class Mode(Enum):
-    """How the gradients of a step have come so far."""
+class Syncs(Enum):
+    """The gradient syncs of a step so far."""
 
-    NONE = "not at all"
+    NONE = "none has been opened"
     DRIVEN = "through optimizer.backward alone, which all ranks call alike"
     PLAIN = "through loss.backward() too, whose number this rank alone knows"
 
@@ -70,12 +69,12 @@ class Reducer:
         options: the caller's choices.
         gradients: where reduced gradients go.
         streams: what all of this happens on.
-        family: whose gradients these are.
-        driver: stands for the optimizer whose backward drives this reducer, and those of its other families.
+        family: number of the shard group whose gradients these are.
+        driver: stands for the optimizer whose backward drives this reducer, and those of its other shard groups.
         observer: is told of each bucket buffer.
 
     Attributes:
-        buckets: those in flight.
+        buckets: of the open sync, and in flight.
         plan: the buckets that reductions follow, from the next sync on.
         sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
     """
@@ -101,8 +100,8 @@ class Reducer:
         self._gradients = gradients
         self._on_host = parameters.on_host
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
-        divisor = options.gradient_predivide_factor
-        self.buckets = BucketStore(self._records, group, options.keeps_row_only, streams, divisor, gradients, observer)
+        how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor)
+        self.buckets = BucketStore(self._records, how, streams, observer)
         # A rank must not wait in one family for a peer that may be waiting for it in another.
         alone = len(parameters.families) == 1
         device = self._records[0].padded.device
@@ -112,17 +111,13 @@ class Reducer:
             self._records, group, options.reduce_bucket_size, options.pad_buckets_for_high_nccl_busbw
         )
         self._hooks: list[RemovableHandle] = []
-        self._open: GradientSync | None = None
         self._message: Message | None = None
-        self._late: list[int] = []
-        self._repeats: set[int] = set()
-        self._mode = self._mode_before = Mode.NONE
+        self._syncs = self._syncs_before = Syncs.NONE
         self._graph_task = -1
-        self._ends_matter = True
         self._nested_seen = False
         self._watch_late = True
         self._warned = family > 0 or group.place > 0
-        self._stepped = False
+        self._steps_since_clear = 0
         self.sync = True
         self._begin_anew()
         self.extend()
@@ -135,7 +130,6 @@ class Reducer:
         for record in self._records[len(self._hooks) :]:
             hook = _hook(me, record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self._travelling = sum(not record.is_empty for record in self._records)
         self.plan.forget()
         self.plan.follow(self._unused.detecting)
 
@@ -144,12 +138,13 @@ class Reducer:
         plan = self.plan
         if not plan.known:
             return None
-        return PlanState(plan.order, plan.came, self._watch_late, [*self._repeats], [int(self._unused.detecting)])
+        repeats = list(self.buckets.repeats)
+        return PlanState(plan.order, plan.came, self._watch_late, repeats, [int(self._unused.detecting)])
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
         self._watch_late = state is None or self._on_host or state.reentrant
-        self._repeats = set() if state is None else set(state.repeats)
+        self.buckets.repeats = set() if state is None else set(state.repeats)
         self._unused.restore(detecting=state is not None and bool(state.forecast and state.forecast[0]))
         if state is None:
             self.plan.forget()
@@ -166,29 +161,24 @@ class Reducer:
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
-        self._ends_matter = not self._on_host  # there they tell of nested backwards
         self._backwards.value += 1
         if self.sync:
-            self._close_sync()
-            if self._mode is Mode.NONE:
-                self._mode = Mode.DRIVEN
-            self._open_driven(loss, inputs)
-
-    def _open_driven(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
-        """Open a sync, as all ranks do: even where the graph can't be looked at, as if its backward had failed."""
-        reached = None
-        try:
-            if self._unused.detecting:
-                reached = self._unused.reached(loss, inputs)
-        finally:
-            self._open_sync(reached)
+            if self.buckets.is_open:
+                self._close_sync()
+            if self._syncs is Syncs.NONE:
+                self._syncs = Syncs.DRIVEN
+            reached = None
+            try:
+                if self._unused.detecting:
+                    reached = self._unused.reached(loss, inputs)
+            finally:  # as all ranks do: even where the graph can't be looked at, as if its backward had failed
+                self._open_sync(reached)
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the sync stays open, for ``zero_grad`` to discard."""
-        self._ends_matter = True
         if self.sync and not failed:
             self._close_sync()
-            self._unused.lacked |= self._contributed < self._travelling
+            self._unused.lacked |= self.buckets.lacked
             self._last_backward = self._backwards.value
 
     def gradient_ready(self, record: ShardedParameter) -> None:
@@ -198,21 +188,25 @@ class Reducer:
         record.arrived = True
         if not self.sync or (driving and driving[-1] is not self._driver):
             return
-        if self._open is None:
+        if not self.buckets.is_open:
             self._open_plain(record)
-        if self._ends_matter:
+        if not (driving and self._on_host):  # there a sync that is driven ends with its backward
             self._watch_graph_task()
-        assert self._open is not None
-        if not record.is_empty and self._open.arrive(record.index) and self._overlaps:
-            self._start_ready()
+        if not record.is_empty and self.buckets.fill(record):
+            self._start_complete()
 
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
         if self._gradients.exposed:
             record.p.grad = None
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
-        self._mode = Mode.PLAIN
-        self._refuse_unscaled(record)
+        if self._half and self._driver not in driving:  # nobody has scaled the loss, and the step would unscale
+            raise RuntimeError(
+                f"{record.name}: expected the backward of a model with fp16 parameters through "
+                "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
+                "loss.backward()"
+            )
+        self._syncs = Syncs.PLAIN
         self._open_sync()
 
     def _watch_graph_task(self) -> None:
@@ -221,25 +215,12 @@ class Reducer:
             self._graph_task = task
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
 
-    def _refuse_unscaled(self, record: ShardedParameter) -> None:
-        """A plain backward of an fp16 model: nobody has scaled the loss, and the step would unscale."""
-        if self._half and self._driver not in driving:
-            raise RuntimeError(
-                f"{record.name}: expected the backward of a model with fp16 parameters through "
-                "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
-                "loss.backward()"
-            )
-
     def graph_task_ended(self) -> None:
         """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the sync."""
         if torch._C._current_autograd_node() is not None:
             self._nested_seen = True
-        elif self._driver not in driving and not self._waits_its_turn:
+        elif self.buckets.is_open and self._driver not in driving and not self._waits_its_turn:
             self._close_sync()
-
-    @property
-    def _overlaps(self) -> bool:
-        return self._options.overlap_communication and not self._waits_its_turn
 
     @property
     def _waits_its_turn(self) -> bool:
@@ -251,57 +232,49 @@ class Reducer:
     def _open_sync(self, reached: set[int] | None = None) -> None:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
-        self._take_in(leave=0)
-        named = None if reached is None else reached.union(self._leftovers())
-        self._message = self._unused.open_sync(named)
-        self._open = GradientSync(reached, self._repeats)
-        self._contributed = 0
+        self._finish_some(leave=0)
+        self.buckets.open_sync(reached)
+        if self._unused.detecting:
+            self._message = self._unused.open_sync(None if reached is None else reached.union(self._leftovers()))
         if reached is None:
-            self._open.travel(self.plan.whole)
-        self._warn_of_old_gradients()
+            self.buckets.travel(self.plan.whole)
+        if self._steps_since_clear and not self._warned:
+            self._warn_of_old_gradients()
 
-    def _join_sync(self, used: bytes) -> None:
-        """A sync that others have opened, of that for which ``used`` has a byte other than 0."""
+    def _join_sync(self, used: bytes | None = None) -> None:
+        """A sync that others have opened, of that for which ``used`` has a byte other than 0; None: of everything."""
         self._message = None
-        self._open = GradientSync(())
-        self._contributed = 0
-        self._open.travel(self.plan.of(used))
+        self.buckets.open_sync(())
+        self.buckets.travel(self.plan.whole if used is None else self.plan.of(used))
         self._close_sync()
 
-    def _start_ready(self) -> None:
+    def _start_complete(self) -> None:
         """Start what is complete, if the ranks' choice of what travels is known."""
-        if self._open is not None and self._travels(wait=False):
-            for bucket in self._open.ready():
-                self._contributed += self.buckets.start(bucket)
-            self._take_in()
+        if self._options.overlap_communication and not self._waits_its_turn and self._travels(wait=False):
+            self.buckets.start_complete()
+            self._finish_some()
 
     def _travels(self, wait: bool) -> bool:
-        sync = self._open
-        assert sync is not None
-        if sync.plan is None and self._message is not None and (wait or self._message.done()):
-            sync.travel(self.plan.of(self._message.wait().used))
-        return sync.plan is not None
+        message = self._message
+        if not self.buckets.travels and message is not None and (wait or message.done()):
+            self.buckets.travel(self.plan.of(message.wait().used))
+        return self.buckets.travels
 
     def _close_sync(self) -> None:
-        """Start what is left of an open sync."""
-        sync = self._open
-        if sync is None:
-            return
+        """Start what is left of the open sync."""
         self._travels(wait=True)
-        for bucket in sync.rest():
-            self._contributed += self.buckets.start(bucket)
-        self._open = None
-        self._late = sync.late
-        self._repeats.update(sync.repeated)
+        self.buckets.close_sync()
         self._closed += 1
         self._group.progress.micro_batch = self._closed
-        self.plan.saw(list(sync.arrivals))
-        self._unused.learn(sync.unexpected)
-        self._take_in()
+        if not self.plan.known:
+            self.plan.saw(list(self.buckets.arrivals))
+        if self.buckets.unexpected:
+            self._unused.learn(self.buckets.unexpected)
+        self._finish_some()
 
     def _warn_of_old_gradients(self) -> None:
         """Warn once that a backward adds to what has been stepped already: most often that isn't meant."""
-        if self._stepped and not self._warned:
+        if True in [record.worked for record in self._records]:
             self._warned = True
             _log.warning(
                 "backward: adds to gradients that the last step has used, since optimizer.zero_grad() wasn't called; "
@@ -312,17 +285,30 @@ class Reducer:
         """What can travel of that which ``p.grad`` holds."""
         return [record.index for record in self._records if record.p.grad is not None and not record.is_empty]
 
-    def _take_in(self, leave: int | None = None) -> None:
+    # ---- reductions end, in the order of starting ----
+
+    def _finish_some(self, leave: int | None = None) -> None:
         """Finish reductions, in the midst of a step, so that few buffers are held.
 
         In a step with plain backwards only those that are done: others may not have begun, and not begin until the
         ranks agree on it.
         """
-        if self._mode is Mode.DRIVEN and self._driver in driving:
+        in_flight = self.buckets.in_flight
+        if self._syncs is Syncs.DRIVEN and self._driver in driving:
             leave = self._most_in_flight if leave is None else leave
-            if leave is not None:
-                self.buckets.finish(leave)
-        self.buckets.finish_done()
+            while leave is not None and len(in_flight) > leave:
+                self._finish_oldest()
+        while in_flight and in_flight[0].is_reduced():
+            self._finish_oldest()
+
+    def _finish_all(self) -> None:
+        while self.buckets.in_flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        with self._streams.home(join=False):
+            bucket = self.buckets.in_flight.popleft()
+            self._gradients.accumulate(bucket, bucket.finish_reduce())
 
     # ---- the end of a step's syncs ----
 
@@ -332,8 +318,9 @@ class Reducer:
         if self._gradients.exposed:
             self._gradients.absorb()
             return
-        self._close_sync()
-        self.buckets.finish()
+        if self.buckets.is_open:
+            self._close_sync()
+        self._finish_all()
 
     @at_home
     def finish(self, call: Call) -> None:
@@ -352,22 +339,23 @@ class Reducer:
             call.check()
             self.drain()
             return
-        self._close_sync()
+        if self.buckets.is_open:
+            self._close_sync()
         if self._has_to_agree(call):
             present = self._agree(call, with_leftovers=True)
-            self.drain()
+            self._finish_all()
             self._gradients.resolve(present)
-        else:
-            call.check()
-            self._refuse_unforeseen()
-            self._unused.no_sync()
-            self.drain()
-            if self._absent:
-                self._gradients.resolve(self._unused.presence())
+            return
+        call.check()
+        self._refuse_unforeseen()
+        self._unused.no_sync()
+        self._finish_all()
+        if False in [record.worked or record.is_empty for record in self._records]:
+            self._gradients.resolve(self._unused.presence())
 
     def _has_to_agree(self, call: Call) -> bool:
         """Ranks may have run different syncs, as far as this one knows; or a host that waits for them is no loss."""
-        alike = self._mode is Mode.DRIVEN and self._last_backward == self._backwards.value
+        alike = self._syncs is Syncs.DRIVEN and self._last_backward == self._backwards.value
         free = self._on_host or self._options.debug or call.looks
         return free or self._unused.detecting or self._watch_late or not alike
 
@@ -377,20 +365,39 @@ class Reducer:
         The call comes first, before anything has been done. But where unused parameters are detected others may be in
         a backward, waiting to be told what this rank will use: then the syncs do.
         """
-        if not self._unused.detecting:
-            call.agree(self._group)
-        present = self._run_missing(with_leftovers and call.error is None)
+        with_leftovers &= call.error is None
         if self._unused.detecting:
-            call.agree(self._group)
-        return present
+            present = self._run_told(with_leftovers)
+            self._compare(call)
+            return present
+        if with_leftovers and self._leftovers():
+            self._syncs = Syncs.PLAIN
+            self._open_sync()
+            self._close_sync()
+        most = self._compare(call)
+        while self._closed < most:
+            self._join_sync()
+        return self._run_told(with_leftovers=False)
 
-    def _run_missing(self, with_leftovers: bool) -> bytes:
-        """Run the syncs that others have opened, and those of leftovers, until no rank opens another.
+    def _compare(self, call: Call) -> int:
+        """Agree on the call; returns how many syncs a rank has closed, at most."""
+        steps = 0 if call.name == "zero_grad" else self._steps_since_clear
+        mine = Progress(self._closed, self._syncs is Syncs.PLAIN, steps)
+        self._syncs = Syncs.PLAIN  # if the call is refused, zero_grad has to bring the ranks together
+        said = call.agree(self._group, mine)
+        if not said.plain:
+            self._syncs = Syncs.DRIVEN if said.syncs else Syncs.NONE
+        return said.syncs
+
+    def _run_told(self, with_leftovers: bool) -> bytes:
+        """Run the syncs that others tell of, and those of leftovers, until no rank opens another.
 
         Returns the presence map.
         """
         while True:
             leftovers = self._leftovers() if with_leftovers else []
+            if leftovers:
+                self._syncs = Syncs.PLAIN
             message = self._unused.open_sync(leftovers) if leftovers else self._unused.no_sync()
             said = self._unused.read_up_to(message)
             if not said.opens:
@@ -399,33 +406,37 @@ class Reducer:
 
     def _refuse_unforeseen(self) -> None:
         """Where ranks don't agree on one more sync (on a device, they would wait for it), don't lose a gradient."""
-        if self._late:
+        if self.buckets.late:
             raise RuntimeError(
-                f"{self._records[self._late[0]].name}: its gradient came again after it had been reduced, which the "
-                "first step gave no sign of: switch reentrant activation checkpointing on before the first step, or "
-                "pass overlap_communication=False"
+                f"{self._records[self.buckets.late[0]].name}: its gradient came again after it had been reduced, which "
+                "the first step gave no sign of: switch reentrant activation checkpointing on before the first step, "
+                "or pass overlap_communication=False"
             )
 
     def settle(self) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
 
-        Communicates as ``finish`` does: on the host always, on a device where backwards have been plain. Who had
-        which gradient, the next presence map tells.
+        Communicates where this rank has run syncs that others may know nothing of: on the host any (there it tells who
+        makes another call), on a device plain ones; and where the step before had none, or plain ones. Behind a step
+        that was driven on all ranks it doesn't. Who had which gradient, the next presence map tells.
         """
-        self._gradients.conceal()
-        self._stepped = False
-        mode = self._mode_before if self._mode is Mode.NONE else self._mode
-        if self._on_host or mode is not Mode.DRIVEN:
+        if self._gradients.exposed:
+            self._gradients.conceal()
+        syncs = self._syncs_before if self._syncs is Syncs.NONE else self._syncs
+        if syncs is not Syncs.DRIVEN or (self._on_host and self._syncs is not Syncs.NONE):
             self.even_out(Call("zero_grad"))
-        self.drain()
+        elif not self.idle:
+            self.drain()
+        self._steps_since_clear = 0
         self._begin_anew()
 
     @at_home
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same sync, with nothing in flight; ``p.grad`` stays. Communicates."""
-        self._close_sync()
+        if self.buckets.is_open:
+            self._close_sync()
         present = self._agree(call, with_leftovers=False)
-        self.buckets.finish()
+        self._finish_all()
         self._gradients.resolve(present)
 
     def end_step(self) -> None:
@@ -438,15 +449,16 @@ class Reducer:
             self._watch_late = self._on_host or bool(self._group.largest([self._nested_seen])[0])
         elif self.plan.known and self._unused.detecting and not detected:
             self.plan.follow(detecting=True)
-        self._mode_before = self._mode
-        self._stepped = True in [record.worked for record in self._records]
+        self._syncs_before = self._syncs
+        self._steps_since_clear += 1
         self._begin_anew()
-        self._gradients.conceal()
+        if self._gradients.exposed:
+            self._gradients.conceal()
         self._group.progress.step += 1
 
     def _begin_anew(self) -> None:
         """Count syncs anew."""
-        self._mode = Mode.NONE
+        self._syncs = Syncs.NONE
         self._closed = 0
         self._group.progress.micro_batch = 0
         self._last_backward = -1
@@ -454,22 +466,17 @@ class Reducer:
     # ---- what others may ask ----
 
     @property
-    def _absent(self) -> bool:
-        """Whether this rank has had no gradient for some parameter since ``zero_grad``."""
-        return False in [record.worked or record.is_empty for record in self._records]
-
-    @property
     def idle(self) -> bool:
         """Whether nothing is in flight or about to be."""
-        return self._open is None and not self.buckets.under_way()
+        return not self.buckets.is_open and not self.buckets.in_flight
 
-    def under_way(self) -> list[Pending[Reduced]]:
+    def under_way(self) -> list[Pending[Tensor]]:
         """Reductions in flight."""
-        return self.buckets.under_way()
+        return [bucket.work for bucket in self.buckets.in_flight if bucket.work is not None]
 
     def held(self) -> list[Tensor]:
         """Tensors of reductions in flight."""
-        return [tensor for pending in self.under_way() for tensor in pending.tensors]
+        return [tensor for work in self.under_way() for tensor in work.tensors]
 
 
 def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable[[Tensor], None]:

@@ -16,9 +16,9 @@ from .bookkeeping.step_observer import CallGuard
 from .communication.agreement import Call
 from .communication.collectives import ShardGroup
 from .construction import Rooms, ShardedGroup, parameter_names
-from .grad_norm import GlobalNorm
 from .loss_scaler import LossScaler
 from .options import ZeroOptions
+from .stepper import GlobalNorm
 from .streams import Streams
 
 

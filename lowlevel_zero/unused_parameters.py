@@ -1,15 +1,14 @@
 """Unused parameters: which ones had a gradient on some rank (the presence map), and which ones a backward will reach.
 
-Every gradient sync opens with one small message of this rank's, an asynchronous all-reduce (MAX) between the hosts,
-beside the gradients. A rank that has no sync to open any more says so with another, at ``step``, which carries its
-presence map: so all messages pair up one to one, in one order, and a rank learns from them of a sync that others have
-opened alone (a bare ``loss.backward()`` more): it joins with zeros, and says again that it has none, until nobody has.
-The last message's result is the presence map of all ranks, DDP's ``local_used_map``.
+At ``step`` the hosts all-reduce (MAX) one byte a parameter, beside the gradients: the *presence map* of all ranks,
+DDP's ``local_used_map``. It also tells whether a rank has lacked a gradient.
 
-*Detection* is off at first, when a sync carries all parameters and nobody waits for its opening message. Once a step
-has shown a parameter for which some rank had no gradient it is on, on all ranks, for good: ``optimizer.backward(loss)``
-reads off the graph which parameters it will reach, the opening message tells, and the sync leaves out those that no
-rank uses. A sync whose loss isn't known before (a bare ``loss.backward()``) names all.
+*Detection* is off at first: a sync carries all parameters, and opens without a message. Once a step has shown a
+parameter for which some rank had no gradient it is on, on all ranks, for good: ``optimizer.backward(loss)`` reads off
+the graph which parameters it will reach, a message of the same kind opens the sync, and what no rank uses is left out
+of it. A sync whose loss isn't known before (of a plain ``loss.backward()``) names all parameters. Messages then pair
+up one to one: a rank whose presence map, at ``step``, meets another's opening message joins that sync with zeros, and
+sends its map again, until no rank opens a sync.
 
 The graph shows less than the truth (a reentrant checkpoint, a Function that runs a backward of its own), or more (a
 hook that swallows a gradient). Less: the gradient waits in ``p.grad`` for one more sync, before the step, and the
@@ -29,11 +28,11 @@ from torch.autograd.graph import Node
 from .bookkeeping.parameter_store import ParameterStore
 from .communication.transport import Pending
 
-# A message: whether its sender opens a sync, and has lacked a gradient in this step; and a byte a parameter.
+# A message: whether its sender opens a sync; whether it has lacked a gradient in this step; and a byte a parameter.
 _MAP = 2
 
 
-class Agreed(NamedTuple):
+class Said(NamedTuple):
     """What the ranks have said together.
 
     Attributes:
@@ -50,29 +49,29 @@ class Agreed(NamedTuple):
 class Message:
     """A message that is under way."""
 
-    __slots__ = ("_agreed", "_buffer", "_pending")
+    __slots__ = ("_buffer", "_pending", "_said")
 
     def __init__(self, buffer: bytearray, pending: Pending[Tensor]) -> None:
         self._buffer = buffer  # which the all-reduce overwrites
         self._pending = pending
-        self._agreed: Agreed | None = None
+        self._said: Said | None = None
 
     @property
     def read(self) -> bool:
         """Whether it has been waited for."""
-        return self._agreed is not None
+        return self._said is not None
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self.read or self._pending.done()
 
-    def wait(self) -> Agreed:
+    def wait(self) -> Said:
         """What all have said; returns when all have. May be called again."""
-        if self._agreed is None:
+        if self._said is None:
             self._pending.wait()
             opens, lacked = map(bool, self._buffer[:_MAP])
-            self._agreed = Agreed(opens, lacked, bytes(self._buffer[_MAP:]))
-        return self._agreed
+            self._said = Said(opens, lacked, bytes(self._buffer[_MAP:]))
+        return self._said
 
 
 class UnusedParameters:
@@ -140,7 +139,7 @@ class UnusedParameters:
         self._unread.append(message)
         return message
 
-    def read_up_to(self, last: Message) -> Agreed:
+    def read_up_to(self, last: Message) -> Said:
         """Take in all messages up to ``last``, one of them, and return what it said; waits for the ranks."""
         while self._unread and not last.read:
             self._unread.popleft().wait()

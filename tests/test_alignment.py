@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.alignment import ROW_BYTES, WIDE_ROW, Alignment, alignment_of
-from lowlevel_zero.bookkeeping.bucket_plan import Bucket, BucketPlan, Item, make_plan, narrowed
-from lowlevel_zero.bookkeeping.bucket_store import BucketStore
+from lowlevel_zero.bookkeeping.bucket_plan import BucketPlan, Item, PlannedBucket, make_plan, narrowed
+from lowlevel_zero.bookkeeping.bucket_store import Bucket, Reduction
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.partition import EvenSplit
 from tests.support.judging import check_run
@@ -63,7 +63,7 @@ def random_plan(seed: int, alignment: Alignment) -> tuple[list[Item], BucketPlan
     return items, make_plan(items, draw.sample(range(len(items)), len(items)), draw.choice([1, 5000, 2**19]))
 
 
-def check_bucket(bucket: Bucket, items: list[Item], alignment: Alignment) -> None:
+def check_bucket(bucket: PlannedBucket, items: list[Item], alignment: Alignment) -> None:
     assert bucket.sizes == tuple(items[index].split.slice_size for index in bucket.members)
     unit = alignment.wide if bucket.body > alignment.wide else alignment.short
     assert bucket.row % unit == 0
@@ -93,19 +93,19 @@ def test_a_gradient_of_unaligned_slices_is_packed() -> None:
 
 
 @contextmanager
-def packed_wires() -> Iterator[list[tuple[Bucket, Tensor, list[Tensor | None]]]]:
+def packed_wires() -> Iterator[list[tuple[PlannedBucket, Tensor, list[Tensor | None]]]]:
     """Buckets that are packed, their wires, as they leave, and the gradients in them."""
-    seen: list[tuple[Bucket, Tensor, list[Tensor | None]]] = []
-    pack = BucketStore._packed
+    seen: list[tuple[PlannedBucket, Tensor, list[Tensor | None]]] = []
+    pack = Bucket._packed
 
-    def packed(store: BucketStore, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
+    def packed(bucket: Bucket, gradients: list[Tensor | None], how: Reduction) -> Tensor:
         kept = [None if gradient is None else gradient.clone() for gradient in gradients]
-        wire = pack(store, bucket, gradients)
-        seen.append((bucket, wire.clone(), kept))
+        wire = pack(bucket, gradients, how)
+        seen.append((bucket.planned, wire.clone(), kept))
         return wire
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketStore, "_packed", packed)
+        patch.setattr(Bucket, "_packed", packed)
         yield seen
 
 
@@ -121,7 +121,7 @@ class Mixed(nn.Module):
         return torch.cat(list(self.all)[: len(self.all) - (rank > 0)]).square().sum() * (rank + 1)
 
 
-def check_wire(bucket: Bucket, wire: Tensor, gradients: list[Tensor | None]) -> None:
+def check_wire(bucket: PlannedBucket, wire: Tensor, gradients: list[Tensor | None]) -> None:
     """Each slice behind the one before it, and zeros behind the last; every row starts at a round address."""
     assert wire.shape[1] * wire.element_size() % ROW_BYTES == 0
     end = 0

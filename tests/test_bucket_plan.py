@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from lowlevel_zero.alignment import END_TO_END, Alignment
-from lowlevel_zero.bookkeeping.bucket_plan import Bucket, BucketPlan, Item, completed, make_plan, narrowed
+from lowlevel_zero.bookkeeping.bucket_plan import BucketPlan, Item, PlannedBucket, completed, make_plan, narrowed
 from lowlevel_zero.partition import EvenSplit
 
 
@@ -103,7 +103,7 @@ def test_slices_lie_end_to_end_and_the_row_is_padded_behind_them() -> None:
     assert (bucket.sizes, bucket.starts, bucket.body, bucket.row) == ((5, 3, 2), [0, 5, 8], 10, 12)
     (narrow,) = narrowed(make_plan(items, range(3), 1000), (0, 1, 1), [each.alignment for each in items]).buckets
     assert (narrow.sizes, narrow.starts, narrow.body, narrow.row) == ((3, 2), [0, 3], 5, 8)
-    assert Bucket(0, (3, 1), (5, 2), row=7).starts == [0, 5]
+    assert PlannedBucket(0, (3, 1), (5, 2), row=7).starts == [0, 5]
 
 
 def random_items(seed: int) -> tuple[list[Item], list[int], int]:

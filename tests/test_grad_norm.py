@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.grad_norm import GlobalNorm, clip_factor
+from lowlevel_zero.stepper import GlobalNorm, clip_factor
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -34,9 +34,10 @@ def of_run(rank: int, world_size: int, run: Run) -> tuple[Layout, dict[str, int]
     optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
     parts = {}
     for record in optimizer.sharded_parameters:
-        if record.sum is not None:
-            part = record.sum.part_of(record.index)
-            parts[record.name] = (part.storage_offset() - record.sum.row.storage_offset(), part.numel())
+        bucket = optimizer.sharded_group_of(record).gradients.bucket_of(record)
+        if bucket is not None:
+            part = bucket.part_of(record)
+            parts[record.name] = (part.storage_offset() - bucket.shard.row.storage_offset(), part.numel())
     return layout, held, parts
 
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero import optimizer as optimizer_module
-from lowlevel_zero.bookkeeping.offload import Offload
+from lowlevel_zero.bookkeeping.offload import HostHome
 from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.stepping import Stepper
+from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import Mark, Streams
 from tests.support.judging import check_run, off_the_way
 from tests.support.numbers import DROPS, STAGES, adagrad, check_sixteen_bits, share_of
@@ -162,9 +162,9 @@ def test_an_overflow_skips_the_step_and_backs_off() -> None:
 
 def on_two_devices(monkeypatch: pytest.MonkeyPatch, mode: TwoDevices) -> None:
     """Let what crosses from one side to the other say so: the offload, and a master that is made or follows ``p``."""
-    for name, side in (("_buffer", HOST), ("_up", DEVICE), ("_copy_down", HOST)):
-        move = mode.crossing(side, getattr(Offload, name))
-        monkeypatch.setattr(Offload, name, staticmethod(move) if name == "_up" else move)
+    for name, side in (("_buffer", HOST), ("up", DEVICE), ("_copy_down", HOST)):
+        move = mode.crossing(side, getattr(HostHome, name))
+        monkeypatch.setattr(HostHome, name, staticmethod(move) if name == "up" else move)
     monkeypatch.setattr(ShardedParameter, "row_for_master", mode.crossing(HOST, ShardedParameter.row_for_master))
 
 
@@ -240,7 +240,7 @@ def test_nobody_reads_a_row_before_it_has_arrived(
     made: list[Late] = []
     delayed: list[int] = []
 
-    def copy_later(self: Offload, row: Tensor) -> Tensor:
+    def copy_later(self: HostHome, row: Tensor) -> Tensor:
         host = self._buffer(row.numel(), row.dtype).fill_(math.nan)
         made[-1].copies_due.append(lambda: host.copy_(row))
         delayed.append(row.numel())
@@ -253,7 +253,7 @@ def test_nobody_reads_a_row_before_it_has_arrived(
     def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
         expected = train_sharded(rank, world_size, run)[0]
         monkeypatch.setattr(optimizer_module, "streams_of", late)
-        monkeypatch.setattr(Offload, "_copy_down", copy_later)
+        monkeypatch.setattr(HostHome, "_copy_down", copy_later)
         got = train_sharded(rank, world_size, run)[0]
         assert delayed
         return [expected, got]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lowlevel_zero import LowLevelZeroOptimizer, stepping
+from lowlevel_zero import LowLevelZeroOptimizer, stepper
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from tests.support.ranks import run_ranks
@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 @pytest.fixture(autouse=True)
 def every_bucket_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is: else these models would be stepped, and gathered, in one."""
-    monkeypatch.setattr(stepping, "PART", 1)
+    monkeypatch.setattr(stepper, "PART", 1)
 
 
 class Odd(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.wire import pack
+from lowlevel_zero.bookkeeping.bucket_store import pack
 from tests.support.judging import check_run
 from tests.support.numbers import check_sixteen_bits, share_of
 from tests.support.oracle import Result, Run, train_alone, train_sharded

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowlevel_zero import LowLevelZeroOptimizer, stepping
-from lowlevel_zero.stepping import steps_in_parts
+from lowlevel_zero import LowLevelZeroOptimizer, stepper
+from lowlevel_zero.stepper import steps_in_parts
 from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def every_bucket_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is: else these models would be stepped, and gathered, in one."""
-    monkeypatch.setattr(stepping, "PART", 1)
+    monkeypatch.setattr(stepper, "PART", 1)
 
 
 class OwnAdamW(AdamW):
@@ -180,9 +180,9 @@ def test_an_overflow_leaves_everything_as_it_is_without_telling_the_host() -> No
 
 def test_small_buckets_are_stepped_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(_rank: int, _size: int) -> None:
-        monkeypatch.setattr(stepping, "PART", 45)
+        monkeypatch.setattr(stepper, "PART", 45)
         together, calls, _ = train(AdamW)
-        monkeypatch.setattr(stepping, "PART", 1)
+        monkeypatch.setattr(stepper, "PART", 1)
         one_by_one, more_calls, _ = train(AdamW)
         assert all(map(torch.equal, together, one_by_one))
         assert sum(calls) == sum(more_calls)

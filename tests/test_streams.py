@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, optimizer
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
-from lowlevel_zero.bookkeeping.bucket_store import BucketStore
+from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
-from lowlevel_zero.bookkeeping.offload import Offload
+from lowlevel_zero.bookkeeping.offload import HostHome
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.transport import Pending
+from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
 from tests.support.ranks import run_ranks
 
@@ -121,9 +122,9 @@ class Traced:
         self.waited: list[Line] = []
         for index, p in enumerate(self.model.parameters()):
             p.register_hook(self._on_its_line(index))
-        self._spy(monkeypatch, BucketStore, "_start_at_home", self._starts)
-        self._spy(monkeypatch, GradientStore, "add", lambda *_: self.added.append(self.api.now.work()))
-        self._spy(monkeypatch, GradientStore, "hand_over", self._hands_over)
+        self._spy(monkeypatch, Bucket, "start_reduce", self._starts)
+        self._spy(monkeypatch, GradientStore, "accumulate", lambda *_: self.added.append(self.api.now.work()))
+        self._spy(monkeypatch, Stepper, "assign_gradients", self._assigns)
         self._spy(monkeypatch, ShardGroup, "gather", self._gathers)
         self._spy(monkeypatch, Pending, "wait", lambda *_: self.waited.append(self.api.now))
         self._spy(monkeypatch, Gather, "_write", lambda *_: None, lambda *_: self.written.append(self.home.work()))
@@ -163,12 +164,12 @@ class Traced:
 
         monkeypatch.setattr(owner, name, run)
 
-    def _starts(self, store: BucketStore, bucket: Any) -> None:
+    def _starts(self, bucket: Bucket, *_: Any) -> None:
         assert self.api.now is self.home
-        assert all(self.home.comes_after(self.made[index]) for index in bucket.members)
+        assert all(self.home.comes_after(self.made[index]) for index in bucket.planned.members)
         self.packed.append(self.home.work())
 
-    def _hands_over(self, *_: Any) -> None:
+    def _assigns(self, *_: Any) -> None:
         assert all(self.api.now.comes_after(point) for point in self.added)
         self.stepped.append(self.api.now.work())
 
@@ -237,37 +238,37 @@ def test_who_reads_a_parameter_comes_after_its_rows_on_whatever_stream(monkeypat
 
 def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, world_size: int) -> None:
-        landings: list[tuple[Any, Line]] = []
+        copied: list[tuple[Any, Line]] = []
         waited: list[Any] = []
         traced = Traced(monkeypatch, 3, cpu_offload=True, partition_grad=True)
-        down, wait = Offload.down, Offload.wait
+        down, wait = HostHome.down, HostHome.wait
 
-        def spy_down(self: Offload, row: Tensor) -> Any:
-            landing = down(self, row)
-            landings.append((landing, traced.api.now))
+        def spy_down(self: HostHome, row: Tensor) -> Any:
+            host, arrived = down(self, row)
+            copied.append((arrived, traced.api.now))
             copies = self._streams._copies
             assert copies is not traced.home
             assert copies.comes_after(traced.added[-1])
             assert len(self._leaving) <= 2
-            return landing
+            return host, arrived
 
-        def spy_wait(self: Offload, landing: Any) -> None:
-            wait(self, landing)
-            assert landing.arrived.query()
-            waited.append(landing)
+        def spy_wait(self: HostHome, arrived: Any) -> None:
+            wait(self, arrived)
+            assert arrived.query()
+            waited.append(arrived)
 
-        monkeypatch.setattr(Offload, "down", spy_down)
-        monkeypatch.setattr(Offload, "wait", spy_wait)
+        monkeypatch.setattr(HostHome, "down", spy_down)
+        monkeypatch.setattr(HostHome, "wait", spy_wait)
         traced.backward()
         traced.optimizer.sharded_groups[0].reducer.drain()
-        assert len(landings) > 2
-        assert all(line is traced.home for _, line in landings)
+        assert len(copied) > 2
+        assert all(line is traced.home for _, line in copied)
         assert not waited  # nothing but the step waits for copies
         # Memory on the device is let go of in the order of home's work: the first rows' copies come before that.
-        (first, _), *_ = landings
-        assert all(traced.home.comes_after((line, at)) for line, at in first.arrived.event.seen.items())
+        (first, _), *_ = copied
+        assert all(traced.home.comes_after((line, at)) for line, at in first.event.seen.items())
         traced.optimizer.step()
-        assert waited == [landing for landing, _ in landings]
+        assert waited == [arrived for arrived, _ in copied]
 
     run_ranks(work, 2)
 

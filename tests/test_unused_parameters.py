@@ -333,11 +333,15 @@ def test_what_never_comes_on_any_rank_has_no_bucket() -> None:
 @on_host_and_device
 @over_stages
 @pytest.mark.parametrize("call", ["driven", "bare"])
-def test_every_sync_and_the_step_send_one_byte_a_parameter(call: str, stage: str, on_device: bool) -> None:
+def test_the_step_sends_one_byte_a_parameter_and_so_does_every_sync_that_detects(
+    call: str, stage: str, on_device: bool
+) -> None:
     run = Training(everything, 2, 4, 3, call=lambda *_: call, on_device=on_device, options=STAGES[stage])
     message = len(list(run.model().parameters())) + 2
     for seen in check(run):
-        assert seen.messages == [[message] * (3 + 1)] * 4
+        assert seen.messages == [[message]] * 4
+    for _, detecting in run_ranks(with_and_without_detection(sharded), 2, run):
+        assert detecting.messages == [[message] * (3 + 1)] * 4
 
 
 def test_messages_do_not_pile_up_where_nobody_waits_for_them() -> None:

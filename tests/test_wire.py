@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowlevel_zero.bookkeeping import wire as wire_module
-from lowlevel_zero.bookkeeping.wire import pack, pack_plainly
+from lowlevel_zero.bookkeeping import bucket_store
+from lowlevel_zero.bookkeeping.bucket_store import pack, pack_plainly
 from lowlevel_zero.communication.transport import unpack
 
 NUMELS = {
@@ -88,7 +88,7 @@ def test_strided_columns_pack() -> None:
 
 
 def test_packing_does_without_the_private_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_module, "_chunk_cat", None)
+    monkeypatch.setattr(bucket_store, "_chunk_cat", None)
     flats = [torch.randn(5), torch.randn(3)]
     wire = empty_wire([5, 3], 2, torch.float32)
     pack(wire, flats)

@@ -1,7 +1,9 @@
-"""Offload: the optimizer on the host: rows of gradients go down to it during backward, stepped rows come up again.
+"""Where a bucket's reduced shard rests until the step: on the device, or, with offload, on the host.
 
-What travels lies in pinned memory, where the device is another; masters and optimizer state don't travel, and lie in
-plain memory. On the host everything happens just so, and "up" and "down" are copies within its memory.
+``DeviceHome`` and ``HostHome`` make shards with the same verbs, so that nobody else asks which of the two it is. With
+offload the optimizer steps on the host: shards are copied down to it (D2H) during backward, and stepped masters up
+again (H2D). What is copied lies in pinned memory, where the device is another; masters and optimizer state aren't
+copied, and lie in plain memory. Where parameters are on the host too, these are copies within its memory.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..communication.transport import lay_end_to_end
-from ..streams import Mark, Streams
+from ..streams import Mark, Passed, Streams
 
 HOST = torch.device("cpu")
 
@@ -22,18 +24,91 @@ HOST = torch.device("cpu")
 LEAVING = 2
 
 
-class Landing(NamedTuple):
-    """A row that is on its way to the host, or has arrived.
+class DeviceShard:
+    """This rank's row of a reduced bucket, ``[columns]``, where the parameters are.
 
     Attributes:
-        row: on the host; to be read there once it has arrived.
-        arrived: when that is.
-        device: where it comes from.
+        row: where steps are taken; a host's may be read after ``to_step`` alone.
     """
 
+    __slots__ = ("row",)
+
     row: Tensor
-    arrived: Mark
-    device: torch.device
+
+    def hold(self, row: Tensor) -> None:
+        """Take another row, which is where the parameters are."""
+        self.row = row
+
+    def settle(self, row: Tensor) -> None:
+        """Take another row, which is where steps are taken."""
+        self.row = row
+
+    def fetch(self) -> Tensor:
+        """The row where the parameters are; the host doesn't wait."""
+        return self.row
+
+    def fetch_part(self, part: Tensor) -> Tensor:
+        """A part of ``row``, where the parameters are; the host waits, and may use the row."""
+        return part
+
+    def to_step(self) -> Tensor:
+        """The row where steps are taken, complete."""
+        return self.row
+
+    def measured(self) -> Tensor:
+        """What has the row's L2 norm, where the parameters are: the row itself, or its norm."""
+        return self.row
+
+
+class HostShard(DeviceShard):
+    """A row that rests on the host; its norm is measured before it leaves the device."""
+
+    __slots__ = ("_arrived", "_copies", "_device", "_norm")
+
+    def __init__(self, copies: HostHome, device: torch.device) -> None:
+        self._copies = copies
+        self._device = device
+
+    def hold(self, row: Tensor) -> None:
+        """Start its D2H copy."""
+        self._norm = _l2_norm(row)
+        self.row, self._arrived = self._copies.down(row)
+
+    def settle(self, row: Tensor) -> None:
+        """It is there."""
+        self.row, self._arrived = row, Passed()
+        self._norm = _l2_norm(row).to(self._device)
+
+    def fetch(self) -> Tensor:
+        """Start its H2D copy; the host must leave the row alone."""
+        self._arrived.wait()
+        return self._copies.up(self.row, self._device)
+
+    def fetch_part(self, part: Tensor) -> Tensor:
+        """One H2D copy."""
+        self._copies.wait(self._arrived)
+        return self._copies.up(part, self._device, asynchronous=False)
+
+    def to_step(self) -> Tensor:
+        """The host waits for the D2H copy."""
+        self._copies.wait(self._arrived)
+        return self.row
+
+    def measured(self) -> Tensor:
+        """The norm, 0-d."""
+        return self._norm
+
+
+class DeviceHome:
+    """Masters and shards are where the parameters are."""
+
+    def shard(self, device: torch.device) -> DeviceShard:
+        """One that is to be filled, of parameters on ``device``."""
+        return DeviceShard()
+
+    def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """What ``masters`` hold, on ``like``'s device, to be gathered in its dtype."""
+        return list(masters)
 
 
 class _Leaving(NamedTuple):
@@ -41,8 +116,8 @@ class _Leaving(NamedTuple):
     arrived: Mark
 
 
-class Offload:
-    """Brings rows to the host and back.
+class HostHome(DeviceHome):
+    """Masters and shards are on the host.
 
     Args:
         streams: those of the device where parameters are.
@@ -52,8 +127,19 @@ class Offload:
         self._streams = streams
         self._leaving: deque[_Leaving] = deque()
 
-    def down(self, row: Tensor) -> Landing:
-        """Start copying a row to the host, beside what the current stream does next."""
+    def shard(self, device: torch.device) -> HostShard:
+        """Its row will rest on the host."""
+        return HostShard(self, device)
+
+    def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """One H2D copy, in ``like``'s dtype; the masters are free again at once."""
+        sizes = [master.numel() for master in masters]
+        row = self._buffer(sum(sizes), like.dtype)
+        lay_end_to_end(row, masters)
+        return list(self.up(row, like.device).split_with_sizes(sizes))
+
+    def down(self, row: Tensor) -> tuple[Tensor, Mark]:
+        """Start copying a row to the host, beside what the current stream does next; and when that has arrived."""
         with self._streams.copies():
             host = self._copy_down(row)
             arrived = self._streams.mark()
@@ -61,30 +147,18 @@ class Offload:
         while len(self._leaving) > LEAVING:
             self._leaving[0].arrived.wait()  # so whatever gets its memory next comes after the copy
             self._leaving.popleft()
-        return Landing(host, arrived, row.device)
+        return host, arrived
 
-    def wait(self, landing: Landing) -> None:
+    def wait(self, arrived: Mark) -> None:
         """Let the host wait for a row. Rows arrive in the order in which they left."""
-        landing.arrived.synchronize()
+        arrived.synchronize()
         while self._leaving and self._leaving[0].arrived.query():
             self._leaving.popleft()
 
-    def fetch(self, landing: Landing) -> Tensor:
-        """A row that was brought down, on the device again; the host doesn't wait, and must leave the row alone."""
-        landing.arrived.wait()
-        return self._up(landing.row, landing.device)
-
-    def fetch_part(self, landing: Landing, part: Tensor) -> Tensor:
-        """A part of a row that was brought down, on the device again; the host waits, and may use the row."""
-        self.wait(landing)
-        return self._up(part, landing.device, asynchronous=False)
-
-    def lift(self, masters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """What ``masters`` hold, in ``like``'s dtype and on its device, by one copy; they are free again at once."""
-        sizes = [master.numel() for master in masters]
-        row = self._buffer(sum(sizes), like.dtype)
-        lay_end_to_end(row, masters)
-        return list(self._up(row, like.device).split_with_sizes(sizes))
+    @staticmethod
+    def up(row: Tensor, device: torch.device, asynchronous: bool = True) -> Tensor:
+        """Copy a row to a device; ``asynchronous``: beside what the host does next."""
+        return torch.empty(row.shape, dtype=row.dtype, device=device).copy_(row, non_blocking=asynchronous)
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=self._streams.pins)
@@ -92,6 +166,8 @@ class Offload:
     def _copy_down(self, row: Tensor) -> Tensor:
         return self._buffer(row.numel(), row.dtype).copy_(row, non_blocking=True)
 
-    @staticmethod
-    def _up(row: Tensor, device: torch.device, asynchronous: bool = True) -> Tensor:
-        return torch.empty(row.shape, dtype=row.dtype, device=device).copy_(row, non_blocking=asynchronous)
+
+def _l2_norm(row: Tensor) -> Tensor:
+    """0-d, fp32 at least."""
+    norm: Tensor = torch.linalg.vector_norm(row, dtype=torch.promote_types(row.dtype, torch.float32))
+    return norm

@@ -8,8 +8,8 @@ name      is                                                         shape      
 p         working parameter: what the model computes with            the model's         the model's
 padded    the storage behind p; row r belongs to rank r              [world_size * s]    p's
 p32       master slice: the optimizer's copy of this rank's row      [s]                 fp32 (or p's)
-g         this rank's slice of the gradient, summed over the ranks:  [s]                 the wire's, or fp32
-          its part of the bucket's ``sum``
+g         this rank's slice of the gradient, summed over the ranks:  [s]                 the buffer's, or fp32
+          its part of its bucket's shard
 ========  =========================================================  ==================  =====================
 """
 
@@ -25,7 +25,6 @@ from ..communication.collectives import ShardGroup
 from ..communication.compression import is_rounded
 from ..partition import EvenSplit
 from .awaited import wait_for
-from .gradient_sum import GradientSum
 from .storages import flat_in_memory_order, rehome
 
 
@@ -53,14 +52,13 @@ class ShardedParameter:
         name: the model's own, without those of wrappers, for messages.
         group: index of its param group.
         family: number of the shard family it belongs to, whose ranks share it.
-        is_flat: ``p`` is 1-D.
+        is_contiguous: ``p`` is, so its elements lie in their own order.
         is_empty: ``p`` has no elements, so that nothing of it travels.
         split: how its elements are shared.
         rank: the rank whose row is ours.
-        wire_dtype: the dtype in which its gradient travels, or, with ``fp8``, its sum is kept.
+        wire_dtype: the dtype of its bucket's buffer, or, with ``fp8``, of its sum.
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
-        sum: what ``g`` is a part of, or None: there is no ``g``.
-        worked: a rank is known to have had a gradient for it since gradients were last cleared.
+        worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
         arrived: ``p.grad`` holds what a backward has left there, if anything.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
@@ -78,8 +76,8 @@ class ShardedParameter:
         "fp8",
         "group",
         "index",
+        "is_contiguous",
         "is_empty",
-        "is_flat",
         "name",
         "p",
         "p32",
@@ -90,7 +88,6 @@ class ShardedParameter:
         "shares_storage",
         "split",
         "stepped",
-        "sum",
         "version",
         "wire_dtype",
         "worked",
@@ -107,7 +104,7 @@ class ShardedParameter:
     ) -> None:
         self.index, self.group, self.name, self.family = place
         self.p = p
-        self.is_flat = p.dim() == 1
+        self.is_contiguous = p.is_contiguous()
         self.is_empty = p.numel() == 0
         self.split = split
         self.rank = rank
@@ -121,14 +118,13 @@ class ShardedParameter:
         self.shares_storage = True
         self.note_version()
         self._offered: Known | None = None
-        self.sum: GradientSum | None = None
         self.worked = False
         self.arrived = False
         self.stepped = False
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
-        """What parameters must have in common to share a wire."""
+        """What parameters must have in common to share a bucket."""
         return self.padded.device, self.padded.dtype, self.wire_dtype, self.fp8
 
     @property
@@ -251,7 +247,7 @@ class ShardedParameter:
         self.p.grad = None
         self.worked = True
         self.arrived = False
-        return gradient if self.is_flat else self.flatten(gradient)
+        return gradient.reshape(-1) if self.is_contiguous else self.flatten(gradient)
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise ``RuntimeError`` unless ``p.grad`` can be reduced: dense, and from a backward or instead of one."""
@@ -269,12 +265,6 @@ class ShardedParameter:
             f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
             "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
         )
-
-    def drop_gradient(self) -> None:
-        """Forget ``g``."""
-        self.sum = None
-        self.worked = False
-        self.arrived = False
 
 
 def _rounds_to(row: Tensor, known: Known) -> Tensor:
@@ -369,7 +359,7 @@ class ParameterStore:
 
     def working(self) -> list[ShardedParameter]:
         """The mapping p <-> p32 <-> g of this step: those that have a ``g``; a dropped layer's don't."""
-        return [record for record in self.records if record.sum is not None]
+        return [record for record in self.records if record.worked]
 
 
 def note_versions(records: Iterable[ShardedParameter]) -> None:

@@ -147,42 +147,71 @@ class Call(NamedTuple):
         if self.error is not None:
             raise self.error
 
-    def agree(self, group: ShardGroup) -> None:
+    def agree(self, group: ShardGroup, progress: Progress) -> Progress:
         """Raise, on all ranks of ``group``, if one of them can't do what it was called for, or was called for another.
 
         In one order with the calls of other optimizers over the same ranks. Communicates.
+
+        Returns:
+            How far the ranks have come: the most syncs, and whether any was plain.
 
         Raises:
             Exception: this rank's own ``error``.
             RuntimeError: another rank's, or who was called for what.
         """
         number = group.number * len(_NAMES) + _NAMES.index(self.name)
-        most, inverse, failed = group.largest([number, _MOST - number, self.error is not None])
-        if failed or most + inverse != _MOST:
-            self._raise(group)
+        syncs, plain, steps = progress
+        told = group.largest([number, _MOST - number, steps, _MOST - steps, self.error is not None, syncs, plain])
+        most, inverse, most_steps, inverse_steps, failed, most_syncs, any_plain = told
+        if failed or most + inverse != _MOST or most_steps + inverse_steps != _MOST:
+            self._raise(group, steps)
+        return Progress(most_syncs, bool(any_plain), steps)
 
-    def _raise(self, group: ShardGroup) -> NoReturn:
+    def _raise(self, group: ShardGroup, steps: int) -> NoReturn:
         error = self.error
         reason = None if error is None else f"{type(error).__name__}: {error}"
-        told: list[_Told] = group.exchange(_Told(self.name, group.number, reason))
+        told: list[_Told] = group.exchange(_Told(self.name, group.number, reason, steps))
         if error is not None:
             raise error
         for rank, each in enumerate(told):
             if each.reason is not None:
                 raise RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
-        several = len({each.optimizer for each in told}) > 1
-        came = (f"{each.name} of optimizer {each.optimizer}" if several else each.name for each in told)
         raise RuntimeError(
             "expected the same call on every rank, got "
-            + "; ".join(f"rank {rank} to {call}" for rank, call in enumerate(came))
+            + "; ".join(f"rank {rank} to {call}" for rank, call in enumerate(_came_to(told)))
             + ": let every rank make the same calls in the same order, and begin the step anew with "
             "optimizer.zero_grad() on all"
         )
 
 
+class Progress(NamedTuple):
+    """How far a rank has come with one optimizer.
+
+    Attributes:
+        syncs: gradient syncs that it has closed in this step.
+        plain: whether one of them was of a plain ``loss.backward()``.
+        steps: steps since gradients were cleared.
+    """
+
+    syncs: int
+    plain: bool
+    steps: int
+
+
 class _Told(NamedTuple):
-    """What a rank tells of its call: name, number of the optimizer, and why it can't be done."""
+    """What a rank tells of its call: name, number of the optimizer, why it can't be done, steps since the clearing."""
 
     name: str
     optimizer: int
     reason: str | None
+    steps: int
+
+
+def _came_to(told: Sequence[_Told]) -> list[str]:
+    """Each rank's call, where they differ: the call itself, or a ``zero_grad`` before it, which doesn't communicate."""
+    if len({each.optimizer for each in told}) > 1:
+        return [f"{each.name} of optimizer {each.optimizer}" for each in told]
+    if len({each.name for each in told}) > 1:
+        return [each.name for each in told]
+    fewest = min(each.steps for each in told)
+    return ["zero_grad" if each.steps == fewest else each.name for each in told]

@@ -177,7 +177,7 @@ class BadNumbers(StepObserver):
         """By its gradient, while that is there; then by its master."""
         if at_hand:
             for place, record in enumerate(self._parameters):
-                if record.sum is not None and _is_bad(self._group_of(record).gradients.averaged(record)):
+                if record.worked and _is_bad(self._group_of(record).gradients.averaged(record)):
                     return self._suspect(place, record)
         bad = ((place, record) for place, record in enumerate(self._parameters) if _is_bad(record.p32))
         return next((self._suspect(place, record) for place, record in bad), None)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..bookkeeping.bucket_plan import Bucket, BucketPlan
+from ..bookkeeping.bucket_plan import BucketPlan, PlannedBucket
 from ..options import ZeroOptions
 from ..partition import EvenSplit
 from .text import aligned, counted, in_bytes, ranks_text, shape_text
@@ -269,7 +269,7 @@ def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[P
         )
 
 
-def _bucket(bucket: Bucket, family: Shared, first: int, row_only: bool) -> BucketLayout:
+def _bucket(bucket: PlannedBucket, family: Shared, first: int, row_only: bool) -> BucketLayout:
     dtype = family.owned[bucket.members[0]].wire_dtype
     rows = len(family.ranks)
     return BucketLayout(

@@ -16,7 +16,7 @@ from ..communication.transport import Transport
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions, check_floating
 from ..partition import EvenSplit
-from ..stepping import PART
+from ..stepper import PART
 from .state_sizes import OptimizerLike, StateSize, state_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..bookkeeping.learnt_plan import PlanState
+from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.module_names import matched
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..bookkeeping.sharding import SCALARS

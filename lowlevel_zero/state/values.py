@@ -74,7 +74,8 @@ def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) ->
     Communicates unless every rank has all rows anyway (stage 1, before the step): all ranks iterate to the end.
     """
     gradients = group.gradients
-    apart = (record for record in records if record.sum is not None and record.sum.rows is None)
+    buckets = [gradients.bucket_of(record) for record in records]
+    apart = (r for r, bucket in zip(records, buckets, strict=True) if bucket is not None and bucket.rows is None)
     slices = ((record, gradients.averaged(record)) for record in apart)
     gathered = whole_slices((Slice(record, own) for record, own in slices if own is not None), group.group)
     for record in records:
@@ -82,7 +83,7 @@ def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) ->
         if rows is not None:
             yield whole_of_rows(rows, record)
         else:
-            yield None if record.sum is None else next(gathered)
+            yield next(gathered) if record.worked else None
 
 
 def whole_states(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..bookkeeping.learnt_plan import PlanState
+from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..bookkeeping.sharding import SCALARS, slice_state
 from ..communication.agreement import Alike, agree, together

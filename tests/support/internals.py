@@ -9,7 +9,7 @@ import pytest
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.alignment import Alignment
-from lowlevel_zero.bookkeeping import gather_store, learnt_plan
+from lowlevel_zero.bookkeeping import bucket_plan, gather_store
 from lowlevel_zero.unused_parameters import UnusedParameters
 from tests.support.patching import patch_rank
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 def pack_without_alignment(patch: pytest.MonkeyPatch) -> None:
     """Slices lie end to end in buckets, whose rows end with the last."""
-    for module in (learnt_plan, gather_store):
+    for module in (bucket_plan, gather_store):
         patch.setattr(module, "alignment_of", lambda *_: Alignment())
 
 

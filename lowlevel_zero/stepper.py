@@ -1,0 +1,292 @@
+"""The stepper: the norm of all gradients, then bucket by bucket: its gradients to their slices, the step, the gather.
+
+Where it is the same step, the wrapped optimizer's kernels scale gradients themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as _torch_optimizer
+
+from .bookkeeping.bucket_store import Bucket, BucketState
+from .bookkeeping.parameter_store import ShardedParameter
+from .communication.collectives import ShardGroup
+from .communication.transport import Pending
+from .construction import ShardedGroup
+
+# torch's own, whose state is per parameter, step counters included.
+_BY_PARAMETER = {
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+}
+# Their fused kernels take a gradient's scale and a flag to leave everything as it is. (SGD's leaves a first momentum
+# unset when the flag is up.)
+_FUSED = {torch.optim.Adam, torch.optim.AdamW}
+# What their settings are where their user left the choice of a kernel open.
+_LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
+
+# Elements of slices that are stepped in one call: so many that the call itself doesn't count.
+PART = 2**19
+
+
+class GlobalNorm:
+    """L2 norm of a gradient of which each rank holds slices: measured piece by piece, then summed over the ranks.
+
+    It is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times ``scale``. An element that is
+    inf or NaN on any rank makes it so on all. Squares are summed in the order in which pieces are added. Nothing here
+    waits for a device.
+
+    Args:
+        group: the ranks.
+        device: where the norm shall be.
+        scale: what it is multiplied with.
+        dtype: in which squares are summed at least; alike on all ranks.
+    """
+
+    def __init__(
+        self, group: ShardGroup, device: torch.device, scale: float | Tensor, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._scale = scale
+        self._dtype = dtype
+        self._norms: list[Tensor] = []
+        self._pending: Pending[Tensor] | None = None
+        self._value: Tensor | None = None
+
+    def add(self, piece: Tensor) -> None:
+        """Measure one more piece of this rank's, in fp32 at least."""
+        dtype = torch.promote_types(piece.dtype, torch.float32)
+        self._norms.append(torch.linalg.vector_norm(piece, dtype=dtype).to(self._device))
+
+    def start(self) -> None:
+        """All pieces have been added: start summing over the ranks, one number; all ranks call it."""
+        dtype = torch.float64 if torch.float64 in [norm.dtype for norm in self._norms] else self._dtype
+        squares = torch.zeros((), dtype=dtype, device=self._device)
+        if self._norms:
+            squares += torch.stack([norm.to(dtype) for norm in self._norms]).square().sum()
+        self._pending = self._group.sum_scalar(squares)
+
+    @property
+    def value(self) -> Tensor:
+        """0-d, fp32 (fp64 if a piece is)."""
+        if self._value is None:
+            assert self._pending is not None, "not started"
+            self._value = self._pending.wait().sqrt() * self._scale
+        return self._value
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of ``norm`` are multiplied with so that they don't exceed ``max_norm``: 0-d, at most 1."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class Scale(NamedTuple):
+    """How sums become gradients.
+
+    Attributes:
+        factor: what they are to be multiplied with to be averaged, unscaled and clipped.
+        overflow: 0-d; where it is true, an optimizer that scales gradients itself leaves everything as it is.
+    """
+
+    factor: float | Tensor
+    overflow: Tensor | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums are gradients already, as far as the host knows."""
+        return isinstance(self.factor, float) and self.factor == 1.0
+
+
+class Part(NamedTuple):
+    """Buckets of a shard group that are stepped and gathered together, and their parameters that worked."""
+
+    group: ShardedGroup
+    buckets: list[Bucket]
+    records: list[ShardedParameter]
+
+
+def steps_in_parts(optim: Optimizer) -> bool:
+    """Whether stepping some parameters after others is one step of ``optim``: nobody counts or watches its steps."""
+    watched = (
+        optim._optimizer_step_pre_hooks,
+        optim._optimizer_step_post_hooks,
+        _torch_optimizer._global_optimizer_pre_hooks,
+        _torch_optimizer._global_optimizer_post_hooks,
+    )
+    return type(optim) in _BY_PARAMETER and not any(watched)
+
+
+def is_fused(optim: Optimizer) -> bool:
+    """Whether the kernels of ``optim`` take a gradient's scale and a flag to leave everything as it is."""
+    return type(optim) in _FUSED and all(group.get("fused") for group in optim.param_groups)
+
+
+class Stepper:
+    """Gives slices their gradients, steps them and starts their gathers.
+
+    Args:
+        optim: the wrapped optimizer.
+        groups: the parameters by shard group, with their gradients and what gathers them.
+        step_whole: steps parameters in one call, for an optimizer that can't step them part by part.
+        on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
+
+    Attributes:
+        skips_by_flag: a flag on the device may tell that a step is to be left out, which the host needn't read. All
+            ranks were built with the same optimizer, so it is the same on all, whatever becomes of their settings.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        groups: Iterable[ShardedGroup],
+        step_whole: Callable[[Sequence[ShardedParameter]], None],
+        on_host: bool = False,
+    ) -> None:
+        self._on_host = on_host
+        self._optim = optim
+        self._groups = groups
+        self._step_whole = step_whole
+        self.skips_by_flag = is_fused(optim)
+
+    def step(self, scale: Scale, norm: GlobalNorm | None) -> None:
+        """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be.
+
+        Args:
+            scale: how what has been summed becomes gradients.
+            norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
+        """
+        parts = [part for group in self._groups for part in self._parts(group)]
+        in_parts = steps_in_parts(self._optim)
+        if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
+            for part in parts:  # kernels that don't scale gradients don't see to an overflow either
+                part.group.gathers.start_gather(part.buckets, part.records)
+        elif parts:
+            with _fused(self._optim) if self._on_host else nullcontext():
+                self._step_parts(parts, scale, norm, in_parts)
+        if norm is not None:
+            norm.start()
+        for group in self._groups:
+            group.gathers.end_step()
+
+    def _step_parts(self, parts: Sequence[Part], scale: Scale, norm: GlobalNorm | None, in_parts: bool) -> None:
+        # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it.
+        by_optimizer = in_parts and is_fused(self._optim)
+        with _scaling(self._optim, scale) if by_optimizer else nullcontext():
+            for part in parts:
+                for bucket in part.buckets:
+                    self.assign_gradients(bucket, scale, norm, by_optimizer)
+                if in_parts:
+                    self._step_part(part.records)
+                    part.group.gathers.start_gather(part.buckets, part.records)
+            if not in_parts:
+                self._step_whole([record for part in parts for record in part.records])
+        if not in_parts:
+            for part in parts:
+                _release_gradients(part.records)
+                part.group.gathers.start_gather(part.buckets, part.records)
+
+    def _parts(self, group: ShardedGroup) -> list[Part]:
+        """Buckets that are stepped and gathered together; first what came last, which the next forward wants first.
+
+        But to the host gradients come one after the other: the first may be stepped while others are on their way.
+        """
+        parts: list[Part] = []
+        room = 0
+        buckets = group.gradients.sums()
+        for bucket in buckets if self._on_host else reversed(buckets):
+            records = bucket.working()
+            if room <= 0 or parts[-1].records[0].kind != records[0].kind:
+                parts.append(Part(group, [], []))
+                room = PART
+            parts[-1].buckets.append(bucket)
+            parts[-1].records.extend(records)
+            room -= bucket.shard.row.numel()
+        return parts
+
+    def assign_gradients(self, bucket: Bucket, scale: Scale, norm: GlobalNorm | None, by_optimizer: bool) -> None:
+        """Give each ``p32`` of a bucket its raw ``g``, scaled, as gradient: in place where dtypes allow it.
+
+        Args:
+            bucket: whose sums are complete.
+            scale: how sums become gradients.
+            norm: what is to measure them first.
+            by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips. What
+                is kept doesn't depend on it, since ranks may differ in it.
+        """
+        if norm is not None:
+            norm.add(bucket.shard.measured())
+        row = bucket.shard.to_step()
+        dtype = bucket.records[0].p32.dtype
+        if row.dtype == dtype and scale.overflow is None:
+            bucket.rows = None
+            bucket.scale = 1.0
+        else:
+            bucket.scale = scale.factor
+            row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
+        if not (by_optimizer or scale.exact):
+            row.mul_(scale.factor)
+        for record, gradient in zip(bucket.records, bucket.split(row.to(dtype)), strict=True):
+            if record.worked:
+                record.p32.grad = gradient
+        bucket.state = BucketState.STEPPED
+
+    def _step_part(self, part: Sequence[ShardedParameter]) -> None:
+        """Step ``part`` alone: for the time of the call each param group holds only its members of it."""
+        groups: list[dict[str, Any]] = self._optim.param_groups
+        members: list[list[Tensor]] = [[] for _ in groups]
+        for record in part:
+            members[record.group].append(record.p32)
+        whole = [group["params"] for group in groups]
+        try:
+            for group, some in zip(groups, members, strict=True):
+                group["params"] = some
+            self._optim.step()
+        finally:
+            for group, all_of_it in zip(groups, whole, strict=True):
+                group["params"] = all_of_it
+        _release_gradients(part)
+
+
+@contextmanager
+def _scaling(optim: Any, scale: Scale) -> Iterator[None]:
+    """Tell a fused ``optim`` what to multiply its gradients with, and when to do nothing, as ``GradScaler`` would."""
+    device = next(p.device for group in optim.param_groups for p in group["params"])
+    optim.grad_scale = _on_device(1.0 / scale.factor, device)
+    optim.found_inf = None if scale.overflow is None else scale.overflow.float()
+    try:
+        yield
+    finally:
+        del optim.grad_scale, optim.found_inf
+
+
+def _on_device(number: float | Tensor, device: torch.device) -> Tensor:
+    """0-d fp32, without waiting for the device, which a copy of the host's number would."""
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float32)
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
+@contextmanager
+def _fused(optim: Optimizer) -> Iterator[None]:
+    """Step Adam by its fused kernel, but leave its settings as they are: they are saved, and may go elsewhere."""
+    mine = optim.param_groups if type(optim) in _FUSED else []
+    chosen = [group for group in mine if all(group.get(name) == default for name, default in _LEFT_OPEN.items())]
+    for group in chosen:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in chosen:
+            group["fused"] = None
+
+
+def _release_gradients(stepped: Iterable[ShardedParameter]) -> None:
+    for record in stepped:
+        record.p32.grad = None
