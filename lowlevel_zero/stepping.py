@@ -15,12 +15,8 @@ from .bookkeeping.gradient_sum import GradientSum, Scale
 from .bookkeeping.parameter_store import ShardedParameter
 from .construction import ShardedGroup
 from .grad_norm import GlobalNorm
+from .partition import ELEMENTWISE
 
-# torch's own, whose state is per parameter, step counters included.
-_BY_PARAMETER = {
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-}
 # Their fused kernels take a gradient's scale and a flag to leave everything as it is. (SGD's leaves a first momentum
 # unset when the flag is up.)
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}
@@ -52,7 +48,7 @@ def steps_in_parts(optim: Optimizer) -> bool:
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
     )
-    return type(optim) in _BY_PARAMETER and not any(watched)
+    return type(optim) in ELEMENTWISE and not any(watched)
 
 
 def is_fused(optim: Optimizer) -> bool:
