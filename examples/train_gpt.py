@@ -3,20 +3,17 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --resume  # after it was killed
 
-Read it from top to bottom and make it yours. report.py beside it prints, draws and compares.
+Read it from top to bottom and make it yours. report.py beside it prints and draws the results.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 import sysconfig
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,39 +24,17 @@ from torch.optim.lr_scheduler import LambdaLR
 import report
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint
-from options import DTYPES, Options, join, parse
-
-BYTES = 256
+from options import DTYPES, Options, join, parse, run_of
 
 # ---- the model ----
 
 
-class Block(nn.Module):
-    """One pre-norm transformer layer. It starts as the identity: a young model doesn't miss it when it is dropped."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.project, self.merge = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        nn.init.zeros_(self.merge.weight)
-        nn.init.zeros_(self.narrow.weight)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:  # x: [batch, time, width]
-        by_head = self.project(self.before_attention(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = by_head.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(turned(query, rotation), turned(key, rotation), value, is_causal=True)
-        x = x + self.merge(mixed.transpose(1, 2).flatten(-2))
-        x = x + self.narrow(F.gelu(self.widen(self.before_mlp(x))))
-        return x
-
-
-def turned(x: Tensor, rotation: Tensor) -> Tensor:
-    """Pairs of channels turned by an angle that grows with the position (RoFormer, Su et al., 2021)."""
-    cosine, sine = rotation[:, : x.size(-2)]
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
+def layer_of(width: int, heads: int) -> nn.TransformerEncoderLayer:
+    """A pre-norm layer. It starts as the identity, so one that is dropped early isn't missed."""
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
+    nn.init.zeros_(layer.self_attn.out_proj.weight)
+    nn.init.zeros_(layer.linear2.weight)
+    return layer
 
 
 class GPT(nn.Module):
@@ -67,26 +42,25 @@ class GPT(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(BYTES, width)
+        self.embedding, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        nn.init.normal_(self.position.weight, std=0.02)
+        self.layers = nn.ModuleList(layer_of(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        speeds = 10_000.0 ** -(torch.arange(0, width // heads, 2) * heads / width)
-        angles = torch.outer(torch.arange(context), speeds)
-        self.register_buffer("rotation", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def forward(self, text: Tensor, keep: Sequence[bool] | None = None) -> Tensor:  # text: [batch, time]
         """``keep`` says which layers take part (LayerDrop, Fan et al., 2019); None: all."""
-        x = self.embedding(text)
+        x = self.embedding(text) + self.position.weight[: text.size(1)]
+        future = nn.Transformer.generate_square_subsequent_mask(text.size(1), x.device, x.dtype)
         for layer, kept in zip(self.layers, keep or [True] * len(self.layers), strict=True):
-            x = layer(x, self.rotation) if kept else x
+            x = layer(x, future, is_causal=True) if kept else x
         return F.linear(self.norm(x), self.embedding.weight)
 
 
-def byte_loss(network: nn.Module, windows: Tensor, keep: Sequence[bool] | None = None, reduce: str = "mean") -> Tensor:
-    """Cross-entropy, in fp32, of all but the first byte of each of ``windows`` [batch, context + 1]."""
-    logits = network(windows[:, :-1], keep)
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction=reduce)
+def byte_loss(model: nn.Module, windows: Tensor, keep: Sequence[bool] | None = None) -> Tensor:
+    """Mean cross-entropy, in fp32, of all but the first byte of each of ``windows`` [batch, context + 1]."""
+    logits = model(windows[:, :-1], keep)
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
 # ---- the data ----
@@ -94,11 +68,12 @@ def byte_loss(network: nn.Module, windows: Tensor, keep: Sequence[bool] | None =
 
 def library_sources() -> list[Path]:
     """The standard library's sources in one order everywhere; no tests, no installed packages."""
-    files: list[Path] = []
-    for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
-        inner[:] = set(inner) - {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(files, key=Path.as_posix)
+    root, left_out = (
+        Path(sysconfig.get_path("stdlib")),
+        {"site-packages", "dist-packages", "test", "tests", "idle_test"},
+    )
+    found = [file for pattern in ("*.py", "*/*.py", "*/*/*.py") for file in root.glob(pattern)]
+    return sorted(file for file in found if left_out.isdisjoint(file.relative_to(root).parts))
 
 
 def windows_of(files: Sequence[Path], context: int) -> Tensor:
@@ -109,92 +84,88 @@ def windows_of(files: Sequence[Path], context: int) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8).unfold(0, context + 1, 1)
 
 
+def draw(options: Options, text: Tensor, step: int, micro_batch: int) -> tuple[Tensor, list[bool]]:
+    """A micro-batch of this rank, [batch, context + 1], and the layers that it keeps.
+
+    Both depend on these numbers alone, so a resumed run draws what an unbroken one does.
+    """
+    shared = random.Random(f"{options.seed} {step} {micro_batch}")
+    own = random.Random(f"{options.seed} {step} {micro_batch} {dist.get_rank()}")
+    windows = text[[own.randrange(len(text)) for _ in range(options.batch)]].long()
+    chance = own if options.layer_drop_per_rank else shared
+    return windows, [chance.random() >= options.layer_drop for _ in range(options.layers)]
+
+
 # ---- the training ----
 
 
 class Training:
     """A model, the optimizer that ZeRO shards, and the steps that they take together."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self.options, self.device, self.folder = options, device, options.out / "checkpoints"
         torch.manual_seed(options.seed)
-        model: nn.Module = GPT(options.layers, options.width, options.heads, options.context)
-        self.model = self.network = model.to(options.device, DTYPES[options.dtype])
+        self.model = GPT(options.layers, options.width, options.heads, options.context)
+        self.model.to(device, DTYPES[options.dtype])
         groups = [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
+            {"params": [p for p in self.model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
         ]
-        if options.stage:
-            adamw = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
-            self.optimizer: Any = LowLevelZeroOptimizer(
-                adamw, model=model, partition_grad=options.stage == 2, clip_grad_norm=options.clip
-            )
-        else:
-            self.network = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-            self.optimizer = report.PlainAdamW(groups, lr=options.lr, betas=(0.9, 0.95), clip=options.clip)
+        adamw = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = LowLevelZeroOptimizer(
+            adamw, model=self.model, partition_grad=options.stage == 2, clip_grad_norm=options.clip
+        )
         self.schedule = LambdaLR(self.optimizer, lambda step: learning_rate(step, options.steps))
         self.history = report.History()
-        self.losses: list[Tensor] = []  # of the steps that the history lacks: to read them is to wait for the device
+        self.losses: list[Tensor] = []  # of the steps that the history lacks: reading them would wait for the device
 
     def run(self, text: Tensor, validation: Tensor) -> None:
         """The steps that are left, on windows drawn from ``text``, each rank's own; all share ``validation``."""
-        options, history = self.options, self.history
-        done = len(history.train)
+        options, history, done = self.options, self.history, len(self.history.train)
         if not done:
             self.validate(0, validation)
-        with report.progress_bar(options.steps, done, visible=dist.get_rank() == 0) as bar:
+        with report.progress_bar(options.steps, done) as bar:
             for step in range(done + 1, options.steps + 1):
                 began = time.perf_counter()
                 self.backward(step, text)
                 self.optimizer.step()
                 self.schedule.step()
-                seen = self.look() if due(step, options.steps, 100) else None
+                if due(step, options.steps, 100):
+                    held = self.optimizer.memory_held()
+                    history.held = {owner: max(size, history.held.get(owner, 0)) for owner, size in held.items()}
+                    bar.set_postfix_str(f"loss {self.losses[-1]:.3f}, norm {self.optimizer.get_grad_norm():.2f}", False)
                 self.optimizer.zero_grad()
                 history.seconds += time.perf_counter() - began
-                if seen is not None:
-                    bar.set_postfix_str(f"{seen}, {report.speed(options, step, history.seconds):,.0f} tokens/s", False)
                 bar.update()
                 if due(step, options.steps, 8):
                     self.validate(step, validation)
-                if options.saves and (step % options.save_every == 0 or step == options.steps):
+                if options.save_every and (step % options.save_every == 0 or step == options.steps):
                     self.save(step)
-        self.average_losses()
 
     def backward(self, step: int, text: Tensor) -> None:
         """The micro-batches of a step. The mean of their losses stays on the device."""
-        options, losses = self.options, []
-        for micro_batch in range(options.accumulation):
-            # Batches and dropped layers depend on these numbers alone: a resumed run has those of an unbroken one.
-            place = f"{options.seed} {step} {micro_batch}"
-            own = random.Random(f"{place} {dist.get_rank()}")
-            windows = text[[own.randrange(len(text)) for _ in range(options.batch)]].long().to(options.device)
-            draw = own if options.layer_drop_per_rank else random.Random(place)
-            keep = [draw.random() >= options.layer_drop for _ in range(options.layers)]
-            self.history.layers_drawn += len(keep)
+        losses = []
+        for micro_batch in range(self.options.accumulation):
+            windows, keep = draw(self.options, text, step, micro_batch)
             self.history.layers_dropped += keep.count(False)
-            losses.append(byte_loss(self.network, windows, keep))
-            self.optimizer.backward(losses[-1] / options.accumulation)
+            losses.append(byte_loss(self.model, windows.to(self.device), keep))
+            self.optimizer.backward(losses[-1] / self.options.accumulation)
         self.losses.append(torch.stack(losses).detach().mean())
-
-    def look(self) -> str:
-        """Loss and norm of a step, read from the device; the most that this rank has held of anything is remembered."""
-        held = self.history.held
-        held |= {owner: max(size, held.get(owner, 0)) for owner, size in self.optimizer.memory_held().items()}
-        return f"loss {self.losses[-1].item():.3f}, norm {self.optimizer.get_grad_norm() or 0.0:.2f}"
 
     @torch.no_grad()
     def validate(self, step: int, windows: Tensor) -> None:
         """Remember the loss over all ``windows``, of which each rank judges its share, with no layer dropped."""
-        nats = torch.zeros((), dtype=torch.float64, device=self.options.device)
+        self.average_losses()
+        nats = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in torch.split(windows[dist.get_rank() :: dist.get_world_size()], self.options.batch):
-            nats += byte_loss(self.model, part.to(self.options.device), reduce="sum")
+            nats += byte_loss(self.model, part.to(self.device)) * len(part)
         dist.all_reduce(nats)
-        self.history.validation.append((step, nats.item() / windows[:, 1:].numel()))
+        self.history.validation.append((step, nats.item() / len(windows)))
 
     def average_losses(self) -> None:
         """Average over the ranks what the steps since the last time lost, and remember it."""
         if self.losses:
-            mean = torch.stack(self.losses).float() / dist.get_world_size()
+            mean = torch.stack(self.losses) / dist.get_world_size()
             dist.all_reduce(mean)
             self.history.train += mean.tolist()
             self.losses.clear()
@@ -202,16 +173,17 @@ class Training:
     def save(self, step: int) -> None:
         """Write a checkpoint; every rank calls it."""
         self.average_losses()
-        path = self.options.checkpoint_dir / f"step-{step}"
-        extra = {"run": self.options.run(), "history": asdict(self.history)}
-        save_checkpoint(path, self.model, self.optimizer, scheduler=self.schedule, extra=extra, keep=self.options.keep)
+        extra = {"run": run_of(self.options), "history": vars(self.history)}
+        path, keep = self.folder / f"step-{step}", self.options.keep
+        save_checkpoint(path, self.model, self.optimizer, scheduler=self.schedule, extra=extra, keep=keep)
 
     def resume(self) -> Path | None:
-        """Go on from the newest checkpoint, which is returned, if that is wanted and there is one."""
-        newest = latest(self.options.checkpoint_dir, group=dist.group.WORLD) if self.options.resume else None
+        """Go on from the newest checkpoint, which is returned; None: there is none yet."""
+        newest = latest(self.folder, group=dist.group.WORLD)
         if newest is not None:
             extra = load_checkpoint(newest, self.model, self.optimizer, scheduler=self.schedule)
-            self.options.check_same_run(newest, extra)
+            if extra["run"] != run_of(self.options):
+                raise ValueError(f"--resume: {newest} is of a run with {extra['run']}: give the same, or another --out")
             self.history = report.History(**extra["history"])
         return newest
 
@@ -231,15 +203,15 @@ def due(step: int, steps: int, times: int) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train on this rank, and report on the first."""
     options = parse(arguments)
-    join(options)
+    device = join()
     files = library_sources()
     held_out, others = files[::16], [file for at, file in enumerate(files) if at % 16]
     text = windows_of(others[dist.get_rank() :: dist.get_world_size()], options.context)
     validation = windows_of(held_out, options.context)
     validation = validation[torch.linspace(0, len(validation) - 1, 128).long()].long()
 
-    training = Training(options)
-    report.begin(options, training.model, (len(others), len(held_out)), training.resume())
+    training = Training(options, device)
+    report.begin(options, training.model, training.resume() if options.resume else None)
     training.run(text, validation)
     report.conclude(options, training.model, training.history, windows_of(others, 0).flatten(), validation)
     dist.destroy_process_group()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain, repeat
 from pathlib import Path
 
 import colossalai
@@ -32,51 +33,6 @@ def read(path: str) -> Tensor:
     return text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH).long()
 
 
-class Training:
-    """What any ColossalAI program has, with this package's plugin."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        plugin = LowLevelZeroPlugin(stage=options.stage, precision=options.precision, initial_scale=2**16, max_norm=1.0)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **SIZES))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        scheduler = CosineAnnealingLR(optimizer, T_max=10 * options.steps)
-        loader = plugin.prepare_dataloader(read(str(torch.nn.functional.__file__)), batch_size=8, shuffle=True)
-        self.booster = Booster(plugin=plugin)
-        boosted = self.booster.boost(model, optimizer, None, loader, scheduler)
-        self.model, self.optimizer, _, self.loader, self.scheduler = boosted
-
-    def run(self, steps: int) -> Iterator[tuple[float, float]]:
-        """Train; yields the loss on this rank, and the gradients' norm, of each step."""
-        self.model.train()
-        for tokens, _ in zip(self.batches(), range(steps), strict=False):
-            loss = self.model(input_ids=tokens, labels=tokens).loss
-            self.booster.backward(loss, self.optimizer)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            yield loss.item(), self.optimizer.get_grad_norm()
-
-    def batches(self) -> Iterator[Tensor]:
-        """This rank's, for ever."""
-        device = next(self.model.parameters()).device
-        while True:
-            yield from (tokens.to(device) for tokens in self.loader)
-
-    def save(self, folder: Path) -> None:
-        """Write all that a resumed run needs; every rank calls it."""
-        if torch.distributed.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        self.booster.save_model(self.model, str(folder / "model"), shard=True)
-        self.booster.save_optimizer(self.optimizer, str(folder / "optimizer"), shard=True)
-        self.booster.save_lr_scheduler(self.scheduler, str(folder / "scheduler.pt"))
-
-    def load(self, folder: Path) -> None:
-        """Read it; every rank calls it."""
-        self.booster.load_model(self.model, str(folder / "model"))
-        self.booster.load_optimizer(self.optimizer, str(folder / "optimizer"))
-        self.booster.load_lr_scheduler(self.scheduler, str(folder / "scheduler.pt"))
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small Llama with ColossalAI's Booster.")
@@ -93,18 +49,38 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, and say how it goes."""
+    """Train, and say how it goes: what any ColossalAI program does, with this package's plugin."""
     options = parse(arguments)
     colossalai.launch_from_torch(verbose=False)
-    training = Training(options)
+    plugin = LowLevelZeroPlugin(stage=options.stage, precision=options.precision, initial_scale=2**16, max_norm=1.0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **SIZES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = CosineAnnealingLR(optimizer, T_max=10 * options.steps)
+    loader = plugin.prepare_dataloader(read(str(torch.nn.functional.__file__)), batch_size=8, shuffle=True)
+    booster = Booster(plugin=plugin)
+    model, optimizer, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
+
     if options.resume:
-        training.load(options.resume)
-    first = training.scheduler.last_epoch + 1
-    for step, (loss, norm) in enumerate(training.run(options.steps), start=first):
+        booster.load_model(model, str(options.resume / "model"))
+        booster.load_optimizer(optimizer, str(options.resume / "optimizer"))
+        booster.load_lr_scheduler(scheduler, str(options.resume / "scheduler.pt"))
+    first, device = scheduler.last_epoch + 1, next(model.parameters()).device
+    model.train()
+    batches = chain.from_iterable(repeat(loader))  # for ever
+    for step, tokens in zip(range(first, first + options.steps), batches, strict=False):
+        tokens = tokens.to(device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
         if torch.distributed.get_rank() == 0 and (step == first or step % 10 == 0):
-            print(f"step {step}: loss {loss:.3f}, gradient norm {norm:.3f}", flush=True)
+            print(f"step {step}: loss {loss.item():.3f}, gradient norm {optimizer.get_grad_norm():.3f}", flush=True)
     if options.save:
-        training.save(options.save)
+        options.save.mkdir(parents=True, exist_ok=True)
+        booster.save_model(model, str(options.save / "model"), shard=True)
+        booster.save_optimizer(optimizer, str(options.save / "optimizer"), shard=True)
+        booster.save_lr_scheduler(scheduler, str(options.save / "scheduler.pt"))
     torch.distributed.destroy_process_group()
 
 

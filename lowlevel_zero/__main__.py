@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from . import __version__
 from .planning.commands.checkpoints import CONSOLIDATE, INSPECT
-from .planning.commands.command import Command
 from .planning.commands.plan import PLAN
 
 RUN = "python -m "
@@ -23,26 +22,32 @@ COMMANDS = (CONSOLIDATE, INSPECT, PLAN)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. What can't be done is one line on stderr, and code 2."""
-    options = _parser().parse_args(arguments)
-    command: Command = options.command
     try:
-        command.run(options)
+        options = _parser().parse_args(arguments)
+        options.command.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # who read the output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return INTERRUPTED
+    except _Mistake as mistake:
+        print(mistake, file=sys.stderr)
+        return REFUSED
     except (ValueError, OSError, ImportError) as refused:
-        print(f"lowlevel_zero {command.name}: error: {' '.join(str(refused).split())}", file=sys.stderr)
+        print(f"lowlevel_zero {options.command.name}: error: {' '.join(str(refused).split())}", file=sys.stderr)
         return REFUSED
     return 0
+
+
+class _Mistake(Exception):
+    """On the command line; the message is all that is to be printed."""
 
 
 class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, as the commands do."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(REFUSED, f"{self.prog.removeprefix(RUN)}: error: {message}\n")
+        raise _Mistake(f"{self.prog.removeprefix(RUN)}: error: {message.removeprefix('argument ')}")
 
 
 def _parser() -> argparse.ArgumentParser:

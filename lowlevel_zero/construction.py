@@ -40,8 +40,8 @@ class Rooms:
         from .diagnostics.bad_numbers import BadNumbers
         from .diagnostics.guards import Guard
         from .diagnostics.verification import verify
-        from .optim.elementwise import check_elementwise, check_matrices
-        from .optim.whole_steps import whole_step
+        from .optim.elementwise import check_elementwise
+        from .optim.whole_steps import check_matrices, whole_step
         from .planning.of_optimizer import layout, memory_held
         from .state.sharded_dict import load_sharded_state_dict, sharded_state_dict
         from .state.values import whole_gradients

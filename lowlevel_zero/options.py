@@ -161,10 +161,3 @@ class ZeroOptions:
     def unit(self, world_size: int) -> float:
         """What a gradient that was divided before it was summed is to be multiplied with afterwards."""
         return self.gradient_predivide_factor / (world_size if self.reduction == "mean" else 1)
-
-
-def refuse_undelivered(**keywords: object) -> None:
-    """Raise ``NotImplementedError`` for the first keyword that asks for what isn't built yet."""
-    for keyword, value in keywords.items():
-        if value:
-            raise NotImplementedError(f"{keyword}={value!r} is not available yet: leave {keyword} out")

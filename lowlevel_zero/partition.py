@@ -1,8 +1,16 @@
-"""The arithmetic of ``[world_size, -1]``: which elements of a flat parameter each rank owns."""
+"""The arithmetic of ``[world_size, -1]``: which elements of a flat parameter each rank owns, and who may step them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
+
+# torch's optimizers that step slices as they step what is whole. Their state is per parameter, step counters included.
+ELEMENTWISE = (
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
+    *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+)
 
 
 @dataclass(frozen=True)

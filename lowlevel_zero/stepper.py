@@ -19,12 +19,8 @@ from .bookkeeping.parameter_store import ShardedParameter
 from .communication.collectives import ShardGroup
 from .communication.transport import Pending
 from .construction import ShardedGroup
+from .partition import ELEMENTWISE
 
-# torch's own, whose state is per parameter, step counters included.
-_BY_PARAMETER = {
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-}
 # Their fused kernels take a gradient's scale and a flag to leave everything as it is. (SGD's leaves a first momentum
 # unset when the flag is up.)
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}
@@ -120,7 +116,7 @@ def steps_in_parts(optim: Optimizer) -> bool:
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
     )
-    return type(optim) in _BY_PARAMETER and not any(watched)
+    return type(optim) in ELEMENTWISE and not any(watched)
 
 
 def is_fused(optim: Optimizer) -> bool:

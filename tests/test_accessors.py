@@ -6,7 +6,6 @@ import gc
 import inspect
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,7 +31,6 @@ from lowlevel_zero.accessors import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from lowlevel_zero.communication import roll_call
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.state import values
 from tests.support.grid import Grid
@@ -488,62 +486,6 @@ def test_a_model_may_have_several_optimizers_and_parameters_of_none() -> None:
 
 
 # What is refused
-
-
-def test_a_rank_alone_is_told_who_did_not_come_and_training_goes_on() -> None:
-    def rank(rank: int, world_size: int) -> str:
-        model, optimizer = wrapped(Run(3))
-        backward(optimizer, model, Run(3), 0, rank)
-        message = ""
-        if rank == 1:
-            calls: list[Callable[[], Any]] = [
-                lambda: safe_get_full_grad(model.inward, timeout=0.3),
-                lambda: safe_get_full_fp32_param(model.inward, timeout=0.3),
-                lambda: safe_get_full_optimizer_state(model.inward, "exp_avg", timeout=0.3),
-                lambda: safe_set_full_fp32_param(model.inward, model.inward.detach(), timeout=0.3),
-                lambda: safe_set_full_optimizer_state(model.inward, model.inward.detach(), "exp_avg", timeout=0.3),
-                lambda: full_grads(model, timeout=0.3),
-            ]
-            for call in calls:
-                with pytest.raises(TimeoutError, match="got rank 1 and, .* not ranks 0, 2") as caught:
-                    call()
-                message += str(caught.value)
-        dist.barrier()
-        assert safe_get_full_grad(model.inward) is not None
-        optimizer.step()
-        return message
-
-    told = run_ranks(rank, 3)[1]
-    assert "safe_get_full_grad of inward: expected all 3 ranks" in told
-    assert "full_grads of 15 parameters" in told
-
-
-def test_a_rank_that_comes_a_minute_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute of half a second: it was evaluating, say."""
-    clock = SimpleNamespace(monotonic=lambda: 120 * time.monotonic(), sleep=time.sleep)
-    monkeypatch.setattr(roll_call, "time", clock)
-
-    def rank(rank: int, world_size: int) -> float:
-        model, optimizer = wrapped(Run())
-        backward(optimizer, model, Run(), 0, rank)
-        start = time.monotonic()
-        if rank == 1:
-            time.sleep(0.5)
-        for read in (safe_get_full_grad, safe_get_full_fp32_param, safe_get_local_grad):
-            assert read(model.inward) is not None
-        assert full_grads(model)["inward"] is not None
-        return time.monotonic() - start
-
-    assert min(run_ranks(rank, 2, timeout=200)) >= 0.5
-
-
-def test_all_that_communicate_take_a_timeout_of_the_callers_own() -> None:
-    functions = [f for name, f in vars(accessors).items() if name.startswith(("safe_", "full_"))]
-    limits = [
-        inspect.signature(f).parameters["timeout"] for f in functions if "timeout" in inspect.signature(f).parameters
-    ]
-    assert len(functions) - len(limits) == 2  # that don't communicate
-    assert all(limit.default is None for limit in limits)
 
 
 def test_names_and_order_of_arguments_are_deepspeed_s() -> None:

@@ -1,4 +1,4 @@
-"""Which optimizers may be stepped on slices: torch's own, and strangers, of which a trial changes nothing."""
+"""Which optimizers may be stepped on slices: torch's own, and strangers, of which a probe changes nothing."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_torch_optim(name: str) -> None:
     elif name in REFUSED:
         with pytest.raises(TypeError, match=rf"{name} cannot be stepped on slices"):
             check_elementwise(optimizer)
-    else:  # a newer torch's: the trial decides, and decides cleanly
+    else:  # a newer torch's: the probe decides, and decides cleanly
         try:
             check_elementwise(optimizer)
         except TypeError as error:
@@ -265,14 +265,14 @@ def test_torch_optim_is_all_there() -> None:
 
 
 @pytest.mark.parametrize(("name", "way"), EVERY_WAY)
-def test_a_trial_agrees_with_the_table(name: str, way: dict[str, Any]) -> None:
+def test_a_probe_agrees_with_the_table(name: str, way: dict[str, Any]) -> None:
     subclass = type("Renamed", (getattr(torch.optim, name),), {})
     check_elementwise(subclass(matrix(), **way))
 
 
 @pytest.mark.parametrize(("name", "way"), EVERY_WAY)
 def test_whole_equals_halves(name: str, way: dict[str, Any]) -> None:
-    """The table again, without the trial's code."""
+    """The table again, without the probe's code."""
     cls, generator = getattr(torch.optim, name), torch.Generator().manual_seed(1)
     whole = torch.randn(31, 10, generator=generator).requires_grad_()
     halves = [half.detach().clone().requires_grad_() for half in whole.flatten().chunk(2)]
@@ -303,7 +303,7 @@ STRANGERS_THAT_ARE_NOT = [
 @pytest.mark.parametrize("cls", STRANGERS_THAT_ARE_NOT)
 def test_strangers_that_are_not(cls: type[Stranger]) -> None:
     optimizer = cls(matrix())
-    with pytest.raises(TypeError, match=rf"{cls.__name__} cannot .* flat slices differ by .* in step \d+ of a trial"):
+    with pytest.raises(TypeError, match=rf"{cls.__name__} cannot .* flat slices differ by .* in a probe"):
         check_elementwise(optimizer)
     check_elementwise(optimizer, assume_elementwise=True)
 
@@ -577,7 +577,7 @@ def test_what_cannot_be_tried(cls: type[Stranger], told: str) -> None:
     check_elementwise(optimizer, assume_elementwise=True)
 
 
-# What a trial leaves alone
+# What a probe leaves alone
 
 
 def trained(cls: type[Optimizer]) -> tuple[torch.nn.Linear, Optimizer]:
@@ -637,7 +637,7 @@ def test_the_model_is_not_copied() -> None:
 
 
 def test_an_attribute_that_holds_a_model_is_not_copied() -> None:
-    with pytest.raises(TypeError, match="its option model is a Linear, which a trial does not copy"):
+    with pytest.raises(TypeError, match="its option model is a Linear, which a probe does not copy"):
         check_elementwise(HoldsAModel(matrix(), torch.nn.Linear(1000, 1000, device="meta")))
 
 

@@ -18,8 +18,6 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.optim import Lamb
-from lowlevel_zero.optim.elementwise import TOGETHER
-from lowlevel_zero.optim.whole_steps import _STEPS
 from tests.support import experts
 from tests.support.checkpoints import AFTER, BEFORE, Training
 from tests.support.grid import Grid
@@ -277,10 +275,6 @@ def test_a_checkpoint_goes_on_at_another_world_size(tmp_path: Path) -> None:
 
 
 # ---- which optimizers ----
-
-
-def test_who_is_accepted_can_be_stepped() -> None:
-    assert set(_STEPS) == TOGETHER
 
 
 def test_a_subclass_is_refused_with_what_to_use_instead() -> None:

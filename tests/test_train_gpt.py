@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import multiprocessing
@@ -26,7 +25,7 @@ from lowlevel_zero.checkpoint import latest
 from options import parse
 from tests.support.ranks import run_ranks
 
-SMALL = "--layers=2 --width=32 --heads=4 --context=32 --batch=4 --dtype=fp32 --device=cpu --lr=1e-2".split()  # noqa: SIM905
+SMALL = "--layers=2 --width=32 --heads=4 --context=32 --batch=4 --dtype=fp32 --lr=1e-2".split()  # noqa: SIM905
 SOURCES = train_gpt.library_sources()[:48]
 
 Told = dict[str, Any]
@@ -53,23 +52,19 @@ def told(out: Path) -> Told:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "--steps: expected a whole number of at least 1, got '0'"),
-        (["--layers", "two"], "--layers: expected a whole number of at least 1, got 'two'"),
-        (["--layer-drop", "1"], "--layer-drop: expected a rate of at least 0 and below 1, got '1'"),
-        (["--layer-drop", "nan"], "expected a rate of at least 0 and below 1, got 'nan'"),
-        (["--lr", "0"], "--lr: expected a number above 0, got '0'"),
-        (["--lr", "inf"], "--lr: expected a number above 0, got 'inf'"),
-        (["--clip", "-1"], "--clip: expected a number of at least 0, got '-1'"),
-        (["--seed", "-1"], "--seed: expected a whole number from 0"),
-        (["--save-every", "-1"], "--save-every: expected a whole number of at least 0, got '-1'"),
-        (["--keep", "0"], "--keep: expected a whole number of at least 1, got '0'"),
+        (["--steps", "0"], "--steps: expected a number of at least 1, got 0"),
+        (["--layers", "two"], "--layers: invalid int value: 'two'"),
+        (["--layer-drop", "1"], "--layer-drop: expected a rate below 1, got 1.0"),
+        (["--layer-drop", "nan"], "--layer-drop: expected a number of at least 0, got nan"),
+        (["--lr", "0"], "--lr: expected a number of at least 1e-09, got 0.0"),
+        (["--lr", "inf"], "got inf"),
+        (["--clip", "-1"], "--clip: expected a number of at least 0, got -1.0"),
+        (["--seed", "-1"], "--seed: expected a number of at least 0, got -1"),
+        (["--save-every", "-1"], "--save-every: expected a number of at least 0, got -1"),
+        (["--keep", "0"], "--keep: expected a number of at least 1, got 0"),
         (["--stage", "3"], "--stage: invalid choice: 3"),
         (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
-        (["--width", "100", "--heads", "6"], "--width 100 must be a multiple of twice --heads 6"),
-        (["--stage", "0", "--dtype", "bf16"], "--dtype bf16 needs --stage 1 or 2"),
-        (["--stage", "0", "--resume"], "--resume needs --stage 1 or 2"),
-        (["--out", __file__], "must be a folder"),
-        (["--checkpoint-dir", __file__], "--checkpoint-dir"),
+        (["--width", "100", "--heads", "6"], "--width 100 must be a multiple of --heads 6"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,18 +76,9 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
 
 def test_defaults() -> None:
     options = parse(["--out", "mine"])
-    assert options.stage == 2
+    assert (options.stage, options.out) == (2, Path("mine"))
     assert options.layer_drop > 0
-    assert options.checkpoint_dir == Path("mine/checkpoints")
-    assert parse(["--checkpoint-dir", "fast"]).checkpoint_dir == Path("fast")
-    assert parse(["--stage", "0", "--device", "cpu"]).dtype == "fp32"
     assert parse(["--dtype", "fp16"]).dtype == "fp16"
-
-
-def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(SystemExit, match=r"needs tqdm: pip install 'lowlevel-zero\[demo\]'"):
-        importlib.reload(report)
 
 
 def test_a_context_longer_than_the_text_is_refused(tmp_path: Path) -> None:
@@ -107,7 +93,7 @@ def test_a_context_longer_than_the_text_is_refused(tmp_path: Path) -> None:
 
 def gpt() -> train_gpt.GPT:
     """One that has left the identity at which its layers start."""
-    model = train_gpt.GPT(layers=3, width=16, heads=2, context=12)
+    model = train_gpt.GPT(layers=3, width=16, heads=2, context=13)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
@@ -134,22 +120,22 @@ def test_a_dropped_layer_gets_no_gradient() -> None:
 def test_the_models_to_beat_against_brute_force() -> None:
     text = torch.randint(97, 101, (500,), dtype=torch.uint8)
     windows = torch.randint(96, 101, (4, 11))
-    found = report.baselines(text, windows)
+    found = report.ngrams(text, windows)
     assert found["uniform"] == pytest.approx(math.log(256))
     for name, before in (("unigram", 0), ("bigram", 1)):
-        slow = min(slow_loss(text, windows, before, smoothing) for smoothing in report.SMOOTHINGS)
-        assert found[name] == pytest.approx(slow)
+        assert found[name] == pytest.approx(slow_loss(text, windows, before), rel=1e-4)
 
 
-def slow_loss(text: torch.Tensor, windows: torch.Tensor, before: int, smoothing: float) -> float:
+def slow_loss(text: torch.Tensor, windows: torch.Tensor, before: int) -> float:
+    """Counts how often a byte comes (after the byte before it), of all that come after another, and a tenth."""
     known = bytes(text.tolist())
-    seen = [known[at : at + before + 1] for at in range(len(known) - before)]
+    seen = [known[at - before : at + 1] for at in range(1, len(known))]
     nats = []
     for window in map(bytes, windows.tolist()):
         for at in range(1, len(window)):
             pair = window[at - before : at + 1]
-            chances = sum(each[:-1] == pair[:-1] for each in seen) + 256 * smoothing
-            nats.append(-math.log((seen.count(pair) + smoothing) / chances))
+            chances = sum(each[:-1] == pair[:-1] for each in seen) + 256 * 0.1
+            nats.append(-math.log((seen.count(pair) + 0.1) / chances))
     return sum(nats) / len(nats)
 
 
@@ -176,18 +162,17 @@ def test_the_command_trains_and_reports(tmp_path: Path) -> None:
     assert len(run["train"]) == 8
     assert run["world_size"] == 2
     assert run["validation"][-1][1] < run["validation"][0][1] - 0.5
-    assert run["layers_drawn"] == 16
     assert 0 < run["layers_dropped"] < 16
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    for part in ("ZeRO-2, measured", "optimizer state", "together", str(tmp_path / "loss.png"), "after 8 steps"):
+    for part in ("ZeRO-2, measured", "states", "together", str(tmp_path / "loss.png"), "8 steps in"):
         assert part in done.stdout
-    for name, loss in run["baselines"].items():
+    for name, loss in run["ngrams"].items():
         assert f"{name} " in done.stdout
         assert f"{loss:.3f}" in done.stdout
 
 
+DROP = ["--steps=8", "--layer-drop=0.4", "--layer-drop-per-rank", "--save-every=0"]
 CASES = {
-    "ddp": ["--stage=0"],
     "zero-1": ["--stage=1"],
     "zero-2": ["--stage=2"],
     "bf16": ["--stage=1", "--dtype=bf16", "--clip=0"],
@@ -195,36 +180,59 @@ CASES = {
 }
 
 
+def plain(rank: int, world_size: int) -> list[float]:
+    """The same training by DDP and AdamW: losses of its steps, averaged over the ranks."""
+    options = parse([*SMALL, *DROP])
+    torch.manual_seed(options.seed)
+    model = train_gpt.GPT(options.layers, options.width, options.heads, options.context)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim < 2) == small] for small in (False, True))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: train_gpt.learning_rate(step, options.steps))
+    network = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    files = [file for at, file in enumerate(SOURCES) if at % 16][rank::world_size]
+    text = train_gpt.windows_of(files, options.context)
+    losses = []
+    for step in range(1, options.steps + 1):
+        loss = train_gpt.byte_loss(network, *train_gpt.draw(options, text, step, 0))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / world_size
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
 def test_stages_agree_with_ddp_and_hold_a_share(tmp_path: Path) -> None:
-    def rank(rank: int, world_size: int) -> None:
+    def rank(rank: int, world_size: int) -> list[float]:
         for name, arguments in CASES.items():
-            train(
-                tmp_path / name, "--steps=8", "--layer-drop=0.4", "--layer-drop-per-rank", "--save-every=0", *arguments
-            )
+            train(tmp_path / name, *DROP, *arguments)
+        return plain(rank, world_size)
 
     def alone(rank: int, world_size: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_gpt, "library_sources", lambda: SOURCES)
             train_gpt.main([*SMALL, "--steps=1", "--out", str(tmp_path / "alone")])
 
-    run_ranks(rank, 2)
+    losses = run_ranks(rank, 2)[0]
     run_ranks(alone, 1, init=False)
     runs = {name: told(tmp_path / name) for name in (*CASES, "alone")}
     for name in ("zero-1", "zero-2"):
-        run, held, ddp = runs[name], runs[name]["held"], runs["ddp"]["held"]
-        assert run["train"] == pytest.approx(runs["ddp"]["train"], abs=1e-4)
-        assert dict(run["validation"]) == pytest.approx(dict(runs["ddp"]["validation"]), abs=1e-4)
+        run, held, ddp = runs[name], runs[name]["held"], runs[name]["ddp"]
+        assert run["train"] == pytest.approx(losses, abs=1e-4)
         share = 0.5 if name == "zero-2" else 1.0  # stage 1 keeps its all-reduced buckets
         assert held["gradients"] == pytest.approx(share * ddp["gradients"], rel=0.1)
         assert held["states"] == pytest.approx(ddp["states"] / 2, rel=0.05)
         assert held["parameters"] == pytest.approx(ddp["parameters"], rel=0.05)
         assert held["masters"] == 0, "an fp32 model's are slices of its parameters"
-    for each in ("parameters", "gradients", "states"):
-        assert runs["ddp"]["held"][each] == pytest.approx(runs["ddp"]["ddp"][each], rel=0.01), "computed is measured"
     for name in ("bf16", "fp16"):
         assert runs[name]["train"][-1] < runs[name]["train"][0] - 0.5
-    assert runs["alone"]["validation"][0][1] == pytest.approx(runs["ddp"]["validation"][0][1], abs=1e-5)
-    assert not list(tmp_path.glob("[!a]*/checkpoints")), "nothing is saved where nothing is asked, or by DDP"
+    first = {name: run["validation"][0][1] for name, run in runs.items()}
+    assert first["alone"] == pytest.approx(first["zero-1"], abs=1e-5)
+    assert not list(tmp_path.glob("[!a]*/checkpoints")), "nothing is saved where nothing is asked"
 
 
 # Resuming.
@@ -243,7 +251,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same_run(run: Told, expected: Told) -> None:
     """Bit for bit: JSON has all digits."""
-    for what in ("train", "validation", "sample", "layers_drawn", "layers_dropped"):
+    for what in ("train", "validation", "sample", "layers_dropped"):
         assert run[what] == expected[what], what
 
 
@@ -314,6 +322,8 @@ def test_what_is_done_is_not_done_again_and_another_run_not_continued(tmp_path: 
         return str(refused.value)
 
     for message in run_ranks(rank, 2):
-        assert f"step-{STEPS} is of a run with --lr 0.01, this one has 0.5: give the same options" in message
+        assert f"step-{STEPS} is of a run with " in message
+        assert "'lr': 0.01" in message
+        assert "give the same, or another --out" in message
     same_run(told(out), told(whole_run))
     assert told(out)["seconds"] == told(whole_run)["seconds"]

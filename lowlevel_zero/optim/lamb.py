@@ -7,7 +7,7 @@ parameter: ``scaled_step`` takes a function that makes squares of slices those o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 Total = Callable[[Sequence[Tensor], Tensor], Tensor]
 
 
-class Way(NamedTuple):
+class Update(NamedTuple):
     """Where some parameters are to go; how far is still to be scaled.
 
     Attributes:
         params: the parameters.
-        updates: one of each one's shape; overwritten.
+        directions: one of each one's shape; overwritten.
         rates: what each one's update is multiplied with, before it is subtracted.
         scaled: whether the norms scale it, too.
         bounds: the least and the largest ratio that they may scale it by; None: any.
     """
 
     params: list[Tensor]
-    updates: list[Tensor]
+    directions: list[Tensor]
     rates: list[Any]
     scaled: bool = True
     bounds: tuple[float, float | None] = (0.0, None)
@@ -102,14 +102,14 @@ class Lamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scaled_step(self.ways(), lambda params, squares: squares)
+        scaled_step(self.updates(), lambda params, squares: squares)
         return loss
 
-    def ways(self) -> list[Way]:
+    def updates(self) -> list[Update]:
         """Advance the moments of what has a gradient, and tell where it is to go."""
-        return [self._way(group, params) for group, params in with_gradients(self)]
+        return [self._update(group, params) for group, params in with_gradients(self)]
 
-    def _way(self, group: dict[str, Any], params: list[Tensor]) -> Way:
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> Update:
         gradients = [_dense_gradient(p) for p in params]
         states = [self._state_of(p) for p in params]
         decay, (beta1, beta2) = group["weight_decay"], group["betas"]
@@ -133,7 +133,7 @@ class Lamb(Optimizer):
         if decay and group["adam_w_mode"]:
             torch._foreach_add_(updates, params, alpha=decay)
         scaled = bool(decay) or group["use_nvlamb"]
-        return Way(params, updates, [group["lr"]] * len(params), scaled, (group["min_coeff"], group["max_coeff"]))
+        return Update(params, updates, [group["lr"]] * len(params), scaled, (group["min_coeff"], group["max_coeff"]))
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
@@ -150,29 +150,28 @@ def with_gradients(optim: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]
     return [(group, params) for group, params in groups if params]
 
 
-def scaled_step(ways: Sequence[Way], total: Total) -> None:
+def scaled_step(updates: Sequence[Update], total: Total) -> None:
     """Move parameters by their updates, scaled by the ratio of their norms.
 
     Args:
-        ways: all parameters that are stepped.
+        updates: of all parameters that are stepped.
         total: called at most once, with the parameters that are scaled, and the squared norms of each one and of its
-            update, ``[n, 2]``, fp32 (fp64 if one is); what it returns is taken for those of whole parameters.
+            direction, ``[n, 2]``, fp32 (fp64 if one is); what it returns is taken for those of whole parameters.
     """
-    scaled = [way for way in ways if way.scaled]
+    scaled = [update for update in updates if update.scaled]
     if scaled:
-        params = [p for way in scaled for p in way.params]
-        updates = [update for way in scaled for update in way.updates]
-        norms = total(params, torch.stack([_squares(params), _squares(updates)], dim=1)).sqrt()
-        for way, (of_params, of_updates) in zip(scaled, _split(norms, scaled), strict=True):
-            ratios = torch.where((of_params > 0) & (of_updates > 0), (of_params / of_updates).clamp(*way.bounds), 1.0)
-            torch._foreach_mul_(way.updates, [ratio.to(p.device) for ratio, p in zip(ratios, way.params, strict=True)])
-    for way in ways:
-        torch._foreach_mul_(way.updates, [-rate for rate in way.rates])
-        torch._foreach_add_(way.params, way.updates)
-
-
-def _split(norms: Tensor, ways: Iterable[Way]) -> list[Sequence[Tensor]]:
-    return [part.unbind(1) for part in norms.split_with_sizes([len(way.params) for way in ways])]
+        params = [p for update in scaled for p in update.params]
+        directions = [direction for update in scaled for direction in update.directions]
+        norms = total(params, torch.stack([_squares(params), _squares(directions)], dim=1)).sqrt()
+        for update, part in zip(scaled, torch.split(norms, [len(update.params) for update in scaled]), strict=True):
+            of_params, of_directions = part.unbind(1)
+            ratios = (of_params / of_directions).clamp(*update.bounds)
+            ratios = torch.where((of_params > 0) & (of_directions > 0), ratios, 1.0)
+            own = [ratio.to(p.device) for ratio, p in zip(ratios, update.params, strict=True)]
+            torch._foreach_mul_(update.directions, own)
+    for update in updates:
+        torch._foreach_mul_(update.directions, [-rate for rate in update.rates])
+        torch._foreach_add_(update.params, update.directions)
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:

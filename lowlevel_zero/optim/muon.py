@@ -8,6 +8,7 @@ each matrix has one owner for this is as in Dion's Muon; here owners are found a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -19,8 +20,13 @@ from torch.optim import Optimizer
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..communication.collectives import ShardGroup
 from ..communication.transport import Pending
-from .newton_schulz import DTYPE, adjusted_rate, flops, orthogonalise
 from .work_shares import Piece, share_out
+
+with suppress(ImportError):  # torch's own arithmetic, which it has along with Muon, from 2.9 on
+    from torch.optim._muon import _adjust_lr as adjusted_rate
+    from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
+
+DTYPE = torch.bfloat16  # in which a matrix is orthogonalised
 
 # Elements of a batch for each rank; three batches are held at a time.
 MOST = 2**22
@@ -38,7 +44,7 @@ class MuonStep:
         self._optim = optim
         self._shard_groups = parameters.shard_groups
         self._planned: list[ShardedParameter] = []
-        self._trips: list[_Trip] = []
+        self._batches: list[_Batch] = []
 
     def __call__(self, records: Sequence[ShardedParameter]) -> None:
         """Step ``records``, whose ``p32`` have gradients: family by family, each alike on the ranks that share it.
@@ -47,33 +53,33 @@ class MuonStep:
         """
         if self._planned != records:
             self._planned = list(records)
-            self._trips = self._plan(self._planned)
-        trips = self._trips
-        for leaving, there, back in zip([*trips, None, None], [None, *trips, None], [None, None, *trips], strict=True):
-            if leaving is not None:
-                leaving.start()
-            if there is not None:
-                there.turn()
-            if back is not None:
-                back.arrive()
+            self._batches = self._plan(self._planned)
+        batches = self._batches
+        for at in range(len(batches) + 2):
+            for batch in batches[at : at + 1]:
+                batch.start()
+            for batch in batches[max(0, at - 1) : at]:
+                batch.turn()
+            for batch in batches[max(0, at - 2) : max(0, at - 1)]:
+                batch.finish()
 
-    def _plan(self, records: Sequence[ShardedParameter]) -> list[_Trip]:
+    def _plan(self, records: Sequence[ShardedParameter]) -> list[_Batch]:
         """Batches of matrices by their owners; each batch is of one family and on one device."""
-        trips: list[_Trip] = []
+        batches: list[_Batch] = []
         for place in dict.fromkeys(_place(record) for record in records):
             group = self._shard_groups[place[0]]
             members = [record for record in records if _place(record) == place]
             pieces = [Piece(flops(record.p.shape), record.split.numel) for record in members]
             for batch in share_out(pieces, group.size, MOST):
                 by_owner = [[members[number] for number in numbers] for numbers in batch]
-                trips.append(_Trip(self._optim, group, by_owner))
-        return trips
+                batches.append(_Batch(self._optim, group, by_owner))
+        return batches
 
 
-class _Trip:
-    """Updates of some matrices, on their way to owners and back: ``start``, ``turn`` and ``arrive``, on every rank.
+class _Batch:
+    """Updates of some matrices, sent to their owners and back: ``start``, ``turn`` and ``finish``, on every rank.
 
-    The way there fills one wire from another, and the way back fills the other from the one.
+    Two buffers: the way there fills one from the other, and the way back the other from the one.
     """
 
     def __init__(self, optim: Optimizer, group: ShardGroup, by_owner: Sequence[Sequence[ShardedParameter]]) -> None:
@@ -105,7 +111,7 @@ class _Trip:
             _orthogonalise_rows(own, record, self._optim.param_groups[record.group])
         self._under_way = self._group.all_to_all(rows, self._owned_sizes, self._slices, self._sizes)
 
-    def arrive(self) -> None:
+    def finish(self) -> None:
         """Move the slices by what has come back."""
         assert self._under_way is not None, "not turned"
         for record, part in self._parts(self._under_way.wait()):
@@ -145,3 +151,9 @@ def _move(record: ShardedParameter, direction: Tensor, settings: dict[str, Any])
     rate = adjusted_rate(lr, settings["adjust_lr_fn"], record.p.shape)
     record.p32.mul_(1 - lr * settings["weight_decay"])
     record.p32.add_(direction.to(record.p32.device), alpha=-rate)
+
+
+def flops(shape: Sequence[int]) -> int:
+    """What orthogonalising a matrix of ``shape`` costs, in multiples of one kind."""
+    small, large = sorted(shape)
+    return small * small * (2 * large + small)

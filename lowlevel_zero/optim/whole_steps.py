@@ -1,56 +1,61 @@
-"""Steps that take whole parameters, which no rank has: of optimizers that aren't elementwise, by the ranks together."""
+"""Steps that need whole parameters, of which each rank has a slice: the ranks take them together.
+
+An optimizer that isn't elementwise has its entry in ``WHOLE_STEPS``.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .elementwise import MUON, full_name
-from .lamb import Way, scaled_step, with_gradients
+from .lamb import Lamb, Update, scaled_step, with_gradients
 from .muon import MuonStep
 
-# Steps the slices of records, which have gradients: family by family, each alike on the ranks that share it.
-WholeStep = Callable[[Sequence[ShardedParameter]], Any]
+# Steps the slices of records, which have gradients: shard group by shard group, each alike on the ranks that share it.
+WholeStep: TypeAlias = Callable[[Sequence[ShardedParameter]], Any]
+
+MUON = "torch.optim.Muon"  # torch 2.9 and later
 
 
-class LambStep:
-    """LAMB's step: the squares of slices are summed over the ranks, those of a family of parameters in one all-reduce.
+def _lamb_step(updates: Callable[[Any], list[Update]], optim: Any, parameters: ParameterStore) -> WholeStep:
+    """LAMB's: the squares of slices are summed over the ranks, those of a shard group in one all-reduce.
 
     Args:
-        ways: advances the moments of slices that have a gradient, and tells where they are to go.
+        updates: advances the moments of slices that have a gradient, and tells where they are to go.
+        optim: the optimizer over slices.
         parameters: whose the slices are, and who shares them.
     """
 
-    def __init__(self, ways: Callable[[], list[Way]], parameters: ParameterStore) -> None:
-        self._ways = ways
-        self._parameters = parameters
-
-    def __call__(self, records: Sequence[ShardedParameter]) -> None:
-        """Step them."""
-        scaled_step(self._ways(), self._total)
-
-    def _total(self, slices: Sequence[Tensor], squares: Tensor) -> Tensor:
-        members = [self._parameters.of_slice(p32) for p32 in slices]
+    def total(slices: Sequence[Tensor], squares: Tensor) -> Tensor:
+        members = [parameters.of_slice(p32) for p32 in slices]
         device = members[0].padded.device  # which the group serves, wherever the slices are
-        rows = list(squares.to(device).unbind())
-        for family, group in enumerate(self._parameters.shard_groups):
-            own = [place for place, record in enumerate(members) if record.family == family]
+        rows = list(squares.to(device).unbind())  # no indices on the device: the host would wait for them
+        for number, group in enumerate(parameters.shard_groups):
+            own = [place for place, record in enumerate(members) if record.family == number]
             if own:
                 whole = group.sum_scalar(torch.stack([rows[place] for place in own])).wait()
                 for place, row in zip(own, whole.unbind(), strict=True):
                     rows[place] = row
         return torch.stack(rows).to(squares.device)
 
+    return lambda records: scaled_step(updates(optim), total)
 
-def _way_of_colossalai(optim: Any, settings: dict[str, Any], params: list[Tensor]) -> Way:
+
+def _updates_of_colossalai(optim: Any) -> list[Update]:
     """As ``colossalai.nn.optimizer.Lamb`` has it: it corrects the learning rate instead of the moments."""
-    updates: list[Tensor] = []
+    return [_update_of_colossalai(optim, *each) for each in with_gradients(optim)]
+
+
+def _update_of_colossalai(optim: Any, settings: dict[str, Any], params: list[Tensor]) -> Update:
+    directions: list[Tensor] = []
     rates: list[Any] = []
     beta1, beta2 = settings["betas"]
     for p in params:
@@ -60,21 +65,19 @@ def _way_of_colossalai(optim: Any, settings: dict[str, Any], params: list[Tensor
         state["step"] += 1
         mean = state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-        update = mean / square.sqrt().add_(settings["eps"])
-        updates.append(update.add_(p, alpha=settings["weight_decay"]))
+        direction = mean / square.sqrt().add_(settings["eps"])
+        directions.append(direction.add_(p, alpha=settings["weight_decay"]))
         corrected = settings["bias_correction"]
         correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"]) if corrected else 1.0
         rates.append(settings["lr"] * correction)
-    return Way(params, updates, rates, scaled=not optim.adam)
+    return Update(params, directions, rates, scaled=not optim.adam)
 
 
-# By full name, so that what isn't installed needn't be imported: the same names as in ``elementwise.TOGETHER``.
-_STEPS: dict[str, Callable[[Any, ParameterStore], WholeStep]] = {
+# By full name, so that what isn't installed needn't be imported.
+WHOLE_STEPS: dict[str, Callable[[Any, ParameterStore], WholeStep]] = {
     MUON: MuonStep,
-    "lowlevel_zero.optim.lamb.Lamb": lambda optim, parameters: LambStep(optim.ways, parameters),
-    "colossalai.nn.optimizer.lamb.Lamb": lambda optim, parameters: LambStep(
-        lambda: [_way_of_colossalai(optim, *each) for each in with_gradients(optim)], parameters
-    ),
+    "lowlevel_zero.optim.lamb.Lamb": partial(_lamb_step, Lamb.updates),
+    "colossalai.nn.optimizer.lamb.Lamb": partial(_lamb_step, _updates_of_colossalai),
 }
 
 
@@ -83,7 +86,7 @@ def whole_step(optim: Optimizer, parameters: ParameterStore) -> WholeStep:
 
     Hooks on the steps of ``optim`` run as they would.
     """
-    together = _STEPS.get(full_name(optim))
+    together = WHOLE_STEPS.get(full_name(optim))
     if together is None:
         return lambda records: optim.step()
     step = together(optim, parameters)
@@ -93,3 +96,19 @@ def whole_step(optim: Optimizer, parameters: ParameterStore) -> WholeStep:
         optim._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
 
     return hooked
+
+
+def check_matrices(optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
+    """Raise if ``optimizer`` steps matrices alone, for the first parameter that isn't one."""
+    others = [p for p in parameters if p.dim() != 2]
+    if others and full_name(optimizer) == MUON:
+        raise ValueError(
+            f"{names[others[0]]}: expected a matrix, which Muon steps, got shape {tuple(others[0].shape)}: "
+            "give what isn't one to an optimizer of its own, such as torch.optim.AdamW"
+        )
+
+
+def full_name(optimizer: Optimizer) -> str:
+    """Of its class, with the module, but for private ones: torch moves its classes out of them."""
+    cls = type(optimizer)
+    return re.sub(r"\._[a-z]\w*\.", ".", f"{cls.__module__}.{cls.__qualname__}")

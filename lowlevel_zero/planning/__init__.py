@@ -1,6 +1,7 @@
 """Planning: the bytes that a rank will hold, who owns what, and the command line.
 
-Hangs on the records and plans that ``optimizer.layout()`` and ``optimizer.memory_held()`` hand over.
+Hangs on an optimizer's records and bucket plans: ``optimizer.layout()`` and ``optimizer.memory_held()`` read
+``optimizer.sharded_parameters`` and ``optimizer.sharded_groups``.
 """
 
 from .layout import Layout

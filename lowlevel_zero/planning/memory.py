@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions, check_floating
 from ..partition import EvenSplit
 from ..stepper import PART
-from .state_sizes import OptimizerLike, StateSize, state_sizes
+from .state_sizes import OptimizerLike, state_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -28,19 +29,13 @@ def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
     A storage that several tensors share counts once, for the first owner that names it: an fp32 master slice
     that is a view of its parameter adds nothing.
     """
-    seen: set[int] = set()
+    seen: set[int] = {0}  # of an empty storage
     held: dict[str, int] = {}
     for owner, tensors in owners.items():
-        held[owner] = sum(_new_bytes(tensor, seen) for tensor in tensors)
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        held[owner] = sum(size for address, size in storages.items() if address not in seen)
+        seen |= storages.keys()
     return held
-
-
-def _new_bytes(tensor: Tensor, seen: set[int]) -> int:
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0 or storage.data_ptr() in seen:
-        return 0
-    seen.add(storage.data_ptr())
-    return storage.nbytes()
 
 
 # ---- what will be held ----
@@ -59,7 +54,7 @@ class Held:
     @property
     def total(self) -> int:
         """All owners together."""
-        return sum(asdict(self).values())
+        return self.parameters + self.gradients + self.masters + self.states + self.wires
 
 
 @dataclass(frozen=True)
@@ -80,11 +75,6 @@ class Estimate(Held):
     stage: int = 1
     cpu_offload: bool = False
     host: Held = Held()
-
-    @property
-    def total(self) -> int:
-        """Bytes of all owners."""
-        return self.owners().total
 
     @property
     def device(self) -> int:
@@ -156,11 +146,12 @@ def estimate(
     if stage not in (0, 1, 2):
         raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")
     inner = optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer
-    run = _Run(options, 1 if stage == 0 else world_size, stage == 0, micro_batches, inner)
-    pieces = list(run.pieces(_shapes(model_or_numel, inner, forced)))
+    ranks = 1 if stage == 0 else world_size
+    shapes = _shapes(model_or_numel, inner, forced)
+    pieces = list(_pieces(shapes, options, inner, ranks, None if stage == 0 else micro_batches))
     parameters, gradients, masters, states, landed = (sum(column) for column in zip(*pieces, strict=True))
     return Estimate(
-        *(parameters, gradients, masters, states, run.buffers(parameters)),
+        *(parameters, gradients, masters, states, min(parameters, _under_way(options, ranks))),
         world_size=world_size,
         stage=stage,
         cpu_offload=cpu_offload,
@@ -178,77 +169,52 @@ class _Shape(NamedTuple):
     padded: bool = True
 
 
-class _Piece(NamedTuple):
-    """What one parameter takes, in bytes."""
+def _pieces(
+    shapes: Iterable[_Shape], options: ZeroOptions, optimizer: OptimizerLike, ranks: int, micro_batches: int | None
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Bytes of each parameter that ``ranks`` share: itself, gradient, master, state, and what is on the host of g.
 
-    parameters: int
-    gradients: int
-    masters: int
-    states: int
-    landed: int  # of the gradients, those on the host
-
-
-class _Run:
-    """How a rank trains.
-
-    Args:
-        ranks: that share the optimizer; one in stage 0.
-        plain: stage 0: DDP, which sums gradients in place.
+    ``micro_batches``: how many are summed, in at least fp32; None: by DDP, which sums in place and keeps it.
     """
-
-    def __init__(
-        self, options: ZeroOptions, ranks: int, plain: bool, micro_batches: int, optimizer: OptimizerLike
-    ) -> None:
-        self._options = options
-        self._ranks = ranks
-        self._plain = plain
-        self._sums = micro_batches > 1 and not plain
-        self._optimizer = optimizer
-        self._state_sizes: dict[torch.dtype, list[StateSize]] = {}
-
-    def pieces(self, shapes: Iterable[_Shape]) -> Iterator[_Piece]:
-        """What each parameter takes."""
-        for shape in shapes:
-            if not shape.trained:
-                yield _Piece(shape.numel * shape.dtype.itemsize, 0, 0, 0, 0)
-            elif shape.numel:
-                yield self._piece(shape)
-
-    def _piece(self, shape: _Shape) -> _Piece:
-        own = EvenSplit(shape.numel, self._ranks).slice_size
-        whole = own * self._ranks if shape.padded else shape.numel
-        master = torch.promote_types(shape.dtype, torch.float32) if self._options.master_weights else shape.dtype
-        size = self._state_size(master, shape.group)
-        row_only = self._ranks == 1 or self._options.keeps_row_only
-        apart = self._options.cpu_offload or master != shape.dtype or self._options.in_fp8(shape.numel, self._ranks)
-        summed = self._sum_dtype(shape.dtype).itemsize
-        landed = own * summed if self._options.cpu_offload else 0
-        stays = self._plain or not (row_only and self._options.cpu_offload)  # on the device
-        return _Piece(
-            parameters=whole * shape.dtype.itemsize,
-            gradients=landed + ((own if row_only else whole) * summed if stays else 0),
-            masters=own * master.itemsize if apart else 0,
-            states=own * size.per_element + (size.per_parameter if shape.padded else 0),
-            landed=landed,
+    sizes = cache(lambda master: state_sizes(optimizer, master))
+    row_only = ranks == 1 or options.keeps_row_only
+    for shape in shapes:
+        if not (shape.trained and shape.numel):
+            yield shape.numel * shape.dtype.itemsize, 0, 0, 0, 0
+            continue
+        own = EvenSplit(shape.numel, ranks).slice_size
+        whole = own * ranks if shape.padded else shape.numel
+        master = torch.promote_types(shape.dtype, torch.float32) if options.master_weights else shape.dtype
+        state = sizes(master)[shape.group]
+        reduced = _gradient_dtype(shape.dtype, options, micro_batches).itemsize
+        landed = own * reduced if options.cpu_offload else 0
+        leaves = options.cpu_offload and row_only and micro_batches is not None  # the device, for the host
+        apart = options.cpu_offload or master != shape.dtype or options.in_fp8(shape.numel, ranks)
+        yield (
+            whole * shape.dtype.itemsize,
+            landed + (0 if leaves else own if row_only else whole) * reduced,
+            own * master.itemsize if apart else 0,
+            own * state.per_element + (state.per_parameter if shape.padded else 0),
+            landed,
         )
 
-    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        wire = dtype if self._plain else self._options.communication_dtype or dtype
-        return torch.promote_types(wire, torch.float32) if self._sums else wire
 
-    def _state_size(self, master: torch.dtype, group: int) -> StateSize:
-        if master not in self._state_sizes:
-            self._state_sizes[master] = state_sizes(self._optimizer, master)
-        return self._state_sizes[master][group]
+def _gradient_dtype(dtype: torch.dtype, options: ZeroOptions, micro_batches: int | None) -> torch.dtype:
+    if micro_batches is None:
+        return dtype
+    sent = options.communication_dtype or dtype
+    return sent if micro_batches == 1 else torch.promote_types(sent, torch.float32)
 
-    def buffers(self, parameters: int) -> int:
-        """Bucket buffers under way in a backward, or rows in a step, whichever is more, and no more than there are."""
-        if self._ranks == 1:
-            return 0
-        itemsize = (self._options.communication_dtype or self._options.forced_dtype or torch.float32).itemsize
-        reducing = (Transport.in_flight + 1) * self._options.reduce_bucket_size if self._options.keeps_row_only else 0
-        gathering = (IN_FLIGHT + 1) * PART * self._ranks
-        return min(parameters, max(reducing, gathering) * itemsize)
+
+def _under_way(options: ZeroOptions, ranks: int) -> int:
+    """Bytes of bucket buffers in a backward, or of gathered rows in a step, whichever is more."""
+    itemsize = (options.communication_dtype or options.forced_dtype or torch.float32).itemsize
+    reducing = (Transport.in_flight + 1) * options.reduce_bucket_size if options.keeps_row_only else 0
+    gathering = (IN_FLIGHT + 1) * PART * ranks
+    return max(reducing, gathering) * itemsize if ranks > 1 else 0
+
+
+# ---- what is estimated ----
 
 
 def _shapes(

@@ -20,16 +20,12 @@ def figure_in(path: str | os.PathLike[str], width: float, height: float) -> Iter
         ValueError: a format that matplotlib doesn't know.
         OSError: it can't be written there.
     """
-    figure = plotting("figure").Figure(figsize=(width, height), dpi=150, layout="constrained")
-    yield figure
-    figure.savefig(path)
-
-
-def plotting(module: str) -> Any:
-    """One of matplotlib's modules."""
     try:
-        return importlib.import_module(f"matplotlib.{module}")
+        plotting = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             f"a picture needs {missing.name}: pip install 'lowlevel-zero[cli]', or leave the picture out"
         ) from None
+    figure = plotting.Figure(figsize=(width, height), dpi=150, layout="constrained")
+    yield figure
+    figure.savefig(path)

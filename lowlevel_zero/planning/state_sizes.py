@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optim.trial import NoTrial, first_states
+from ..optim.probe import NoProbe, first_states
+from ..partition import ELEMENTWISE
 
 # An optimizer, or what makes one of parameters (a class, a partial), or the name of one of torch's.
 OptimizerLike: TypeAlias = str | Optimizer | Callable[[Any], Optimizer]
 
-_CLASSES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-_MOMENTUM = "sgd-momentum"
-NAMES = (*(name.lower() for name in _CLASSES), _MOMENTUM)
+_MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    **{known.__name__.lower(): known for known in ELEMENTWISE},
+    "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+NAMES = tuple(_MAKERS)
 
 _TRIED = 97  # elements of the parameter that is stepped: no other number that a state might have
 
@@ -47,12 +51,14 @@ def state_sizes(optimizer: OptimizerLike, dtype: torch.dtype) -> list[StateSize]
     made = optimizer if isinstance(optimizer, Optimizer) else _made(optimizer, dtype)
     try:
         return [_size(state) for state in first_states(made, _TRIED, dtype)]
-    except NoTrial as failure:
+    except NoProbe as failure:
         raise ValueError(f"optimizer: the state of {type(made).__name__} can't be found out: {failure}") from failure
 
 
 def _made(maker: object, dtype: torch.dtype) -> Optimizer:
-    make = _named(maker) if isinstance(maker, str) else maker
+    make = _MAKERS.get(maker.lower()) if isinstance(maker, str) else maker
+    if make is None:
+        raise ValueError(f"optimizer: expected one of {', '.join(NAMES)}, got {maker!r}")
     if not callable(make):
         raise TypeError(f"optimizer: expected an optimizer, its class or one of {', '.join(NAMES)}, got {maker!r}")
     try:
@@ -65,16 +71,6 @@ def _made(maker: object, dtype: torch.dtype) -> Optimizer:
     if not isinstance(made, Optimizer):
         raise TypeError(f"optimizer: expected {maker!r} to return a torch.optim.Optimizer, got {type(made).__name__}")
     return made
-
-
-def _named(name: str) -> Callable[[Any], Optimizer]:
-    if name.lower() == _MOMENTUM:
-        return lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    for known in _CLASSES:
-        if name.lower() == known.lower():
-            found: Callable[[Any], Optimizer] = getattr(torch.optim, known)
-            return found
-    raise ValueError(f"optimizer: expected one of {', '.join(NAMES)}, got {name!r}")
 
 
 def _size(state: dict[str, Any]) -> StateSize:

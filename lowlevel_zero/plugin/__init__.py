@@ -1,4 +1,7 @@
-"""The Booster plugin: this ZeRO in ColossalAI training. The only package that imports ColossalAI."""
+"""The Booster plugin: this ZeRO in ColossalAI training. The only room that imports ColossalAI.
+
+Hangs on the optimizer's public methods: the boosted one is a ``LowLevelZeroOptimizer`` that ColossalAI knows, too.
+"""
 
 from .booster_plugin import LowLevelZeroPlugin
 

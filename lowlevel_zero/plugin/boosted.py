@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ref
 
 from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
 from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 
 from ..optimizer import LowLevelZeroOptimizer
+from ..sharded_optimizer import alive
 
 
 class BoostedOptimizer(LowLevelZeroOptimizer, OptimizerWrapper):  # type: ignore[misc]  # ColossalAI ships no types
@@ -46,12 +48,11 @@ class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships
 
     def __init__(self, module: nn.Module, precision: str, cast_inputs: bool) -> None:
         super().__init__(module, precision, cast_inputs=cast_inputs)
-        self._optimizer: ReferenceType[BoostedOptimizer] | None = None
+        self._attached: Callable[[], BoostedOptimizer | None] = lambda: None
 
     def attach(self, optimizer: BoostedOptimizer) -> None:
         """Tell ``optimizer`` from now on when values are loaded into the model."""
-        self._optimizer = ref(optimizer)
-        _boosted[self.module] = self._optimizer
+        self._attached = ref(optimizer)
 
     def update_master_params(self) -> None:
         """Overwrite the optimizer's master slices with what the parameters hold now."""
@@ -64,14 +65,7 @@ class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships
         if optimizer is not None:
             optimizer.finish_gathers()
 
-    def _attached(self) -> BoostedOptimizer | None:
-        return None if self._optimizer is None else self._optimizer()
-
-
-_boosted: WeakKeyDictionary[nn.Module, ReferenceType[BoostedOptimizer]] = WeakKeyDictionary()
-
 
 def is_boosted(module: nn.Module) -> bool:
     """Whether a boosted optimizer that is still alive trains ``module``."""
-    optimizer = _boosted.get(module)
-    return optimizer is not None and optimizer() is not None
+    return any(isinstance(other, BoostedOptimizer) and other.model is module for other in alive().values())

@@ -87,12 +87,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             )
 
     def save_unsharded_model(
-        self,
-        model: BoostedModel,
-        checkpoint: str,
-        gather_dtensor: bool,
-        use_safetensors: bool,
-        use_async: bool = False,
+        self, model: BoostedModel, checkpoint: str, gather_dtensor: bool, use_safetensors: bool, use_async: bool = False
     ) -> None:
         """Save a model to a file."""
         alone = self.coordinator.is_master() and not use_async
@@ -133,35 +128,21 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         return model
 
     def load_unsharded_model(
-        self,
-        model: BoostedModel,
-        checkpoint: str,
-        strict: bool = True,
-        low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
+        self, model: BoostedModel, checkpoint: str, strict: bool = True, *more: Any, **options: Any
     ) -> None:
         """Load a model from a file."""
         check_is_file(checkpoint)
         check_same_model(model, shapes_in(checkpoint), checkpoint, strict)
-        super().load_unsharded_model(model, checkpoint, strict, low_cpu_mem_mode, num_threads)
+        super().load_unsharded_model(model, checkpoint, strict, *more, **options)
 
     def load_sharded_model(
-        self,
-        model: BoostedModel,
-        checkpoint_index_file: Path,
-        strict: bool = False,
-        use_safetensors: bool = False,
-        load_sub_module: bool = True,
-        low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
+        self, model: BoostedModel, checkpoint_index_file: Path, strict: bool = False, *more: Any, **options: Any
     ) -> None:
         """Load a model from a directory."""
         files, _ = CheckpointIndexFile.from_file(checkpoint_index_file).get_checkpoint_filenames()
         shapes = {name: shape for file in files for name, shape in shapes_in(file).items()}
         check_same_model(model, shapes, str(checkpoint_index_file), strict)
-        super().load_sharded_model(
-            model, checkpoint_index_file, strict, use_safetensors, load_sub_module, low_cpu_mem_mode, num_threads
-        )
+        super().load_sharded_model(model, checkpoint_index_file, strict, *more, **options)
 
     def save_lora_as_pretrained(
         self, model: BoostedModel, checkpoint: str, use_safetensors: bool = False, state_dict: Any = None
@@ -281,20 +262,13 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
             super().load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
 
-    def load_unsharded_optimizer(
-        self, optimizer: BoostedOptimizer, checkpoint: str, low_cpu_mem_mode: bool = True, num_threads: int = 1
-    ) -> None:
+    def load_unsharded_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str, *_: Any, **__: Any) -> None:
         """Load an optimizer from a file."""
         check_is_file(checkpoint)
         optimizer.load_state_dict(read_optimizer_file(checkpoint))
 
     def load_sharded_optimizer(
-        self,
-        optimizer: BoostedOptimizer,
-        index_file_path: Path,
-        prefix: str | None = None,
-        low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
+        self, optimizer: BoostedOptimizer, index_file_path: Path, prefix: str | None = None, *_: Any, **__: Any
     ) -> None:
         """Load an optimizer from a directory, piece by piece."""
         index = CheckpointIndexFile.from_file(index_file_path)

@@ -15,7 +15,7 @@ from ..bookkeeping.sharding import SCALARS
 from ..communication.collectives import ShardGroup
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
-from ..optim.trial import NoTrial, first_states
+from ..optim.probe import NoProbe, first_states
 from ..sharded_optimizer import ShardedOptimizer
 from .flat_shards import FlatShards, Shards, local_part
 from .global_names import GlobalNames
@@ -123,7 +123,7 @@ class ShardedState:
             return {}
         try:
             first = first_states(self._optim, _TRIED)
-        except NoTrial:
+        except NoProbe:
             return {}
         group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
         found: dict[str, Tensor] = {}

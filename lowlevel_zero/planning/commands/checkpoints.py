@@ -52,17 +52,17 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="for machines: one JSON object")
     parser.add_argument("--check", action="store_true", help="read every file first, and compare it with its checksum")
-    parser.add_argument("--world-size", metavar="N", help="lay it out for so many ranks (those that saved it)")
-    parser.add_argument("--bucket-size", metavar="N", help="lay it out in buckets of so many elements (the run's)")
+    told = "lay it out for so many ranks (those that saved it)"
+    parser.add_argument("--world-size", metavar="N", type=whole_number, help=told)
+    told = "lay it out in buckets of so many elements (the run's)"
+    parser.add_argument("--bucket-size", metavar="N", type=whole_number, help=told)
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    ranks = None if options.world_size is None else whole_number("--world-size", options.world_size)
-    width = None if options.bucket_size is None else whole_number("--bucket-size", options.bucket_size)
     checkpoint = _open(options.checkpoint)
     if options.check:
         checkpoint.check_files()
-    found, layout = describe(checkpoint), layout_in(checkpoint, ranks, width)
+    found, layout = describe(checkpoint), layout_in(checkpoint, options.world_size, options.bucket_size)
     if options.json:
         print(json.dumps({**asdict(found), "layout": layout.as_dict()}, default=str, indent=1))
     else:

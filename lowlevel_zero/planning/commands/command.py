@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """One of them.
+    """A sub-command.
 
     Attributes:
-        does: what, in a few words.
+        name: what it is called.
+        does: what it does, in a few words.
         run: raises ``ValueError``, ``OSError`` or ``ImportError`` where it can't.
     """
 
@@ -22,12 +23,12 @@ class Command:
     run: Callable[[argparse.Namespace], None]
 
 
-def whole_number(option: str, text: str) -> int:
-    """The value of an option, such as ``8``; ``ValueError`` unless it is a whole number of at least 1."""
+def whole_number(text: str) -> int:
+    """The value of an option, such as ``8``: a whole number of at least 1."""
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise ValueError(f"{option}: expected a whole number, at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1, got {text!r}")
     return number

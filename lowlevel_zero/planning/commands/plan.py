@@ -26,27 +26,29 @@ _NOTES = """\
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--params", metavar="N", required=True, help="elements of the model, as in 7e9, 7B or 125M")
-    parser.add_argument("--world-size", metavar="N", nargs="+", required=True, help="data-parallel ranks")
+    told = "elements of the model, as in 7e9, 7B or 125M"
+    parser.add_argument("--params", metavar="N", type=elements, required=True, help=told)
+    parser.add_argument("--world-size", metavar="N", type=whole_number, nargs="+", required=True, help="ranks")
     parser.add_argument("--dtype", default="bf16", help=f"the parameters': {', '.join(DTYPES)} (%(default)s)")
-    parser.add_argument("--stage", nargs="+", default=["0", "1", "2"], help="0 (DDP), 1, 2 (all of them)")
+    parser.add_argument("--stage", type=_stage, nargs="+", default=[0, 1, 2], help="0 (DDP), 1, 2 (all of them)")
     parser.add_argument("--optimizer", default="adamw", help=f"{', '.join(NAMES)} (%(default)s)")
     told = "with cpu_offload alone, or without (both)"
     parser.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=told)
-    parser.add_argument("--communication-dtype", help="of gradients on the wire (the parameters')")
+    parser.add_argument("--communication-dtype", help="of gradients on their way (the parameters')")
     parser.add_argument("--fp8", action="store_true", help="with fp8_communication")
     parser.add_argument("--no-master-weights", action="store_true", help="step 16-bit slices as they are")
-    parser.add_argument("--bucket-size", metavar="N", default="1048576", help="elements (%(default)s)")
-    parser.add_argument("--micro-batches", metavar="N", default="1", help="backwards before a step (%(default)s)")
+    told = "elements (%(default)s)"
+    parser.add_argument("--bucket-size", metavar="N", type=whole_number, default=1024 * 1024, help=told)
+    told = "backwards before a step (%(default)s)"
+    parser.add_argument("--micro-batches", metavar="N", type=whole_number, default=1, help=told)
     parser.add_argument("--json", action="store_true", help="for machines: one JSON object")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="draw it into a PNG, SVG or PDF")
 
 
 def _plan(options: argparse.Namespace) -> None:
-    numel = elements(options.params)
     found = [
         estimate(
-            numel,
+            options.params,
             world_size,
             stage,
             options.dtype,
@@ -55,18 +57,18 @@ def _plan(options: argparse.Namespace) -> None:
             master_weights=not options.no_master_weights,
             communication_dtype=options.communication_dtype,
             fp8_communication=options.fp8,
-            reduce_bucket_size=whole_number("--bucket-size", options.bucket_size),
-            micro_batches=whole_number("--micro-batches", options.micro_batches),
+            reduce_bucket_size=options.bucket_size,
+            micro_batches=options.micro_batches,
         )
-        for world_size in [whole_number("--world-size", text) for text in options.world_size]
-        for stage in [_stage(text) for text in options.stage]
+        for world_size in options.world_size
+        for stage in options.stage
         for offload in ([False, True] if options.offload is None else [options.offload])
     ]
-    title = f"{counted(numel, 'parameter')}, {options.dtype}, {options.optimizer}"
+    title = f"{counted(options.params, 'parameter')}, {options.dtype}, {options.optimizer}"
     if options.picture is not None:
         draw(found, f"Bytes per rank: {title}", options.picture)
     if options.json:
-        told = {"params": numel, "dtype": options.dtype, "optimizer": options.optimizer}
+        told = {"params": options.params, "dtype": options.dtype, "optimizer": options.optimizer}
         print(json.dumps({**told, "estimates": [each.as_dict() for each in found]}, indent=1))
     else:
         scale, unit = unit_of(max(each.total for each in found))
@@ -74,20 +76,20 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def elements(text: str) -> int:
-    """A number of elements, as in ``7e9``, ``7_000_000``, ``7B`` or ``1.5M``; ``ValueError`` if it isn't one."""
+    """A number of elements, as in ``7e9``, ``7_000_000``, ``7B`` or ``1.5M``."""
     factor = _THOUSANDS.get(text[-1:].lower(), 1)
     try:
         number = float(text[:-1] if factor > 1 else text) * factor
     except ValueError:
         number = 0.0
     if not (1 <= number <= _MOST and number == int(number)):
-        raise ValueError(f"--params: expected a whole number of elements, at least 1, as in 7e9 or 7B, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of elements, at least 1, as in 7B, got {text!r}")
     return int(number)
 
 
 def _stage(text: str) -> int:
     if text not in ("0", "1", "2"):
-        raise ValueError(f"--stage: expected 0 (DDP), 1 or 2, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected 0 (DDP), 1 or 2, got {text!r}")
     return int(text)
 
 

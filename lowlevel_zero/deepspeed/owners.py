@@ -9,15 +9,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .bookkeeping.parameter_store import ShardedParameter
-from .communication.agreement import Alike, together
-from .communication.roll_call import call_roll
-from .optimizer import LowLevelZeroOptimizer
-from .sharded_optimizer import alive
+from ..bookkeeping.parameter_store import ShardedParameter
+from ..communication.agreement import Alike, together
+from ..construction import ShardedGroup
+from ..optimizer import LowLevelZeroOptimizer
+from ..sharded_optimizer import alive
 
 Records: TypeAlias = Sequence[ShardedParameter]
 
-_ROOM = "accessors"
 _CALLS = Alike("the same call", "call it for the same parameters on every rank, in the same order")
 
 
@@ -62,28 +61,31 @@ def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[Shar
     return dict(reversed(held.items()))
 
 
+def parted(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[tuple[ShardedGroup, Records]]:
+    """Records by the ranks that share them, in ``owners_of``'s order."""
+    for group in optimizer.sharded_groups:
+        own = [record for record in records if record.family == group.number]
+        if own:
+            yield group, own
+
+
 @contextmanager
-def at_once(
-    optimizer: LowLevelZeroOptimizer, records: Records, call: str, timeout: float | None
-) -> Iterator[list[str]]:
+def at_once(optimizer: LowLevelZeroOptimizer, records: Records, call: str) -> Iterator[list[str]]:
     """Every rank makes this ``call``, of these parameters; the body, which doesn't communicate, checks it.
 
     The body may add to the lines that have to be alike on all ranks.
 
     Raises:
-        TimeoutError: not every rank came within ``timeout`` seconds (None: the process group's); the message says
-            which did.
         ValueError: ranks came for different things; the message says who for what.
         RuntimeError: what another rank's body raised (this one's own is raised as it is); or a backward is going on.
     """
-    group = optimizer.shard_group
-    whose = records[0].name if len(records) == 1 else f"{len(records)} parameters"
-    doing = f"{call} of {whose}"
-    call_roll(group.group, _ROOM, timeout, doing)
-    with together(group, f"call {doing}", _CALLS) as lines:
+    doing = f"{call} of {records[0].name if len(records) == 1 else f'{len(records)} parameters'}"
+    with together(optimizer.shard_group, f"call {doing}", _CALLS) as lines:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
-        lines += [f"{call} of {_alike(record)}, optimizer {group.number}" for record in records]
+        for record in records:
+            record.check_home()
+        lines += [f"{call} of {_alike(record)}, optimizer {optimizer.shard_group.number}" for record in records]
         yield lines
 
 

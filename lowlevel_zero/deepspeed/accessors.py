@@ -1,0 +1,343 @@
+"""Accessors: a parameter's gradient, fp32 master and optimizer state, read and written by the parameter alone.
+
+Names and arguments are those of ``deepspeed.utils`` (DeepSpeed 0.19); ``full_grads`` and its like read a whole model in
+a few large messages. A *full* value has the parameter's shape, on its device. A *local* one is this rank's slice,
+``[s]`` with ``s = ceil(numel / world_size)``, in memory order, zeros for padding. What is 16-bit is given as fp32. What
+is given is a copy.
+
+Every rank calls a function, for the same parameter, but for ``safe_get_local_fp32_param`` and
+``safe_get_local_optimizer_state``, which don't communicate. Gradients are averaged over the ranks, summed over
+micro-batches and unscaled. They are there from backward to ``zero_grad``; ``step`` leaves them clipped.
+
+Raises (each function, on all ranks if on one; nothing has been changed then):
+    TypeError: a parameter that is no tensor, or a value of the wrong type.
+    ValueError: no optimizer that is alive trains the parameter; a value of the wrong shape; a state that isn't there;
+        or ranks that call different things, and who called what.
+    RuntimeError: another rank's error; or a backward is going on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..bookkeeping.parameter_store import ShardedParameter
+from ..optimizer import LowLevelZeroOptimizer
+from ..state.values import at_least_fp32, copied_state, fill_slice, whole_gradients, whole_masters, whole_states
+from ..state.whole import is_slice
+from .owners import Records, at_once, is_frozen, owner_of, owners_of, parted
+
+__all__ = [
+    "full_fp32_params",
+    "full_grads",
+    "full_optimizer_states",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]
+
+# Reads whole values of some parameters; all ranks iterate to the end.
+_Values: TypeAlias = Callable[[LowLevelZeroOptimizer, Records], Iterator[Tensor | None]]
+
+_STATE = "read or write state"
+
+
+# ---- one parameter, whole ----
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor:
+    """The fp32 master of a parameter."""
+    master = _read_one(param, "safe_get_full_fp32_param", _masters)
+    assert master is not None
+    return master
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The gradient of a parameter; None if no rank has one, as of a dropped layer, or it is frozen."""
+    return None if is_frozen(param) else _read_one(param, "safe_get_full_grad", _gradients)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """A state of a parameter, as ``exp_avg``; a number, as ``step``, is 0-d. None if there is none yet."""
+    call = f"safe_get_full_optimizer_state({optim_state_key!r})"
+    return _read_one(param, call, partial(_states, key=optim_state_key), optim_state_key)
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Overwrite a parameter: its fp32 master with ``value``, and itself, on all ranks, with what that rounds to.
+
+    Args:
+        param: the model's parameter.
+        value: of its shape, floating-point, the same on every rank.
+    """
+    _set_master(param, value, "safe_set_full_fp32_param", is_local=False)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Overwrite the gradient of a parameter that has one; ``value`` as above. A later backward adds to it."""
+    _set_gradient(param, value, "safe_set_full_grad", is_local=False)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Overwrite a state of a parameter that has been stepped; ``value`` as above, or, for a number, one element."""
+    _set_state(param, value, optim_state_key, "safe_set_full_optimizer_state", is_local=False)
+
+
+# ---- one parameter, this rank's slice ----
+
+
+@torch.no_grad()
+def safe_get_local_fp32_param(param: Tensor) -> Tensor:
+    """This rank's slice of the fp32 master; doesn't communicate."""
+    optimizer, record = owner_of(param)
+    with optimizer.streams.home():
+        record.follow_edits()
+        return at_least_fp32(record.p32.detach().to(record.padded.device, copy=True))
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's slice of the averaged gradient; every rank calls it, since reductions may have to be finished."""
+    return None if is_frozen(param) else _read_one(param, "safe_get_local_grad", _own_gradients)
+
+
+@torch.no_grad()
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's slice of a state; a number is 0-d; None if there is none yet. Doesn't communicate."""
+    optimizer, record = owner_of(param)
+    _check_key(optimizer, [record], optim_state_key)
+    with optimizer.streams.home():
+        return copied_state(_state(optimizer, record).get(optim_state_key), record)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Overwrite a parameter, of which every rank gives its slice, ``[s]``: the masters, and what they round to."""
+    _set_master(param, value, "safe_set_local_fp32_param", is_local=True)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Overwrite the gradient of a parameter that has one: every rank gives its slice, ``[s]``."""
+    _set_gradient(param, value, "safe_set_local_grad", is_local=True)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Overwrite a state of a parameter: every rank gives its slice, ``[s]``, or, for a number, the same element."""
+    _set_state(param, value, optim_state_key, "safe_set_local_optimizer_state", is_local=True)
+
+
+# ---- a whole model ----
+
+
+def full_grads(model: nn.Module, *, device: torch.device | str | None = None) -> dict[str, Tensor | None]:
+    """``safe_get_full_grad`` of all of a model's parameters, by name, in messages of about 64 MiB.
+
+    A rank holds the result and one message. With ``device="cpu"`` the result is on the host, and the device holds no
+    more than a message and what it brought.
+
+    Args:
+        model: any module; its parameters may belong to several optimizers.
+        device: where to put the tensors; None: on their parameters'.
+
+    Returns:
+        An entry for each of ``model.named_parameters()``; None where there is no gradient, or no optimizer.
+    """
+    return _read_all(model, "full_grads", _gradients, device)
+
+
+def full_fp32_params(model: nn.Module, *, device: torch.device | str | None = None) -> dict[str, Tensor | None]:
+    """``safe_get_full_fp32_param`` of all of a model's parameters, as ``full_grads``; None of frozen ones."""
+    return _read_all(model, "full_fp32_params", _masters, device)
+
+
+def full_optimizer_states(
+    model: nn.Module, optim_state_key: str, *, device: torch.device | str | None = None
+) -> dict[str, Tensor | None]:
+    """``safe_get_full_optimizer_state`` of all of a model's parameters, as ``full_grads``; None where there is none."""
+    call = f"full_optimizer_states({optim_state_key!r})"
+    return _read_all(model, call, partial(_states, key=optim_state_key), device, optim_state_key)
+
+
+# ---- what is read ----
+
+
+def _read_one(param: Tensor, call: str, values: _Values, key: str | None = None) -> Tensor | None:
+    optimizer, record = owner_of(param)
+    return _read(optimizer, [record], call, values, None, key)[0]
+
+
+def _read_all(
+    model: nn.Module, call: str, values: _Values, device: torch.device | str | None, key: str | None = None
+) -> dict[str, Tensor | None]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    named = dict(model.named_parameters())
+    held = owners_of(named.values())
+    if not held:
+        raise ValueError(
+            f"model: expected parameters of a LowLevelZeroOptimizer that is alive, got a {type(model).__name__} of "
+            "which none holds any: pass the module that was trained, and keep its optimizer"
+        )
+    found: dict[Tensor, Tensor | None] = {}
+    for optimizer, records in held.items():
+        own = _read(optimizer, records, call, values, device, key)
+        found.update(zip((record.p for record in records), own, strict=True))
+    return {name: found.get(p) for name, p in named.items()}
+
+
+def _read(
+    optimizer: LowLevelZeroOptimizer,
+    records: Records,
+    call: str,
+    values: _Values,
+    device: torch.device | str | None,
+    key: str | None,
+) -> list[Tensor | None]:
+    """Values of some parameters of one optimizer, on ``device``; those of a state have its ``key``."""
+    with at_once(optimizer, records, call):
+        _check_key(optimizer, records, key)
+    with torch.no_grad(), optimizer.streams.home():
+        return [value if value is None or device is None else value.to(device) for value in values(optimizer, records)]
+
+
+def _gradients(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
+    optimizer.finish_gradients()
+    for group, own in parted(optimizer, records):
+        yield from whole_gradients(own, group)
+
+
+def _own_gradients(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
+    optimizer.finish_gradients()
+    for group, own in parted(optimizer, records):
+        yield from (group.gradients.averaged(record) for record in own)
+
+
+def _masters(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
+    optimizer.finish_syncs(_STATE)
+    optimizer.finish_gathers()
+    for record in records:
+        record.follow_edits()
+    for group, own in parted(optimizer, records):
+        yield from whole_masters(own, group.group)
+
+
+def _states(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> Iterator[Tensor | None]:
+    optimizer.finish_syncs(_STATE)
+    for group, own in parted(optimizer, records):
+        yield from whole_states(own, optimizer.optim, key, group.group)
+
+
+def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[str, Any]:
+    state: dict[str, Any] = optimizer.optim.state.get(record.p32, {})
+    return state
+
+
+# ---- what is written ----
+
+
+@torch.no_grad()
+def _set_master(param: Tensor, value: Tensor, call: str, is_local: bool) -> None:
+    """Let ``p32`` be a slice, and ``p`` what all ranks' round to."""
+    optimizer, record = owner_of(param)
+    with at_once(optimizer, [record], call):
+        own = _slice_of(value, record, is_local)
+    optimizer.finish_syncs(_STATE)
+    optimizer.finish_gathers()
+    start, stop = record.split.span(record.rank)
+    with optimizer.streams.home():
+        master = own[: stop - start].detach().to(record.p32)
+        record.load_row(master.to(record.p.dtype), master)
+        if record.split.numel:
+            gathers = optimizer.sharded_group_of(record).gathers
+            gathers.start_gather((), [record])
+            gathers.finish()
+
+
+@torch.no_grad()
+def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool) -> None:
+    optimizer, record = owner_of(param)
+    with at_once(optimizer, [record], call):
+        new = _slice_of(value, record, is_local)
+    optimizer.finish_gradients()
+    with optimizer.streams.home():
+        gradients = optimizer.sharded_group_of(record).gradients
+        own = gradients.averaged(record)
+        if own is None:
+            raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
+        fill_slice(own, new, record)
+        gradients.overwrite(record, own)
+
+
+@torch.no_grad()
+def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool) -> None:
+    optimizer, record = owner_of(param)
+    state = _state(optimizer, record)
+    with at_once(optimizer, [record], f"{call}({key!r})") as lines:
+        _check_key(optimizer, [record], key)
+        held = state.get(key)
+        if held is None:
+            raise ValueError(f"{record.name}: expected it to have {key!r}, it has none so far: step it before")
+        if is_slice(key, held, record):
+            new = _slice_of(value, record, is_local)
+        else:
+            number = _number(value, held, record)
+            lines.append(f"{key} = {number}")
+    with optimizer.streams.home():
+        if is_slice(key, held, record):
+            fill_slice(held, new, record)
+        elif isinstance(held, Tensor):
+            held.fill_(number)
+        else:
+            state[key] = type(held)(number)
+
+
+# ---- what is refused ----
+
+
+def _check_key(optimizer: LowLevelZeroOptimizer, records: Records, key: str | None) -> None:
+    """Raise unless ``key`` may be a state's: one of those that there are, if there are any. None: no state is meant."""
+    if key is None:
+        return
+    known = {name: value for record in records for name, value in _state(optimizer, record).items()}
+    if not isinstance(key, str):
+        raise TypeError(f"optim_state_key: expected a str, got {type(key).__name__} {key!r}")
+    if known and key not in known:
+        raise ValueError(f"{records[0].name}: expected one of its states, {', '.join(sorted(known))}, got {key!r}")
+    value = known.get(key)
+    if value is not None and not isinstance(value, (Tensor, int, float)):
+        raise TypeError(f"{records[0].name}: expected {key!r} to be a tensor or a number, it is {type(value).__name__}")
+
+
+def _slice_of(value: Tensor, record: ShardedParameter, is_local: bool) -> Tensor:
+    """This rank's slice ``[s]`` of a value, which is one already or the whole; raises if it can't be either."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{record.name}: expected a tensor as its value, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise TypeError(f"{record.name}: expected a floating-point value, got {value.dtype}: pass value.float()")
+    shape = record.p32.shape if is_local else record.p.shape
+    if value.shape != shape:
+        raise ValueError(
+            f"{record.name}: expected a value of {tuple(shape)}, got {tuple(value.shape)} (it is "
+            f"{tuple(record.p.shape)} as a whole, {tuple(record.p32.shape)} as a slice)"
+        )
+    return value if is_local else record.slice_of(value)
+
+
+def _number(value: object, held: object, record: ShardedParameter) -> float:
+    """The one number that ``value`` is, for a state that is one."""
+    for each in (held, value):
+        if not (each.numel() == 1 if isinstance(each, Tensor) else isinstance(each, (int, float))):
+            got = f"a tensor of {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+            raise TypeError(f"{record.name}: expected a state that is one number, and one number for it, got {got}")
+    return float(value)  # type: ignore[arg-type]

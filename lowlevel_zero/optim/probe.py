@@ -1,0 +1,218 @@
+"""A probe: fresh optimizers of a class step small parameters, whole and in flat slices, and must arrive at the same.
+
+They are made by the class's constructor, with the options that the optimizer has recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as _torch_optimizer
+
+Options: TypeAlias = dict[str, Any]
+
+# A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
+# of which its blocks of elements take all, while its slices end inside a block.
+_SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
+_RANKS = 3  # so slices end inside rows
+_SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
+_TOLERANCE = 1e-5  # of the largest movement since the start
+_ROUNDINGS = len(_SIZES) * torch.finfo(torch.float32).eps  # of the element: each step rounds it
+_LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
+_LEAST_LR, _PROBE_LR = 1e-6, 1e-3  # a schedule that warms up from 0 has not begun yet
+
+
+class NoProbe(Exception):
+    """No other optimizer of the class can be made, or what it did proves nothing."""
+
+
+def probe(optimizer: Optimizer) -> str | None:
+    """What tells whole parameters from their slices when others of ``optimizer``'s class step both; None: nothing.
+
+    Runs in fp32 on the CPU. ``optimizer``, random number generators and global hooks stay as they are.
+
+    Raises:
+        NoProbe: it can't be tried; the message says why.
+    """
+    try:
+        with _undisturbed():
+            return _first_difference(optimizer)
+    except NoProbe:
+        raise
+    except Exception as error:  # whatever a stranger's class raises: it could not be tried
+        raise NoProbe(f"{type(error).__name__}: {error}") from error
+
+
+def first_states(optimizer: Optimizer, numel: int, dtype: torch.dtype | None = None) -> list[Options]:
+    """The state that a flat parameter of ``numel`` elements gets in its first step: one dict for each param group.
+
+    The parameter is one of ``dtype`` on the host; None: one like the group's first. It is a matrix of one row where
+    the class wants matrices. ``optimizer`` stays as it is.
+
+    Raises:
+        NoProbe: no other optimizer of the class could be made.
+    """
+    failure: Exception = NoProbe("no shape")
+    for shape in ((numel,), (1, numel)):
+        params = [[torch.nn.Parameter(_like(group, dtype).new_zeros(shape))] for group in optimizer.param_groups]
+        try:
+            with _undisturbed():
+                other = _fresh(optimizer, [_own_options(group) for group in optimizer.param_groups], params)
+                _step(other, [torch.zeros_like(p) for (p,) in params])
+            return [_flat(other.state.get(p, {}), shape) for (p,) in params]
+        except Exception as error:  # whatever a stranger's class raises
+            failure = error
+    raise NoProbe(f"{type(failure).__name__}: {failure}") from failure
+
+
+def _like(group: Options, dtype: torch.dtype | None) -> Tensor:
+    return group["params"][0] if group["params"] and dtype is None else torch.zeros(0, dtype=dtype, device="cpu")
+
+
+def _flat(state: Options, shape: tuple[int, ...]) -> Options:
+    like_it = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+    return {key: value.flatten() if key in like_it else value for key, value in state.items()}
+
+
+# ---- another optimizer of the class ----
+
+
+def _fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Sequence[Tensor]]) -> Optimizer:
+    """One over ``params``, of which each group has the ``options``.
+
+    What its constructor takes is looked for among the defaults and the attributes, by name.
+    """
+    recorded = {name.removeprefix("_"): value for name, value in vars(optimizer).items()} | optimizer.defaults
+    arguments = list(inspect.signature(type(optimizer)).parameters.values())
+    names = [each.name for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    names.remove("params" if "params" in names else names[0])
+    if any(each.kind is each.VAR_KEYWORD for each in arguments):
+        names += [name for name in optimizer.defaults if name not in names]
+    unknown = [name for name in names if name not in recorded]
+    if unknown:
+        raise NoProbe(f"what its constructor got as {', '.join(unknown)} is recorded nowhere")
+    groups = [{**own, "params": list(members)} for own, members in zip(options, params, strict=True)]
+    return type(optimizer)(groups, **{name: _copied(name, recorded[name]) for name in names})
+
+
+def _copied(name: str, value: Any) -> Any:
+    """An option that belongs to nobody else; raises ``NoProbe`` for what must not be copied."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().cpu().clone()
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(_copied(name, item) for item in value)
+    plain = value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+    if plain or (callable(value) and not isinstance(value, torch.nn.Module)):
+        return value
+    raise NoProbe(f"its option {name} is a {type(value).__name__}, which a probe does not copy")
+
+
+def _own_options(group: Options) -> Options:
+    return {name: _copied(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _options_to_try(optimizer: Optimizer) -> list[Options]:
+    """Those of groups that differ in more than the size of a number; a learning rate of next to nothing is raised."""
+    kinds: dict[str, Options] = {}
+    for group in map(_own_options, optimizer.param_groups):
+        lr = group.get("lr", 1.0)
+        if lr < _LEAST_LR:
+            group["lr"] = torch.full_like(lr, _PROBE_LR) if isinstance(lr, Tensor) else _PROBE_LR
+        kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in group.items()}
+        kinds.setdefault(repr(sorted(kind.items())), group)
+    return list(kinds.values())
+
+
+# ---- what is compared ----
+
+
+def _first_difference(optimizer: Optimizer) -> str | None:
+    options = _options_to_try(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    starts = [0.02 * _randn(shape, generator) for _ in options for shape in _SHAPES]
+    whole = _made(optimizer, options, starts)
+    ranks = [_made(optimizer, options, [_rows(start)[rank] for start in starts]) for rank in range(_RANKS)]
+    for grads in _gradients(starts, generator):
+        _step(whole, grads)
+        for rank, one in enumerate(ranks):
+            _step(one, [_rows(grad)[rank] for grad in grads])
+    for param, start, *slices in zip(_params(whole), starts, *map(_params, ranks), strict=True):
+        joined = torch.cat(slices)[: param.numel()].view_as(param)
+        movement, gap = (param - start).abs().amax(), (param - joined).abs()
+        if not (movement + gap.amax()).isfinite():
+            raise NoProbe("a probe's parameters became infinite or NaN")
+        if (gap > _TOLERANCE * movement + _ROUNDINGS * param.abs()).any():
+            return (
+                f"a {tuple(param.shape)} parameter and its {_RANKS} flat slices differ by {gap.amax() / movement:.1e} "
+                "of the update in a probe, so its updates depend on the other elements, on the shape, or on random "
+                "numbers"
+            )
+        if movement <= _LEAST_MOVEMENT * start.abs().amax():
+            raise NoProbe(f"{len(_SIZES)} steps hardly moved a probe's parameter, which proves nothing")
+    return None
+
+
+def _made(optimizer: Optimizer, options: list[Options], values: list[Tensor]) -> Optimizer:
+    params = [torch.nn.Parameter(value.clone()) for value in values]
+    own = [params[first : first + len(_SHAPES)] for first in range(0, len(params), len(_SHAPES))]
+    return _fresh(optimizer, copy.deepcopy(options), own)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+
+
+def _step(optimizer: Optimizer, grads: list[Tensor]) -> None:
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    for param, grad in zip(members, grads, strict=True):
+        param.grad = grad.clone()  # some optimizers write into it
+    optimizer.step()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """``[_RANKS, s]``: one flat slice a rank, the last one padded with zeros."""
+    return torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % _RANKS)).view(_RANKS, -1)
+
+
+def _gradients(starts: list[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """A lasting direction, so that momenta build up, and noise; in some steps a row has none, as an embedding's."""
+    directions = [_randn(start.shape, generator) for start in starts]
+    for number, size in enumerate(_SIZES):
+        grads = [size * (direction + 0.5 * _randn(direction.shape, generator)) for direction in directions]
+        for grad in grads:
+            grad[0].mul_(number % 5 != 3)
+        yield grads
+
+
+def _randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Puts back the random number generators, and keeps out warnings, global step hooks, a default device."""
+    python_state = random.getstate()
+    hooks: list[dict[int, Any]] = [
+        _torch_optimizer._global_optimizer_pre_hooks,
+        _torch_optimizer._global_optimizer_post_hooks,
+    ]
+    kept = [dict(each) for each in hooks]
+    with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for each in hooks:
+            each.clear()
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            for each, own in zip(hooks, kept, strict=True):
+                each.update(own)
