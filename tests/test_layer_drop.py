@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, pairwise, product
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.internals import with_and_without_detection
 from tests.support.judging import check_norms, check_run
-from tests.support.oracle import Odd, Result, Run, batch, check_close, groups, train_sharded
-from tests.support.ranks import run_ranks
+from tests.support.numbers import trained
+from tests.support.oracle import Odd, Result, Run, batch, check_close, groups
+from tests.support.ranks import Ran, run_cases, run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 STAGES: dict[str, dict[str, Any]] = {
@@ -29,7 +30,7 @@ LAYERS = 4  # the last of them shares its weight with the first
 ALL = frozenset(range(LAYERS))
 TIMEOUT = 20.0
 
-over_stages = pytest.mark.parametrize("stage", STAGES)
+WAYS = {"bare": True, "driven": False}
 
 Rounds = Callable[[int, int], list[set[int] | None]]
 """``rounds(step, rank)``: for each backward of a rank in a step the layers that it drops; None: it uses nothing."""
@@ -122,13 +123,26 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def check(run: Training, tolerance: float = 2e-6) -> None:
+def each(runs: Mapping[str, Training], do: Callable[..., Any], *args: Any) -> Iterator[tuple[str, Training, Ran]]:
+    """``do`` each, those of one world size in one launch; give each with its name and what became of it."""
+    for world_size in sorted({run.world_size for run in runs.values()}):
+        named = [(name, run) for name, run in runs.items() if run.world_size == world_size]
+        done = run_cases(do, world_size, [(run, *args) for _, run in named], timeout=TIMEOUT)
+        yield from ((name, run, ran) for (name, run), (_, ran) in zip(named, done, strict=True))
+
+
+def in_all_stages(run: Training) -> dict[str, Training]:
+    return {stage: replace(run, options={**run.options, **options}) for stage, options in STAGES.items()}
+
+
+def check(runs: Mapping[str, Training], subtests: pytest.Subtests, tolerance: float = 2e-6) -> None:
     """The oracle's numbers, whether the ranks find out beforehand what a backward will use or not."""
-    both = run_ranks(with_and_without_detection(sharded), run.world_size, run, timeout=TIMEOUT)
-    expected, norms = alone(run)
-    for ranks in zip(*both, strict=True):
-        check_close(expected, [parameters for parameters, _ in ranks], tolerance)
-        check_norms(norms, [own for _, own in ranks], 1e-5)
+    for name, run, ran in each(runs, with_and_without_detection(sharded)):
+        with subtests.test(name):
+            expected, norms = alone(run)
+            for ranks in zip(*ran.values(), strict=True):
+                check_close(expected, [parameters for parameters, _ in ranks], tolerance)
+                check_norms(norms, [own for _, own in ranks], 1e-5)
 
 
 # What the ranks drop
@@ -149,38 +163,46 @@ PATTERNS: dict[str, Rounds] = {
     "first-loss-of-two-nowhere": lambda step, rank: [None if rank == 0 else {2}, {3}],
     "more-losses-on-higher-ranks": lambda step, rank: [{at} if at <= rank else None for at in range(4)],
 }
-PATTERN_CASES = [
-    pytest.param(pattern, world_size, stage, bare, id=f"{pattern}-{world_size}-{stage}-{'bare' if bare else 'driven'}")
-    for (pattern, world_size), stage, bare in zip(
-        ((pattern, size) for pattern in PATTERNS for size in (2, 4)), cycle(STAGES), cycle([True, True, False, False])
+
+
+def test_pattern(subtests: pytest.Subtests) -> None:
+    ways = zip(product(PATTERNS, (2, 4)), cycle(STAGES), cycle(["bare", "bare", "driven", "driven"]))
+    check(
+        {
+            f"{pattern}, {size} ranks, {stage}, {way}": Training(
+                PATTERNS[pattern], size, bare=WAYS[way], options=STAGES[stage]
+            )
+            for (pattern, size), stage, way in ways
+        },
+        subtests,
     )
-]
 
 
-@pytest.mark.parametrize(("pattern", "world_size", "stage", "bare"), PATTERN_CASES)
-def test_pattern(pattern: str, world_size: int, stage: str, bare: bool) -> None:
-    check(Training(PATTERNS[pattern], world_size, bare=bare, options=STAGES[stage]))
+def test_drop_in_buckets_of_any_size(subtests: pytest.Subtests) -> None:
+    def of(size: int, overlap: bool) -> Training:
+        options = {"partition_grad": True, "reduce_bucket_size": size, "overlap_communication": overlap}
+        return Training(PATTERNS["different"], 3, options=options)
+
+    cases = product((1, 2**20), (True, False))
+    check({f"{size}, overlap {overlap}": of(size, overlap) for size, overlap in cases}, subtests)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("size", [1, 2**20], ids=["tiny", "one"])
-def test_drop_in_buckets_of_any_size(size: int, overlap: bool) -> None:
-    options = {"partition_grad": True, "reduce_bucket_size": size, "overlap_communication": overlap}
-    check(Training(PATTERNS["different"], 3, options=options))
+def test_drop_with_clip(subtests: pytest.Subtests) -> None:
+    def of(way: str, stage: str) -> Training:
+        return Training(PATTERNS["one-rank-all-layers"], 2, bare=WAYS[way], clip=0.2, options=STAGES[stage])
+
+    check({f"{stage}, {way}": of(way, stage) for way, stage in product(WAYS, STAGES)}, subtests)
 
 
-@over_stages
-@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
-def test_drop_with_clip(bare: bool, stage: str) -> None:
-    check(Training(PATTERNS["one-rank-all-layers"], 2, bare=bare, clip=0.2, options=STAGES[stage]))
+def test_drop_under_accumulation(subtests: pytest.Subtests) -> None:
+    def of(stage: str, no_sync: bool) -> Run:
+        run = Run(3, micro_batches=3, no_sync=no_sync, drop=lambda step, rank: {(step + rank) % LAYERS, 1})
+        return run.with_options(**STAGES[stage], reduce_bucket_size=40)
 
-
-@pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "sync"])
-@over_stages
-def test_drop_under_accumulation(stage: str, no_sync: bool) -> None:
-    run = Run(3, micro_batches=3, no_sync=no_sync, drop=lambda step, rank: {(step + rank) % LAYERS, 1})
-    run = run.with_options(**STAGES[stage], reduce_bucket_size=40)
-    check_run(run, run_ranks(train_sharded, 3, run, timeout=TIMEOUT))
+    runs = {f"{stage}, no_sync {no_sync}": of(stage, no_sync) for stage, no_sync in product(STAGES, (True, False))}
+    for name, run, ran in trained(runs):
+        with subtests.test(name):
+            check_run(run, ran.values())
 
 
 def random_rounds(seed: int, bare: bool) -> Rounds:
@@ -197,12 +219,13 @@ def random_rounds(seed: int, bare: bool) -> Rounds:
     return rounds
 
 
-@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_random_rounds(world_size: int, bare: bool) -> None:
-    options = list(STAGES.values())[world_size % 3]
-    run = Training(random_rounds(world_size, bare), world_size, steps=10, bare=bare, options=options)
-    check(run, tolerance=4e-6)
+def test_random_rounds(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, way: str) -> Training:
+        bare, options = WAYS[way], list(STAGES.values())[world_size % 3]
+        return Training(random_rounds(world_size, bare), world_size, steps=10, bare=bare, options=options)
+
+    runs = {f"{size} ranks, {way}": of(size, way) for size, way in product(WORLD_SIZES, WAYS)}
+    check(runs, subtests, tolerance=4e-6)
 
 
 def test_the_pattern_matters() -> None:
@@ -221,8 +244,7 @@ def test_the_pattern_matters() -> None:
 # Who has used what: the numbers of rounds differ
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, "stage1"), (2, "stage1"), (3, "stage2")])
-def test_a_bare_backward_after_the_optimizer_s_own_on_one_rank_alone(world_size: int, stage: str) -> None:
+def test_a_bare_backward_after_the_optimizer_s_own_on_one_rank_alone(subtests: pytest.Subtests) -> None:
     def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
         model = run.model()
         optimizer = run.wrap(model)
@@ -235,14 +257,20 @@ def test_a_bare_backward_after_the_optimizer_s_own_on_one_rank_alone(world_size:
             optimizer.zero_grad()
         return parameters_of(model)
 
-    run = Training(lambda step, rank: [{1}, {2} if rank == 0 else None], world_size, steps=3, options=STAGES[stage])
-    check_close(alone(run)[0], run_ranks(train, world_size, run, timeout=TIMEOUT), 2e-6)
+    def of(world_size: int, stage: str) -> Training:
+        rounds: Rounds = lambda step, rank: [{1}, {2} if rank == 0 else None]  # noqa: E731
+        return Training(rounds, world_size, steps=3, options=STAGES[stage])
+
+    cases = [(1, "stage1"), (2, "stage1"), (3, "stage2")]
+    for name, run, ran in each({f"{size} ranks, {stage}": of(size, stage) for size, stage in cases}, train):
+        with subtests.test(name):
+            check_close(alone(run)[0], ran.values(), 2e-6)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
-@pytest.mark.parametrize(("when", "stage"), [(0, "stage1"), (0, "stage2"), (1, "stage2")])
-def test_gradients_of_one_rank_alone_can_be_discarded(when: int, stage: str, set_to_none: bool) -> None:
-    def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
+def test_gradients_of_one_rank_alone_can_be_discarded(subtests: pytest.Subtests) -> None:
+    """By ``loss.backward()`` alone, and in a step after one by the optimizer's own backward."""
+
+    def train(rank: int, world_size: int, run: Training, when: int, set_to_none: bool) -> dict[str, Tensor]:
         model = run.model()
         optimizer = run.wrap(model)
         for step in range(run.steps):
@@ -255,33 +283,18 @@ def test_gradients_of_one_rank_alone_can_be_discarded(when: int, stage: str, set
             optimizer.zero_grad()
         return parameters_of(model)
 
-    run = Training(lambda step, rank: [set()], 2, steps=3, bare=True, options=STAGES[stage])
-    check_close(alone(run)[0], run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
-def test_gradients_of_one_rank_alone_can_be_discarded_after_a_step_by_the_optimizer_s_own_backward(
-    set_to_none: bool,
-) -> None:
-    def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
-        model = run.model()
-        optimizer = run.wrap(model)
-        for step in range(run.steps):
-            if step == 1 and rank == 0:
-                run.loss(model, step, 7, rank, set()).backward()
-            if step == 1:
-                optimizer.zero_grad(set_to_none)
-            run.backwards(model, optimizer, step, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        return parameters_of(model)
-
     run = Training(lambda step, rank: [set()], 2, steps=3)
-    check_close(alone(run)[0], run_ranks(train, 2, run, timeout=TIMEOUT), 2e-6)
+    starts = [("bare", 0, "stage1"), ("bare", 0, "stage2"), ("bare", 1, "stage2"), ("driven", 1, "stage1")]
+    cases = [
+        (replace(run, bare=WAYS[way], options=STAGES[stage]), when, set_to_none)
+        for (way, when, stage), set_to_none in product(starts, (True, False))
+    ]
+    for (each_run, when, set_to_none), ran in run_cases(train, 2, cases, timeout=TIMEOUT):
+        with subtests.test(bare=each_run.bare, options=each_run.options, when=when, set_to_none=set_to_none):
+            check_close(alone(each_run)[0], ran.values(), 2e-6)
 
 
-@pytest.mark.parametrize("stage", ["stage1", "stage2"])
-def test_a_group_can_be_added_while_one_rank_alone_has_gradients(stage: str) -> None:
+def test_a_group_can_be_added_while_one_rank_alone_has_gradients(subtests: pytest.Subtests) -> None:
     def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
         model = run.model()
         optimizer = LowLevelZeroOptimizer(
@@ -292,16 +305,18 @@ def test_a_group_can_be_added_while_one_rank_alone_has_gradients(stage: str) -> 
         optimizer.step()
         return parameters_of(model)
 
-    run = Training(lambda step, rank: [set()] if rank == 0 else [None], 2, bare=True, options=STAGES[stage])
+    run = Training(lambda step, rank: [set()] if rank == 0 else [None], 2, bare=True)
     expected = run.model()
     backwards_alone(run, expected, 0)
     torch.optim.SGD([*expected.layers.parameters(), expected.scale], lr=0.1).step()
-    for ranks in zip(*run_ranks(with_and_without_detection(train), 2, run, timeout=TIMEOUT), strict=True):
-        check_close(parameters_of(expected), ranks, 2e-6)
+    runs = {stage: replace(run, options=STAGES[stage]) for stage in ("stage1", "stage2")}
+    for name, _, ran in each(runs, with_and_without_detection(train)):
+        with subtests.test(name):
+            for ranks in zip(*ran.values(), strict=True):
+                check_close(parameters_of(expected), ranks, 2e-6)
 
 
-@over_stages
-def test_clipping_by_hand_when_one_rank_alone_has_gradients(stage: str) -> None:
+def test_clipping_by_hand_when_one_rank_alone_has_gradients(subtests: pytest.Subtests) -> None:
     def train(rank: int, world_size: int, run: Training) -> tuple[dict[str, Tensor], float]:
         model = run.model()
         optimizer = run.wrap(model)
@@ -310,14 +325,16 @@ def test_clipping_by_hand_when_one_rank_alone_has_gradients(stage: str) -> None:
         optimizer.step()
         return parameters_of(model), norm
 
-    run = Training(lambda step, rank: [{1}] if rank == 1 else [None], 3, bare=True, options=STAGES[stage])
+    run = Training(lambda step, rank: [{1}] if rank == 1 else [None], 3, bare=True)
     expected = run.model()
     backwards_alone(run, expected, 0)
     norm = float(torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1))
     run.optimizer(expected).step()
-    ranks = run_ranks(train, 3, run, timeout=TIMEOUT)
-    assert [got for _, got in ranks] == pytest.approx([norm] * 3, rel=1e-5)
-    check_close(parameters_of(expected), [parameters for parameters, _ in ranks], 2e-6)
+    for name, _, ran in each(in_all_stages(run), train):
+        with subtests.test(name):
+            ranks = ran.values()
+            assert [got for _, got in ranks] == pytest.approx([norm] * 3, rel=1e-5)
+            check_close(parameters_of(expected), [parameters for parameters, _ in ranks], 2e-6)
 
 
 # Stillness of what nobody used
@@ -355,38 +372,48 @@ def train_and_watch(rank: int, world_size: int, run: Training, names: str) -> li
 ABSENT = (2, 3, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("world_size", "stage"), [(1, "stage2"), (2, "stage1"), (3, "stage1-scatter"), (3, "stage2"), (4, "stage1")]
-)
-def test_a_layer_that_nobody_used_stays_bit_for_bit(world_size: int, stage: str, dtype: torch.dtype) -> None:
-    run = Training(
-        lambda step, rank: [{1} if step in ABSENT else {rank % 2 * 2}],
-        world_size,
-        steps=7,
-        weight_decay=0.5,
-        dtype=dtype,
-        options=STAGES[stage],
-        kind=ADAMW,
-    )
-    for seen in run_ranks(train_and_watch, world_size, run, "layers.1", timeout=TIMEOUT):
-        assert set(seen[0]) == {"layers.1.weight", "layers.1.bias"}
-        for step, (before, after) in enumerate(pairwise(seen)):
-            for name in before:
-                assert same_bits(before[name], after[name]) == (step in ABSENT), f"{name} in step {step}"
-        steps = [held["layers.1.weight"][-1].item() for held in seen[1:]]
-        assert steps == [1, 2, 2, 2, 2, 3, 4]
+def test_a_layer_that_nobody_used_stays_bit_for_bit(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, stage: str, dtype: torch.dtype) -> Training:
+        return Training(
+            lambda step, rank: [{1} if step in ABSENT else {rank % 2 * 2}],
+            world_size,
+            steps=7,
+            weight_decay=0.5,
+            dtype=dtype,
+            options=STAGES[stage],
+            kind=ADAMW,
+        )
+
+    places = [(1, "stage2"), (2, "stage1"), (3, "stage1-scatter"), (3, "stage2"), (4, "stage1")]
+    cases = product(places, (torch.float32, torch.bfloat16))
+    runs = {f"{size} ranks, {stage}, {dtype}": of(size, stage, dtype) for (size, stage), dtype in cases}
+    for name, _, ran in each(runs, train_and_watch, "layers.1"):
+        with subtests.test(name):
+            for seen in ran.values():
+                check_still_when_absent(seen)
 
 
-@over_stages
-@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
-def test_a_layer_that_was_never_used_has_no_state(bare: bool, stage: str) -> None:
-    run = Training(lambda step, rank: [{2}, {2, rank}], 2, bare=bare, weight_decay=0.5, options=STAGES[stage])
-    for seen in run_ranks(train_and_watch, 2, run, "layers.2", timeout=TIMEOUT):
-        for held in seen:
-            for name, tensors in held.items():
-                assert len(tensors) == 2, f"{name} has state"
-                assert same_bits(tensors, seen[0][name]), f"{name} moved"
+def check_still_when_absent(seen: list[Snapshot]) -> None:
+    assert set(seen[0]) == {"layers.1.weight", "layers.1.bias"}
+    for step, (before, after) in enumerate(pairwise(seen)):
+        for name in before:
+            assert same_bits(before[name], after[name]) == (step in ABSENT), f"{name} in step {step}"
+    steps = [held["layers.1.weight"][-1].item() for held in seen[1:]]
+    assert steps == [1, 2, 2, 2, 2, 3, 4]
+
+
+def test_a_layer_that_was_never_used_has_no_state(subtests: pytest.Subtests) -> None:
+    def of(way: str, stage: str) -> Training:
+        rounds: Rounds = lambda step, rank: [{2}, {2, rank}]  # noqa: E731
+        return Training(rounds, 2, bare=WAYS[way], weight_decay=0.5, options=STAGES[stage])
+
+    runs = {f"{stage}, {way}": of(way, stage) for way, stage in product(WAYS, STAGES)}
+    for name, _, ran in each(runs, train_and_watch, "layers.2"):
+        with subtests.test(name):
+            for start, held in ((seen[0], held) for seen in ran.values() for held in seen):
+                for key, tensors in held.items():
+                    assert len(tensors) == 2, f"{key} has state"
+                    assert same_bits(tensors, start[key]), f"{key} moved"
 
 
 def test_a_layer_that_was_never_used_is_not_in_the_state_dict() -> None:
@@ -405,22 +432,22 @@ def test_a_layer_that_was_never_used_is_not_in_the_state_dict() -> None:
         assert not set(present) & set(absent)
 
 
-@over_stages
-def test_what_one_rank_used_moves_on_all(stage: str) -> None:
-    run = Training(lambda step, rank: [set() if rank == 1 else {2}], 3, steps=2, options=STAGES[stage], kind=ADAMW)
-    ranks = run_ranks(train_and_watch, 3, run, "layers.2.weight", timeout=TIMEOUT)
-    for seen in ranks:
-        for before, after in pairwise(seen):
-            assert not torch.equal(before["layers.2.weight"][0], after["layers.2.weight"][0])
-        assert seen[-1]["layers.2.weight"][-1].item() == 2
+def test_what_one_rank_used_moves_on_all(subtests: pytest.Subtests) -> None:
+    run = Training(lambda step, rank: [set() if rank == 1 else {2}], 3, steps=2, kind=ADAMW)
+    for name, _, ran in each(in_all_stages(run), train_and_watch, "layers.2.weight"):
+        with subtests.test(name):
+            for seen in ran.values():
+                for before, after in pairwise(seen):
+                    assert not torch.equal(before["layers.2.weight"][0], after["layers.2.weight"][0])
+                assert seen[-1]["layers.2.weight"][-1].item() == 2
 
 
-@over_stages
-def test_nobody_used_anything(stage: str) -> None:
-    run = Training(lambda step, rank: [None], 2, steps=3, options=STAGES[stage])
-    for seen in run_ranks(train_and_watch, 2, run, "", timeout=TIMEOUT):
-        for held in seen:
-            assert all(same_bits(tensors, seen[0][name]) for name, tensors in held.items())
+def test_nobody_used_anything(subtests: pytest.Subtests) -> None:
+    run = Training(lambda step, rank: [None], 2, steps=3)
+    for name, _, ran in each(in_all_stages(run), train_and_watch, ""):
+        with subtests.test(name):
+            for start, held in ((seen[0], held) for seen in ran.values() for held in seen):
+                assert all(same_bits(tensors, start[key]) for key, tensors in held.items())
 
 
 # The gradient of one parameter
@@ -460,35 +487,40 @@ def check_gradients(expected: dict[str, Tensor | None], got: dict[str, Tensor | 
 PARTLY: Rounds = lambda step, rank: [{1, 2} if rank else {1}, {1, 3}]  # noqa: E731
 
 
-@pytest.mark.parametrize("bare", [True, False], ids=["bare", "driven"])
-@pytest.mark.parametrize(("world_size", "stage"), list(product((2, 3), STAGES)))
-def test_gradient_of_a_parameter_is_the_oracle_s_or_none(world_size: int, stage: str, bare: bool) -> None:
-    run = Training(PARTLY, world_size, bare=bare, options=STAGES[stage])
+def test_gradient_of_a_parameter_is_the_oracle_s_or_none(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, stage: str, way: str) -> Training:
+        return Training(PARTLY, world_size, bare=WAYS[way], options=STAGES[stage])
+
+    cases = product((2, 3), STAGES, WAYS)
+    runs = {f"{size} ranks, {stage}, {way}": of(size, stage, way) for size, stage, way in cases}
+    for name, run, ran in each(runs, sharded_gradients):
+        with subtests.test(name):
+            expected = gradients_alone(run)
+            nobodys = {key for key, gradient in expected.items() if gradient is None}
+            assert nobodys == {"empty", "layers.1.weight", "layers.1.bias"}
+            for after_backward, after_step, after_zero in ran.values():
+                check_gradients(expected, after_backward, 1e-6)
+                check_gradients(expected, after_step, 1e-6)
+                assert set(after_zero.values()) == {None}
+
+
+def test_gradient_of_a_sixteen_bit_parameter_is_unscaled_and_in_its_dtype(subtests: pytest.Subtests) -> None:
+    def of(stage: str, dtype: torch.dtype) -> Training:
+        return Training(PARTLY, 2, dtype=dtype, options={**STAGES[stage], "initial_scale": 256.0})
+
+    cases = product(STAGES, (torch.bfloat16, torch.float16))
+    for name, run, ran in each({f"{stage}, {dtype}": of(stage, dtype) for stage, dtype in cases}, sharded_gradients):
+        with subtests.test(name):
+            expected = gradients_alone(run)
+            for after_backward, _, _ in ran.values():
+                assert {g.dtype for g in after_backward.values() if g is not None} == {run.dtype}
+                check_gradients(expected, after_backward, 4 * torch.finfo(run.dtype).eps)
+
+
+def test_gradient_when_one_rank_alone_has_any(subtests: pytest.Subtests) -> None:
+    run = Training(lambda step, rank: [{1}] if rank == 1 else [None], 2, bare=True)
     expected = gradients_alone(run)
-    assert {name for name, gradient in expected.items() if gradient is None} == {
-        "empty",
-        "layers.1.weight",
-        "layers.1.bias",
-    }
-    for after_backward, after_step, after_zero in run_ranks(sharded_gradients, world_size, run, timeout=TIMEOUT):
-        check_gradients(expected, after_backward, 1e-6)
-        check_gradients(expected, after_step, 1e-6)
-        assert set(after_zero.values()) == {None}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@over_stages
-def test_gradient_of_a_sixteen_bit_parameter_is_unscaled_and_in_its_dtype(stage: str, dtype: torch.dtype) -> None:
-    run = Training(PARTLY, 2, dtype=dtype, options={**STAGES[stage], "initial_scale": 256.0})
-    expected = gradients_alone(run)
-    for after_backward, _, _ in run_ranks(sharded_gradients, 2, run, timeout=TIMEOUT):
-        assert {g.dtype for g in after_backward.values() if g is not None} == {dtype}
-        check_gradients(expected, after_backward, 4 * torch.finfo(dtype).eps)
-
-
-@over_stages
-def test_gradient_when_one_rank_alone_has_any(stage: str) -> None:
-    run = Training(lambda step, rank: [{1}] if rank == 1 else [None], 2, bare=True, options=STAGES[stage])
-    expected = gradients_alone(run)
-    for after_backward, _, _ in run_ranks(sharded_gradients, 2, run, timeout=TIMEOUT):
-        check_gradients(expected, after_backward, 1e-6)
+    for name, _, ran in each(in_all_stages(run), sharded_gradients):
+        with subtests.test(name):
+            for after_backward, _, _ in ran.values():
+                check_gradients(expected, after_backward, 1e-6)
