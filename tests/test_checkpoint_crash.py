@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import signal
@@ -45,17 +46,24 @@ class Fuse:
 
     def light(self) -> None:
         sys.addaudithook(self._audit)
-        fsync, write = os.fsync, storage._Summing.write
+        fsync, fuse = os.fsync, self
         patch_rank(os, "fsync", lambda handle: (self._burn("fsync"), fsync(handle))[1])
 
-        def halves(file: Any, data: Any) -> int:
-            data = memoryview(data).cast("B")
-            if self.left == 1:
-                write(file, data[: len(data) // 2])
-            self._burn("write")
-            return write(file, data)
+        class Halving(io.FileIO):
+            def write(self, data: Any, /) -> int:
+                data = memoryview(data).cast("B")
+                if fuse.left == 1:
+                    super().write(data[: len(data) // 2])
+                fuse._burn("write")
+                return super().write(data)
 
-        patch_rank(storage._Summing, "write", halves)
+        own_open = io.open
+
+        def opened(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            written = mode == "wb"
+            return io.BufferedWriter(Halving(path, mode)) if written else own_open(path, mode, *args, **options)
+
+        patch_rank(io, "open", opened)  # which pathlib calls
 
     def _audit(self, event: str, args: Any) -> None:
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and self.folder in str(args[0]):

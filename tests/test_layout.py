@@ -16,8 +16,8 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.checkpoint.saved_layout import layout_in
 from lowlevel_zero.checkpoint.whole import WholeCheckpoint
+from lowlevel_zero.planning.commands.saved_layout import layout_in
 from lowlevel_zero.planning.layout import Layout, RankBytes
 from tests.support.oracle import Odd, Run, groups, train_rank
 from tests.support.ranks import run_ranks

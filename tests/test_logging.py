@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
 # Programs, which talk to who has started them.
-PROGRAMS = ("__main__.py", "planning/commands/", "checkpoint/progress.py")
+PROGRAMS = ("__main__.py", "planning/commands/")
 
 
 def prints(source: str) -> list[int]:

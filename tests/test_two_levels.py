@@ -392,8 +392,10 @@ def test_checkpoints_go_from_every_form_to_every_other(tmp_path: Path) -> None:
     assert {read_manifest(tmp_path / form).world_size for form in CHECKPOINT_FORMS} == {4}
     metadata = read_metadata(tmp_path / "hybrid")
     for entry in metadata.state_dict_metadata.values():
-        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel()
-    assert len({(at.relative_path, at.offset) for at in metadata.storage_data.values()}) == len(metadata.storage_data)
+        if isinstance(entry, dcp.metadata.TensorStorageMetadata):
+            assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel()
+    once = {at: place for at, place in metadata.storage_data.items() if at.fqn != "model.layers.3.weight"}  # tied
+    assert len({(place.relative_path, place.offset) for place in once.values()}) == len(once)
     files = {at.relative_path for at in metadata.storage_data.values()}
     assert len(files) == 4  # replicas share the work
 

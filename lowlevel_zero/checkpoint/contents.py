@@ -1,4 +1,4 @@
-"""What of a model and its optimizers goes into a checkpoint: flat tensors by name, and how they come back."""
+"""What of a model and its optimizers goes into a checkpoint: tensors by name, and how they come back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ..communication.agreement import agree_apart, together
 from ..communication.collectives import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
-from ..state.flat_shards import FlatShards, local_part
+from ..state.flat_shards import local_part
 from ..state.global_names import Expert, GlobalNames, check_same_experts
 from ..state.sharded import ShardedState
+from .boxes import BoxedTensor, Boxes
 from .held import Entry, held_by, without_values
 from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name
-from .saved import name_in
+from .saved import MODEL, STATE, name_in
 
 T = TypeVar("T")
 
@@ -33,13 +34,11 @@ class Told(NamedTuple):
     Attributes:
         tensors: parameters and persistent buffers.
         tied: other names of those that have several.
-        states: the optimizers' states of parameters that are tensors.
         extra: what modules with ``get_extra_state`` give.
     """
 
     tensors: dict[str, SavedTensor]
     tied: dict[str, str]
-    states: dict[str, list[str]]
     extra: dict[str, Any]
 
 
@@ -75,7 +74,7 @@ class Contents:
         self.told: list[Told] = []
         self.excluded: set[str] = set()
         self._optimizers = optimizers
-        self._shards: dict[ShardGroup, FlatShards] = {}
+        self._device = next(iter(optimizers.values())).device
         self._held = held_by(model, stores, self.groups)
 
     def meet(self, doing: str) -> None:
@@ -96,7 +95,7 @@ class Contents:
         self._stateful = {names[name]: module for name, module in held.stateful.items()}
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
         self.states_of: dict[Name, ShardedState] = {
-            name: ShardedState(optimizer, name_of) for name, optimizer in self._optimizers.items()
+            name: ShardedState(optimizer, name_of, Boxes) for name, optimizer in self._optimizers.items()
         }
         if len(self.groups) > 1:
             led = {names[name] for name, family in held.families.items() if family and self.groups[family].place == 0}
@@ -108,7 +107,6 @@ class Contents:
         return Told(
             {name: entry.saved for name, entry in self.entries.items() if name in led},
             {alias: name for alias, name in self.tied.items() if name in led},
-            {name: keys for name, keys in _keys(self._states()).items() if name in led},
             {name: module.get_extra_state() for name, module in self._stateful.items() if name in led},
         )
 
@@ -138,53 +136,21 @@ class Contents:
         """Every rank's other names."""
         return _with_others(self.tied, (told.tied for told in self.told))
 
-    def states(self, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """By name the states of every rank's parameters that are tensors; this rank's are among ``tensors``."""
-        return _with_others(_keys(_under("optimizer.", tensors)), (told.states for told in self.told))
-
     def tensors(self) -> dict[str, Tensor]:
         """This rank's tensors as a checkpoint has them; they share memory with the model and the optimizers."""
         kept = {name: entry for name, entry in self.entries.items() if name not in self.excluded}
-        found = {f"model.{name}": self._flat(entry) for name, entry in kept.items()}
-        return {**found, **{f"optimizer.{name}": tensor for name, tensor in self._states().items()}}
-
-    def _states(self) -> dict[str, Tensor]:
-        return {name: tensor for state in self.states_of.values() for name, tensor in state.tensors().items()}
-
-    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of ``tensors`` on the host, which training doesn't change."""
-        copies = {}
-        for full, tensor in tensors.items():
-            own = local_part(tensor).to("cpu", copy=True)
-            copies[full] = (
-                self._shards_of(self._entry(full)).wrap(own, tensor.numel()) if hasattr(tensor, "to_local") else own
-            )
-        return copies
+        found = {f"{MODEL}{name}": _boxed(entry) for name, entry in kept.items()}
+        states = {name: tensor for state in self.states_of.values() for name, tensor in state.tensors().items()}
+        return {**found, **{f"{STATE}{name}": tensor for name, tensor in states.items()}}
 
     def extra_states(self) -> dict[str, Any]:
         """What modules with ``get_extra_state`` give, on every rank."""
         own = {name: module.get_extra_state() for name, module in self._stateful.items()}
         return _with_others(own, (told.extra for told in self.told))
 
-    def _flat(self, entry: Entry) -> Tensor:
-        numel, shards = entry.saved.numel, self._shards_of(entry)
-        if entry.record is not None:
-            return shards.wrap(entry.record.row, numel)
-        start, stop = shards.span(numel)
-        return shards.wrap(flat_in_memory_order(entry.tensor, without_values(entry.tensor))[start:stop], numel)
-
     def family_of(self, full: str) -> int:
         """The family of a tensor of ``tensors``."""
-        return self._entry(full).family
-
-    def _entry(self, full: str) -> Entry:
-        """What a tensor of ``tensors`` belongs to."""
-        return self.entries[name_in(full)]
-
-    def _shards_of(self, entry: Entry) -> FlatShards:
-        if entry.ranks not in self._shards:
-            self._shards[entry.ranks] = FlatShards(entry.ranks)
-        return self._shards[entry.ranks]
+        return self.entries[name_in(full)].family
 
     # ---- whether it is the same model ----
 
@@ -216,34 +182,30 @@ class Contents:
     # ---- what is loaded ----
 
     def templates(self, saved: Mapping[str, SavedTensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Empty tensors to load into, this rank's slices alone; whole ones where memory orders differ."""
-        found = {}
+        """Empty tensors to load into, this rank's boxes alone."""
+        found: dict[str, Tensor] = {}
         for name, entry in self.entries.items():
             if name in saved:
                 device = entry.tensor.device if entry.record is None else entry.record.padded.device
-                empty = self._shards_of(entry).empty(entry.saved.numel, saved[name].torch_dtype, device)
-                found[f"model.{name}"] = empty
+                dtype = saved[name].torch_dtype
+                found[f"{MODEL}{name}"] = Boxes(entry.ranks).empty(entry.saved.shape, entry.saved.stride, dtype, device)
         for state in self.states_of.values():
-            for full, template in state.templates(_under("optimizer.", metadata)).items():
-                found[f"optimizer.{full}"] = template
-        return {full: self._in_order_of(full, template, saved) for full, template in found.items()}
-
-    def in_own_order(self, tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Loaded tensors, those that were whole for their order's sake cut to flat shards of ours."""
-        return {full: self._reordered(full, tensor, saved) for full, tensor in tensors.items()}
+            for full, template in state.templates(_under(STATE, metadata)).items():
+                found[f"{STATE}{full}"] = template
+        return found
 
     @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor], objects: Objects) -> None:
         """Take over what was loaded, on all ranks together. Communicates, one tensor at a time."""
-        states = _under("optimizer.", tensors)
+        states = _under(STATE, tensors)
         masters = {record: p32 for each in self.states_of.values() for record, p32 in each.masters(states).items()}
-        loaded = [(name, entry) for name, entry in self.entries.items() if f"model.{name}" in tensors]
+        loaded = [(name, entry) for name, entry in self.entries.items() if f"{MODEL}{name}" in tensors]
         for name, entry in sorted(loaded, key=lambda item: item[1].family):  # in which all have the same order
-            own, ranks = local_part(tensors[f"model.{name}"]), entry.ranks
+            own, ranks = local_part(tensors[f"{MODEL}{name}"]), entry.ranks
             if entry.record is not None:
                 _put_row(entry.record, own, masters.get(entry.record), ranks)
             elif entry.saved.numel:
-                flat = _gathered(own, entry.saved.numel, ranks, next(iter(self._optimizers.values())).device)
+                flat = _gathered(own, entry.saved.numel, ranks, self._device)
                 whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
                 _overwrite(entry.tensor.detach(), whole)
         for name, module in self._stateful.items():
@@ -251,21 +213,6 @@ class Contents:
                 module.set_extra_state(objects.model[name])
         for of, state in self.states_of.items():
             state.load(states, objects.optimizers[of])
-
-    def _in_order_of(self, full: str, template: Tensor, saved: Mapping[str, SavedTensor]) -> Tensor:
-        if not hasattr(template, "to_local") or saved[name_in(full)].stride == self._entry(full).saved.stride:
-            return template
-        return torch.empty(template.numel(), dtype=template.dtype, device="cpu")
-
-    def _reordered(self, full: str, tensor: Tensor, saved: Mapping[str, SavedTensor]) -> Tensor:
-        ours, theirs = self._entry(full), saved[name_in(full)]
-        if hasattr(tensor, "to_local") or ours.saved.stride == theirs.stride or tuple(tensor.shape) != (theirs.numel,):
-            return tensor
-        like = torch.empty_strided(ours.saved.shape, ours.saved.stride, device="meta")
-        flat = flat_in_memory_order(torch.as_strided(tensor, theirs.shape, theirs.stride), like)
-        shards = self._shards_of(ours)
-        start, stop = shards.span(ours.saved.numel)
-        return shards.wrap(flat[start:stop].to(ours.tensor.device, copy=True), ours.saved.numel)
 
 
 def _with_others(own: dict[str, T], others: Iterable[Mapping[str, T]]) -> dict[str, T]:
@@ -276,13 +223,18 @@ def _with_others(own: dict[str, T], others: Iterable[Mapping[str, T]]) -> dict[s
     return found
 
 
-def _keys(states: Iterable[str]) -> dict[str, list[str]]:
-    """By parameter the keys of its states, of ``<name>.<key>``."""
-    found: dict[str, list[str]] = {}
-    for full in states:
-        name, _, key = full.rpartition(".")
-        found.setdefault(name, []).append(key)
-    return found
+def _boxed(entry: Entry) -> BoxedTensor:
+    boxes, saved = Boxes(entry.ranks), entry.saved
+    if entry.record is not None:
+        return boxes.wrap(entry.record.row, saved.shape, saved.stride)
+    start, stop = boxes.span(saved.numel)
+    flat = flat_in_memory_order(entry.tensor, without_values(entry.tensor))
+    return boxes.wrap(flat[start:stop], saved.shape, saved.stride)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of ``tensors`` on the host, which training doesn't change."""
+    return {full: tensor.detach().to("cpu", copy=True) for full, tensor in tensors.items()}
 
 
 def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks: ShardGroup) -> None:

@@ -221,5 +221,8 @@ def _folders(folder: Path) -> list[Path]:
 def _instead(path: Path) -> str:
     """What a directory without a manifest, and without checkpoints in it, is."""
     if (path / METADATA).exists():
-        return f"expected a checkpoint with a {MANIFEST}, got torch.distributed.checkpoint's own: use dcp.load"
+        return (
+            f"expected a checkpoint with a {MANIFEST}, got torch.distributed.checkpoint's own: use dcp.load, with "
+            "Sharded(optimizer)"
+        )
     return f"expected a checkpoint of lowlevel_zero, with a {MANIFEST}, found none"

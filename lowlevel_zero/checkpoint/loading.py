@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -34,9 +33,9 @@ from .optimizers import (
     group_of,
     told,
 )
+from .planners import LoadPlanner
 from .saved import Saved, read_saved
 from .saving import runs_of, wait_for_last
-from .storage import PlainReader
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -109,7 +108,6 @@ def load_checkpoint(
     before: dict[Name, Any] = {}
     try:
         with together(group, doing):
-            tensors = contents.in_own_order(templates, saved.manifest.tensors)
             before.update({name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()})
             for name, each in schedulers.items():
                 each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
@@ -119,7 +117,7 @@ def load_checkpoint(
         raise
     for each in optimizers.values():
         each.zero_grad()
-    contents.put(tensors, saved.objects)
+    contents.put(templates, saved.objects)
     runs_of(optimizers, manifest.runs)
     if rank_state is not None:
         rank_state.clear()
@@ -181,13 +179,11 @@ def _matching_templates(saved: Saved, contents: Contents, schedulers: Mapping[Na
 
 def _read(saved: Saved, templates: dict[str, Tensor], group: ShardGroup) -> None:
     """Fill the templates; an error of one rank is raised on all."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = PlainReader(saved.folder, saved.metadata)
     try:
         with warnings.catch_warnings():
             # torch 2.5, say, warns where ranks want different names, as they do with experts, and reads them all.
             warnings.filterwarnings("ignore", "Detected mismatched keys in state dict", UserWarning)
-            dcp_load(templates, storage_reader=reader, planner=planner, process_group=group.apart())
+            dcp_load(templates, storage_reader=saved.reader(), planner=LoadPlanner(), process_group=group.apart())
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise ValueError(f"{saved.folder}: damaged, rank {rank} could not read it: {cause}") from error

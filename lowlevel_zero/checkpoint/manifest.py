@@ -14,7 +14,7 @@ import torch
 
 from ..state.global_names import Expert
 
-FORMAT = 1
+FORMATS = (1, 2)  # that are read; the last one is written
 MANIFEST = "lowlevel_zero.json"
 OBJECTS = "objects.pt"
 RANK_STATE = "rank_{}.pt"  # each rank's own, if it gave one
@@ -28,11 +28,11 @@ _READ_BYTES = 2**20
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A parameter or buffer of the model, which is stored flat, in memory order and without padding.
+    """A parameter or buffer of the model.
 
     Attributes:
         shape: the tensor's.
-        stride: its dense strides: ``torch.as_strided(flat, shape, stride)`` is the tensor.
+        stride: its dense strides. (In format 1 it is stored flat, in the order that these give.)
         dtype: as in ``"float32"``.
         kind: ``"trainable"``, ``"frozen"``, ``"untrained"`` (it requires gradients, but no optimizer that was given
             has it) or ``"buffer"``.
@@ -49,7 +49,7 @@ class SavedTensor:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat tensor in the file."""
+        """Elements."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -71,6 +71,15 @@ class FileSum(NamedTuple):
     bytes: int
     crc32: int
 
+    @classmethod
+    def of(cls, path: Path) -> FileSum:
+        """A file's, which is read in pieces."""
+        size = total = 0
+        with path.open("rb") as file:
+            while piece := file.read(_READ_BYTES):
+                size, total = size + len(piece), zlib.crc32(piece, total)
+        return cls(size, total)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -83,13 +92,13 @@ class Manifest:
         stage: 1 or 2.
         saved: ISO time, UTC.
         serial: higher in what was saved later.
-        tensors: parameters and persistent buffers of the model by name; stored as ``model.<name>``.
+        tensors: parameters and persistent buffers of the model by name.
         tied: other names of tensors that have several: alias to name.
-        states: by parameter the keys of its optimizer state, stored as ``optimizer.<name>.<key>``.
         files: every other file, by name.
         experts: by name of what not all ranks had, who had it.
         excluded: frozen parameters that were left out; whoever loads brings them along.
         runs: the run that saved it, and then those that it went on from.
+        format: of the folder.
     """
 
     version: str
@@ -100,11 +109,11 @@ class Manifest:
     serial: int
     tensors: dict[str, SavedTensor]
     tied: dict[str, str]
-    states: dict[str, list[str]]
     files: dict[str, FileSum]
     experts: dict[str, Expert] = field(default_factory=dict)
     excluded: dict[str, SavedTensor] = field(default_factory=dict)
     runs: tuple[str, ...] = ()
+    format: int = FORMATS[-1]
 
     @property
     def rank_states(self) -> list[int]:
@@ -117,14 +126,13 @@ class Manifest:
             self,
             tensors={own(name): tensor for name, tensor in self.tensors.items()},
             tied={own(alias): own(name) for alias, name in self.tied.items()},
-            states={own(name): keys for name, keys in self.states.items()},
             experts={own(name): _renamed(name, expert, own) for name, expert in self.experts.items()},
             excluded={own(name): tensor for name, tensor in self.excluded.items()},
         )
 
     def to_text(self) -> str:
         """The manifest as JSON, with a digest of itself."""
-        content = {"format": FORMAT, **asdict(self)}
+        content = asdict(self)
         content["files"] = {name: list(file) for name, file in self.files.items()}
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
         return json.dumps({**content, "digest": _digest(content)})
@@ -143,7 +151,7 @@ class Manifest:
     def first_damaged(self, folder: Path, names: list[str]) -> str | None:
         """The first of the files ``names`` whose content isn't what was written, or None; reads them whole."""
         for name in names:
-            if checksum(folder / name) != self.files[name].crc32:
+            if FileSum.of(folder / name) != self.files[name]:
                 return f"{name} is not what was written: its checksum differs"
         return None
 
@@ -161,8 +169,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         digest = content.pop("digest")
-        if content["format"] != FORMAT:
-            raise ValueError(f"{folder}: expected format {FORMAT}, got {content['format']}: saved by a later version")
+        if content["format"] not in FORMATS:
+            known = " or ".join(map(str, FORMATS))
+            raise ValueError(f"{folder}: expected format {known}, got {content['format']}: saved by a later version")
         if digest != _digest(content):
             raise ValueError(f"{path}: damaged: it is not what was written")
         return _manifest(content)
@@ -179,15 +188,6 @@ def whole_manifest(folder: Path) -> Manifest | None:
         return None
 
 
-def checksum(path: Path) -> int:
-    """``zlib.crc32`` of a file, read in pieces."""
-    total = 0
-    with path.open("rb") as file:
-        while piece := file.read(_READ_BYTES):
-            total = zlib.crc32(piece, total)
-    return total
-
-
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     return Manifest(
         version=content["version"],
@@ -198,11 +198,11 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         serial=content["serial"],
         tensors={name: _saved_tensor(entry) for name, entry in content["tensors"].items()},
         tied=content["tied"],
-        states=content["states"],
         files={name: FileSum(*file) for name, file in content["files"].items()},
         experts={name: _expert(entry) for name, entry in content.get("experts", {}).items()},
         excluded={name: _saved_tensor(entry) for name, entry in content.get("excluded", {}).items()},
         runs=tuple(content.get("runs", ())),
+        format=content["format"],
     )
 
 

@@ -46,6 +46,11 @@ class Objects:
         first = self.optimizers[None] if alone else {"optimizers": self.optimizers}
         return packed({**first, "model": self.model, "extra": self.extra}, "the checkpoint's objects")
 
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Objects:
+        """Those of a file's content."""
+        return cls(content.get("optimizers", {None: content}), content["model"], content["extra"])
+
     def renamed(self, own: Callable[[str], str]) -> Objects:
         """The same with other names of tensors, ``own(name)``."""
         optimizers = {name: renamed_settings(settings, own) for name, settings in self.optimizers.items()}
@@ -65,7 +70,7 @@ def read_objects(folder: Path) -> Objects:
     whole = all(isinstance(each, dict) and each.keys() >= _SETTINGS for each in settings.values())
     if not (settings and whole and found.keys() >= {"model", "extra"}):
         raise ValueError(f"{path}: expected {sorted(_SETTINGS)}, model and extra in it, got something else")
-    return Objects(settings, found["model"], found["extra"])
+    return Objects.of(found)
 
 
 def read_data(path: Path) -> Any:

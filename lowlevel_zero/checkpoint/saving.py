@@ -28,14 +28,16 @@ from ..communication.lost_ranks import explained
 from ..communication.roll_call import call_roll
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions
-from ..state.sharded_dict import packed
+from ..state.sharded_dict import packed, unpacked
 from ..version import __version__
-from .contents import Contents
+from .contents import Contents, copied
 from .folders import beside, check_target, claim, next_serial, prune, publish
-from .manifest import MANIFEST, OBJECTS, RANK_STATE, UNTRAINED, FileSum, Manifest
+from .manifest import MANIFEST, OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings
 from .optimizers import Name, Optimizers, check_optimizers, check_schedulers, group_of, told
-from .storage import ALONE, CommittingWriter, Sums, summed
+from .planners import SavePlanner
+from .saved import MODEL, STATE
+from .storage import ALONE, CommittingWriter, Sums, write_through
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -117,11 +119,11 @@ def save_checkpoint(
     _tell_untrained(contents)
     with together(group, doing) as lines:
         own = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
-        objects = _objects(contents, optimizers, schedulers, extra).packed()
+        data = _objects(contents, optimizers, schedulers, extra).packed()
         tensors = contents.tensors()
         lines += [full for full in tensors if contents.family_of(full) == 0]
         if async_save:
-            tensors = contents.copied(tensors)
+            tensors = copied(tensors)
     runs = runs_of(optimizers)
     token = _token(group)
     written = beside(target, token)
@@ -129,9 +131,11 @@ def save_checkpoint(
     with together(group, f"write beside {path}"):
         if group.place == 0:
             saving.claim(written)
-    commit = _Commit(target, written, token, objects, _describe(contents, optimizers, tensors, runs), keep)
-    writer = CommittingWriter(written, group.place, group.ranks, commit, own)
-    saving.start(tensors, writer, group.apart(), async_save)
+    manifest = _describe(contents, optimizers, runs)
+    commit = _Commit(target, written, token, data, manifest, keep)
+    tied = {alias: name for alias, name in contents.all_tied().items() if name not in contents.excluded}
+    writer = CommittingWriter(written, group.place, group.ranks, commit, own, tied)
+    saving.start(as_torch_names(tensors, Objects.of(unpacked(data))), writer, group.apart(), async_save)
     if async_save:
         _last[group.group] = saving
     else:
@@ -159,16 +163,16 @@ class Saving:
         self._written, self._claim = written, claim(written)
 
     def start(
-        self, tensors: dict[str, Tensor], writer: CommittingWriter, group: dist.ProcessGroup, in_background: bool
+        self, state: dict[str, Any], writer: CommittingWriter, group: dist.ProcessGroup, in_background: bool
     ) -> None:
-        """Have the tensors written, by a thread or before returning."""
+        """Have the state written, by a thread or before returning."""
         self._group = group
         if in_background:
-            started = async_dcp_save(tensors, storage_writer=writer, process_group=group)
+            started = async_dcp_save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
             cast("Future[Any]", started).add_done_callback(self._tell)
             return
         try:
-            result = dcp_save(tensors, storage_writer=writer, process_group=group)
+            result = dcp_save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
         except (CheckpointException, Exception) as error:
             self._clean()
             self._future.set_exception(error)
@@ -237,15 +241,12 @@ class _Commit:
     keep: int | None
 
     def __call__(self, sums: Sums) -> None:
-        with summed(self.written / OBJECTS, sums) as file:
-            file.write(self.objects)
+        sums = {**sums, OBJECTS: write_through(self.written / OBJECTS, self.objects)}
         manifest = self.describe(files=sums, serial=next_serial(self.path))
         missing = manifest.first_missing(self.written)
         if missing is not None:
             raise RuntimeError(f"{missing}, seen from rank 0: all ranks must see the same file system")
-        own: dict[str, FileSum] = {}
-        with summed(self.written / MANIFEST, own) as file:
-            file.write(manifest.to_text().encode())
+        write_through(self.written / MANIFEST, manifest.to_text().encode())
         publish(self.written, self.path, self.token)
         if self.keep is not None:
             try:
@@ -289,6 +290,21 @@ def _tell_untrained(contents: Contents) -> None:
         )
 
 
+def as_torch_names(tensors: Mapping[str, Tensor], objects: Objects) -> dict[str, Any]:
+    """What is saved, as torch's ``get_state_dict`` puts it together, so that its tools find it by name."""
+    state: dict[str, dict[str, Any]] = {}
+    for settings in objects.optimizers.values():
+        for name, others in settings["states"].items():
+            state.setdefault(name, {}).update(others)
+    for full, tensor in tensors.items():
+        if full.startswith(STATE):
+            name, _, key = full.removeprefix(STATE).rpartition(".")
+            state.setdefault(name, {})[key] = tensor
+    groups = [group for settings in objects.optimizers.values() for group in settings["param_groups"]]
+    model = {full.removeprefix(MODEL): tensor for full, tensor in tensors.items() if full.startswith(MODEL)}
+    return {"model": {**model, **objects.model}, "optim": {"state": state, "param_groups": groups}}
+
+
 def _objects(
     contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimizer], schedulers: Mapping[Name, Any], extra: Any
 ) -> Objects:
@@ -328,7 +344,6 @@ def _kept(options: ZeroOptions) -> dict[str, Any]:
 def _describe(
     contents: Contents,
     optimizers: Mapping[Name, LowLevelZeroOptimizer],
-    tensors: dict[str, Tensor],
     runs: tuple[str, ...],
 ) -> partial[Manifest]:
     """The manifest, but for what is known at the end."""
@@ -342,7 +357,6 @@ def _describe(
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         tensors={name: tensor for name, tensor in saved.items() if name not in contents.excluded},
         tied=contents.all_tied(),
-        states=contents.states(tensors),
         experts=contents.experts,
         excluded={name: tensor for name, tensor in saved.items() if name in contents.excluded},
         runs=runs,

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..bookkeeping.sharding import SCALARS
 from ..state.whole import EXTRAS, FP8
 from .manifest import METADATA, OBJECTS, TRAINABLE, read_manifest
 from .objects import Settings
-from .reading import TensorReader
-from .saved import read_saved
-from .stored import StoredTensor
+from .planners import LoadPlanner
+from .saved import MODEL, STATE, read_saved
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor that lies in files.
+
+    Attributes:
+        key: what it is called there.
+        stride: of the tensor that was saved.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class WholeCheckpoint:
@@ -31,7 +53,7 @@ class WholeCheckpoint:
         self._refuse(self.manifest.first_missing(path) or self.manifest.first_damaged(path, [METADATA, OBJECTS]))
         saved = read_saved(path, self.manifest).without_wrappers()
         self.manifest, self.objects = saved.manifest, saved.objects
-        self._tensors = TensorReader(path, saved.metadata)
+        self._saved = saved
 
     def check_files(self, done: Callable[[int], object] = lambda count: None) -> None:
         """Read every file whole; ``ValueError`` if one isn't what was written.
@@ -57,11 +79,28 @@ class WholeCheckpoint:
                     "anew"
                 )
 
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill ``tensors`` of the whole shapes with what is stored under these keys, by torch's own reader."""
+        planner, reader = LoadPlanner(), self._saved.reader()
+        try:
+            planner.set_up_planner(dict(tensors), self._saved.metadata, is_coordinator=True)
+            reader.set_up_storage_reader(self._saved.metadata, is_coordinator=True)
+            reader.read_data(planner.create_local_plan(), planner).wait()
+        except OSError:
+            raise
+        except Exception as error:  # of whatever kind torch's reader raises for bytes that are no tensor's
+            raise ValueError(f"{self.path}: {', '.join(tensors)} can't be read: {error!r}") from error
+
     def model(self) -> dict[str, StoredTensor]:
-        """Parameters and persistent buffers, tied ones under each of their names; tensors among extra states too."""
-        named = {name: self._shaped(name, f"model.{name}") for name in self.manifest.tensors}
-        named |= {alias: named[name] for alias, name in self.manifest.tied.items() if name in named}
-        return named | {name: StoredTensor.of(v) for name, v in self.objects.model.items() if isinstance(v, Tensor)}
+        """Parameters and persistent buffers, tied ones under each of their names."""
+        manifest = self.manifest
+        names = {name: name for name in manifest.tensors}
+        names |= {alias: name for alias, name in manifest.tied.items() if name in manifest.tensors}
+        return {each: self._stored(f"{MODEL}{each}", name) for each, name in names.items()}
+
+    def tensors_beside(self) -> dict[str, Tensor]:
+        """Extra states of modules that are tensors."""
+        return {name: value for name, value in self.objects.model.items() if isinstance(value, Tensor)}
 
     def not_tensors(self) -> list[str]:
         """Names in the model's state dict of what isn't a tensor: extra states of modules."""
@@ -112,18 +151,21 @@ class WholeCheckpoint:
 
     def state(self, name: str) -> dict[str, Any]:
         """A parameter's optimizer state: tensors that are stored, and plain values."""
-        stored: dict[str, Any] = {key: self._state(name, key) for key in self.manifest.states.get(name, ())}
+        keys = self._saved.states.get(name, ())
+        stored: dict[str, Any] = {key: self._stored(f"{STATE}{name}.{key}", name) for key in keys}
         others = [settings["states"].get(name, {}) for settings in self.objects.optimizers.values()]
         return {**stored, **{key: value for other in others for key, value in other.items()}}
 
-    def _state(self, name: str, key: str) -> StoredTensor:
-        stored = self._tensors.tensor(f"optimizer.{name}.{key}")
-        sliced = key not in SCALARS and stored.shape == (self.manifest.tensors[name].numel,)
-        return self._shaped(name, f"optimizer.{name}.{key}") if sliced else stored
-
-    def _shaped(self, name: str, key: str) -> StoredTensor:
-        """What is stored flat, in memory order, in the parameter's shape and strides."""
-        entry, flat = self.manifest.tensors[name], self._tensors.tensor(key)
-        if flat.shape != (entry.numel,):
-            raise ValueError(f"{self.path}: {key}: expected {entry.numel:,} elements, found {list(flat.shape)}")
-        return StoredTensor(flat.dtype, entry.shape, entry.stride, flat.pieces)
+    def _stored(self, key: str, name: str) -> StoredTensor:
+        """A tensor of the model's ``name``, or of its state."""
+        described, entry = self._saved.metadata.state_dict_metadata.get(key), self.manifest.tensors[name]
+        if not isinstance(described, TensorStorageMetadata):
+            raise ValueError(f"{self.path}: expected a tensor {key}, found none")
+        shape = tuple(described.size)
+        sliced = key.rpartition(".")[2] not in SCALARS and shape == entry.shape
+        if key.startswith(MODEL) and shape != entry.shape:
+            raise ValueError(f"{self.path}: {key}: expected {entry.shape}, found {shape}")
+        if sum(chunk.sizes.numel() for chunk in described.chunks) != described.size.numel():
+            raise ValueError(f"{self.path}: {key}: expected pieces that make it whole, found {described.chunks}")
+        stride = entry.stride if sliced else torch.empty(shape, device="meta").stride()
+        return StoredTensor(key, described.properties.dtype, shape, stride)

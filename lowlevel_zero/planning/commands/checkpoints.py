@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from ...checkpoint.consolidate import MODEL, OPTIMIZER, bytes_to_do, consolidate, refuse_existing
-from ...checkpoint.description import as_text, describe
 from ...checkpoint.folders import locate
-from ...checkpoint.progress import Progress
-from ...checkpoint.saved_layout import layout_in
 from ...checkpoint.whole import WholeCheckpoint
 from .command import Command, whole_number
+from .description import as_text, describe
+from .progress import Progress
+from .saved_layout import layout_in
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +63,7 @@ def _inspect(options: argparse.Namespace) -> None:
         checkpoint.check_files()
     found, layout = describe(checkpoint), layout_in(checkpoint, options.world_size, options.bucket_size)
     if options.json:
-        print(json.dumps({**asdict(found), "layout": layout.as_dict()}, default=str, indent=1))
+        print(json.dumps({**found, "layout": layout.as_dict()}, default=str, indent=1))
     else:
         print(f"{as_text(found)}\n\n{layout.table()}")
 

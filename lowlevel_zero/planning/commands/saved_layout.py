@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from ..alignment import alignment_of
-from ..bookkeeping.bucket_plan import Item, completed, make_plan
-from ..bookkeeping.sharding import SCALARS
-from ..options import ZeroOptions
-from ..partition import EvenSplit
-from ..planning.layout import Layout, Owned, Shared, joined, layout_of
-from ..planning.memory import as_dtype
-from ..state.global_names import Ranks
-from ..state.whole import MASTER
-from .manifest import SavedTensor
-from .objects import Settings
-from .stored import StoredTensor
-from .whole import WholeCheckpoint
+from ...alignment import alignment_of
+from ...bookkeeping.bucket_plan import Item, completed, make_plan
+from ...bookkeeping.sharding import SCALARS
+from ...checkpoint.manifest import SavedTensor
+from ...checkpoint.objects import Settings
+from ...checkpoint.whole import StoredTensor, WholeCheckpoint
+from ...options import ZeroOptions
+from ...partition import EvenSplit
+from ...state.global_names import Ranks
+from ...state.whole import MASTER
+from ..layout import Layout, Owned, Shared, joined, layout_of
+from ..memory import as_dtype
 
 
 def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None, bucket_size: int | None = None) -> Layout:

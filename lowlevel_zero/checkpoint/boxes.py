@@ -1,0 +1,197 @@
+"""Boxes: a rank's range of a flat tensor as rectangles of the N-D one, as torch.distributed.checkpoint saves them.
+
+The range ``[start, stop)`` of a tensor of ``n`` dimensions, flat in memory order, is at most ``2n - 1`` boxes. Of a
+matrix three: the rest of a row, whole rows, the beginning of a row. So what is saved has the tensor's own shape, and
+torch's tools read it, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..bookkeeping.parameter_store import ShardedParameter
+from ..communication.collectives import ShardGroup
+from ..partition import EvenSplit
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A rectangle in a tensor."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that elements ``[start, stop)`` of a row-major tensor are, in their order."""
+    if start == stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from _in_row(first, shape, begin, end)
+        return
+    if begin:
+        yield from _in_row(first, shape, begin, row)
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _in_row(last, shape, 0, end)
+
+
+def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of(shape[1:], start, stop):
+        yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+def parts_of(local: Tensor, start: int, shape: Shape, stride: Shape) -> dict[Shape, Tensor]:
+    """By its offsets each box that ``local`` holds, as a view of it.
+
+    Args:
+        local: from element ``start`` on, in memory order, of a tensor of this ``shape`` and these dense strides.
+    """
+    if not math.prod(shape):
+        return {(0,) * len(shape): local[:0].view(shape)}
+    outermost_first = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    back = [outermost_first.index(dim) for dim in range(len(shape))]
+    parts = {}
+    at = 0
+    for box in boxes_of([shape[dim] for dim in outermost_first], start, start + len(local)):
+        numel = math.prod(box.sizes)
+        part = local[at : at + numel].view(box.sizes).permute(back)
+        parts[tuple(box.offsets[dim] for dim in back)] = part
+        at += numel
+    return parts
+
+
+class BoxedTensor(Tensor):
+    """A tensor of which this rank has some boxes; torch.distributed.checkpoint saves these, and loads into them.
+
+    Attributes:
+        local: the rank's elements, 1-D, in memory order.
+        start: the place of the first one.
+        strides: the tensor's.
+    """
+
+    local: Tensor
+    start: int
+    strides: Shape
+
+    @staticmethod
+    def __new__(cls, local: Tensor, start: int, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
+        made: BoxedTensor = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+        made.local, made.start, made.strides = local, start, tuple(stride)
+        return made
+
+    def to_local(self) -> Tensor:
+        """The rank's elements, as of a ``DTensor``."""
+        return self.local
+
+    def with_local(self, local: Tensor) -> BoxedTensor:
+        """The same boxes with other values."""
+        return BoxedTensor(local, self.start, self.shape, self.strides)
+
+    def parts(self) -> dict[Shape, Tensor]:
+        """By its offsets each box, as a view of ``local``."""
+        return parts_of(self.local, self.start, tuple(self.shape), self.strides)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self.parts().items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return _with_storage_of_its_own(self.parts()[tuple(index.offset)])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What copying a state dict needs; it has no other arithmetic."""
+        boxed = next(each for each in args if isinstance(each, BoxedTensor))
+        if func is torch.ops.aten.new_empty.default:
+            return boxed.with_local(torch.empty_like(boxed.local, **(kwargs or {})))
+        if func.overloadpacket not in _COPYING:
+            raise NotImplementedError(f"expected a copy of a checkpoint's tensor, got {func}: use its to_local()")
+        args = [each.local if isinstance(each, BoxedTensor) else each for each in args]
+        result = func(*args, **(kwargs or {}))
+        return boxed if func is torch.ops.aten.copy_.default else boxed.with_local(result)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"BoxedTensor({self.local!r}, start={self.start}, shape={tuple(self.shape)})"
+
+
+_COPYING = {
+    getattr(torch.ops.aten, name)
+    for name in ("detach", "alias", "clone", "_to_copy", "copy_", "empty_like", "zeros_like", "_pin_memory")
+}
+
+
+class Boxes:
+    """Makes boxed tensors over the ranks of a group: each holds its slice of the even split, without padding."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group = group
+
+    def span(self, numel: int) -> tuple[int, int]:
+        """First and one-past-last element that this rank holds."""
+        return EvenSplit(numel, self._group.size).span(self._group.rank)
+
+    def wrap(self, own: Tensor, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
+        """The tensor of which this rank holds the first of ``own``, a slice or a row."""
+        start, stop = self.span(math.prod(shape))
+        return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride)
+
+    def empty(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> BoxedTensor:
+        """One to load into."""
+        start, stop = self.span(math.prod(shape))
+        return BoxedTensor(torch.empty(stop - start, dtype=dtype, device=device), start, shape, stride)
+
+    # ---- of a parameter's state ----
+
+    def of(self, record: ShardedParameter, own: Tensor) -> Tensor:
+        """A state of which this rank holds the slice ``own``."""
+        return self.wrap(own, record.p.shape, record.p.stride())
+
+    def empty_of(self, record: ShardedParameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A state to load into."""
+        return self.empty(record.p.shape, record.p.stride(), dtype, device)
+
+    def shape_of(self, record: ShardedParameter) -> Shape:
+        """What is saved of a state that has one number an element."""
+        return tuple(record.p.shape)
+
+
+def _with_storage_of_its_own(part: Tensor) -> Tensor:
+    """The same memory behind a storage that ends where ``part`` does.
+
+    torch.distributed.checkpoint copies parts of larger storages before it writes them, and some versions keep all
+    copies to the end.
+    """
+    size = part.element_size()
+    start = part.storage_offset() * size
+    storage = part.untyped_storage()[start : start + part.numel() * size]
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape, part.stride())
