@@ -1,4 +1,23 @@
-"""Checkpoints in files: sharded, atomic, for any number of ranks."""
+"""Checkpoints in files: sharded, atomic, for any number of ranks, and readable by torch's own tools.
+
+The seam: ``sharded_parameters`` (the records), ``shard_group``, ``options``, ``device``, ``finish_gathers`` and
+``runs`` of the optimizer, and ``ShardedState``, its state by name.
+
+======================  ===============================================================================================
+boxes                   a rank's range of a flat tensor as rectangles of the N-D one
+planners                how torch.distributed.checkpoint (DCP) is told of them
+held, contents          what a model and its optimizers hold, by name: to save, and to load into
+optimizers              one optimizer or several, and their schedulers: checked, and called by names
+saving, storage         saving: agreed on, written beside, put in place by the first rank when all have written
+loading                 loading: read and checked beside what is there, then taken over
+folders                 where checkpoints are, and what crashes leave
+manifest, objects,      the files that aren't tensors: sizes and checksums; settings as data, which is never run; DCP's
+metadata                index, read as data
+saved, format_1         all of these together, for one checkpoint; and for one of the former format
+whole, consolidate      a checkpoint as one process sees it, and as files that load without this package
+sharded                 an optimizer for one's own ``dcp.save`` and ``dcp.load``
+======================  ===============================================================================================
+"""
 
 from ..bookkeeping.module_names import state_dict_for
 from .folders import latest
@@ -6,10 +25,12 @@ from .loading import load_checkpoint, read_rank_state
 from .manifest import Manifest, read_manifest
 from .metadata import read_metadata
 from .saving import Saving, save_checkpoint
+from .sharded import Sharded
 
 __all__ = [
     "Manifest",
     "Saving",
+    "Sharded",
     "latest",
     "load_checkpoint",
     "read_manifest",

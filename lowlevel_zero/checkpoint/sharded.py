@@ -1,0 +1,95 @@
+"""An optimizer for one's own ``dcp.save``, ``dcp.async_save`` and ``dcp.load``, beside a model's state dict."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ..optimizer import LowLevelZeroOptimizer
+from ..state.sharded import ShardedState
+from ..state.sharded_dict import packed, unpacked
+from ..state.whole import FP8
+from .boxes import Boxes
+
+# torch's loader refuses a name that a checkpoint lacks. So what plain optimizers don't have (loss scale, bucket plan)
+# has no name of its own: it is one more entry of the first group's "params", which is nobody's name.
+_MARK = "lowlevel_zero:"
+
+
+class Sharded(Stateful):
+    """The state of ``optimizer``, by the names that torch's ``get_state_dict`` gives it; every rank calls it.
+
+    ``state.<parameter>.<key>`` has the parameter's shape, and each rank has its boxes of it. So it loads at any
+    number of ranks, into a fresh optimizer too, and FSDP2 and DDP load it by name, as this loads theirs::
+
+        state = {"model": model.state_dict(), "optim": Sharded(optimizer)}
+        dcp.save(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path)
+
+    The optimizer needs to have been given its ``model``, which has the names. torch 2.5 or later.
+    """
+
+    def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it holds, and zeros for states that a step is going to make; to save, or to load into."""
+        self.optimizer.finish_gathers()
+        for record in self.optimizer.sharded_parameters:
+            record.follow_edits()
+        sharded = self._sharded()
+        room = sharded.room()
+        state: dict[str, dict[str, Any]] = {}
+        for full, tensor in {**sharded.tensors(), **room}.items():
+            name, _, key = full.rpartition(".")
+            state.setdefault(name, {})[key] = tensor
+        settings = sharded.settings()
+        groups = settings.pop("param_groups")
+        settings |= {"absent": self._of_all(list(room)), FP8: self.optimizer.options.fp8_communication}
+        own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()
+        groups[0]["params"] = [*groups[0]["params"], f"{_MARK}{own}"]
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave and ``dcp.load`` filled. Gradients are cleared.
+
+        The model may be loaded before or after.
+
+        Raises:
+            ValueError: it is of other parameters or groups.
+        """
+        sharded = self._sharded()
+        settings = _settings(state_dict["param_groups"])
+        sharded.check(settings)
+        found = {f"{name}.{key}": each for name, state in state_dict["state"].items() for key, each in state.items()}
+        tensors: dict[str, Tensor] = {full: each for full, each in found.items() if full not in settings["absent"]}
+        self.optimizer.zero_grad()
+        sharded.load(tensors, settings)
+        for record, master in sharded.masters(tensors).items():
+            row = record.p32.new_zeros(record.split.slice_size)
+            row[: len(master)].copy_(master)
+            record.offer_master(row, settings[FP8])
+
+    def _sharded(self) -> ShardedState:
+        return ShardedState(self.optimizer, shards=Boxes)
+
+    def _of_all(self, names: list[str]) -> list[str]:
+        """The names that any rank has, where these have different experts."""
+        if len(self.optimizer.sharded_parameters.shard_groups) > 1:
+            return sorted(set().union(*self.optimizer.shard_group.exchange(names)))
+        return sorted(names)
+
+
+def _settings(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of what was saved; plain ones of what another optimizer has saved."""
+    marked = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
+    named = [{**group, "params": [name for name in group["params"] if not name.startswith(_MARK)]} for group in groups]
+    plain: dict[str, Any] = {"loss_scale": None, "plan": None, "states": {}, "absent": [], FP8: False}
+    own = unpacked(base64.b64decode(marked[0].removeprefix(_MARK))) if marked else {}
+    return {**plain, **own, "param_groups": named}
