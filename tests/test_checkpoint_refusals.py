@@ -20,7 +20,7 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, save_checkpoint
-from lowlevel_zero.checkpoint.manifest import FileSum, checksum
+from lowlevel_zero.checkpoint.manifest import FileSum
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
 from tests.support.ranks import run_ranks
 
@@ -137,7 +137,7 @@ def test_nothing_in_a_pickle_is_run(saved: Path, tmp_path: Path) -> None:
             else:
                 torch.save({"extra": Trap(mark)}, file)
         manifest = read_manifest(path)
-        files = {**manifest.files, name: FileSum((path / name).stat().st_size, checksum(path / name))}
+        files = {**manifest.files, name: FileSum.of(path / name)}
         (path / "lowlevel_zero.json").write_text(replace(manifest, files=files).to_text())
         assert read_manifest(path).first_damaged(path, [name]) is None
         paths.append(path)
@@ -387,7 +387,7 @@ def test_dcp_s_own_planner_is_never_asked_for_bytes(saved: Path, tmp_path: Path)
             copied(saved, path)
             (path / ".metadata").write_bytes(pickle.dumps(metadata))
             manifest = read_manifest(path)
-            entry = FileSum((path / ".metadata").stat().st_size, checksum(path / ".metadata"))
+            entry = FileSum.of(path / ".metadata")
             text = replace(manifest, files={**manifest.files, ".metadata": entry}).to_text()
             (path / "lowlevel_zero.json").write_text(text)
         dist.barrier()
