@@ -337,13 +337,33 @@ def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
 
 
 def test_a_block_is_used_again_when_all_have_finished_with_it() -> None:
-    own = Memory(rank=0, ranks=3)
-    peers = [Peer(own.address, rank) for rank in (1, 2)]
+    own = Memory(ranks=3)
+    peer = Peer(own.address)
     block = own.take(5000)
-    for finish in (lambda: own.finish(block), *(lambda peer=peer: peer.finish(block.readers) for peer in peers)):
+    for memory, rank in ((own, 0), (peer, 1), (peer, 2)):
         assert own.take(5000) is not block
-        finish()
+        memory.map[block.readers + rank] = 0
     assert own.take(5000) is block
+
+
+@over_world_sizes
+def test_parts_are_handed_out_and_some_are_empty(world_size: int) -> None:
+    def size(of: int, to: int) -> int:
+        return 0 if to == 1 or of == 0 else 3 * of + to + 1  # nothing for rank 1, and none of rank 0's
+
+    def hand_out(rank: int, world_size: int) -> list[Tensor]:
+        group = group_with_wires()
+        ranks = range(world_size)
+        sizes, sizes_into = [size(rank, to) for to in ranks], [size(of, rank) for of in ranks]
+        buffers = [torch.arange(sum(sizes)) + 100 * rank + number for number in range(3)]
+        pending = [group.all_to_all(each, sizes, each.new_empty(sum(sizes_into)), sizes_into) for each in buffers]
+        return [each.wait() for each in pending]
+
+    for rank, received in enumerate(run_ranks(hand_out, world_size)):
+        for number, tensor in enumerate(received):
+            starts = [sum(size(of, to) for to in range(rank)) for of in range(world_size)]
+            parts = [torch.arange(size(of, rank)) + starts[of] + 100 * of + number for of in range(world_size)]
+            assert torch.equal(tensor, torch.cat(parts))
 
 
 # When it can't be had

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def open_pool(rank: int, size: int, timeout: float, ranks: HostBackend) -> Pool | str:
     """Memory that every rank can see every other's of, else why not; alike on all, which all call it."""
-    own: Memory | str = _or_why_not(lambda: _memory_pool().Memory(rank, size))
+    own: Memory | str = _or_why_not(lambda: _memory_pool().Memory(size))
     addresses = ranks.all_gather_object(own if isinstance(own, str) else own.address)
     refusals = _refusals(addresses)
     if isinstance(own, str) or refusals:

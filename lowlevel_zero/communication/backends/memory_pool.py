@@ -6,7 +6,8 @@ a block is; a block's memory is given back by punching a hole, whoever still has
 
     | token | a byte for each block and rank: 1 until that rank has read the block | blocks ...
 
-So those who have read a block say so without a message.
+So those who have read a block say so without a message. They do so after their reads: the interpreter's lock, which a
+copy or a sum lets go of and takes again, orders the two.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ class Memory:
     """This process's own.
 
     Args:
-        rank: of this process.
-        ranks: how many map it, this one too.
+        ranks: how many map it, this process too.
 
     Attributes:
         map: all of it.
@@ -75,10 +75,10 @@ class Memory:
         OSError: the system has no such thing, or no room for it.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
         _check_room(ranks, size)
-        self._rank, self._ranks = rank, ranks
+        self._ranks = ranks
         self._file = os.memfd_create("lowlevel_zero")
         close_with(self, self._file)
         self.pipe = ControlPipe()
@@ -119,10 +119,6 @@ class Memory:
                     best = block
         return best
 
-    def finish(self, block: Block) -> None:
-        """This process itself has finished with it."""
-        self.map[block.readers + self._rank] = 0
-
     def trim(self, keep: int = 0) -> None:
         """Give back the memory of free blocks, but for about ``keep`` bytes."""
         with self._lock:
@@ -162,7 +158,6 @@ class Peer:
 
     Args:
         address: where it is.
-        rank: of this process.
         timeout: seconds for which its pipe may have no room.
 
     Attributes:
@@ -173,7 +168,7 @@ class Peer:
         OSError, ValueError: it can't be reached from here.
     """
 
-    def __init__(self, address: Address, rank: int = 0, timeout: float = 60.0) -> None:
+    def __init__(self, address: Address, timeout: float = 60.0) -> None:
         if address.host != _host():
             raise ValueError("it is on another host")
         folder = f"/proc/{address.process}/fd"
@@ -188,12 +183,7 @@ class Peer:
             os.close(file)
         if self.map[: len(address.token)] != address.token:
             raise ValueError("its memory isn't what is seen here")
-        self._rank = rank
         self.pipe = PeerPipe(f"{folder}/{address.pipe}", address.process, timeout)
-
-    def finish(self, readers: int) -> None:
-        """This process has finished with a block, by where its readers are noted."""
-        self.map[readers + self._rank] = 0
 
 
 class Pool:
@@ -218,7 +208,7 @@ class Pool:
         self.own = own
         self.timeout = timeout
         others = {of: address for of, address in enumerate(addresses) if of != rank}
-        self.peers = {of: Peer(address, rank, timeout) for of, address in others.items()}
+        self.peers = {of: Peer(address, timeout) for of, address in others.items()}
         for of, peer in self.peers.items():
             own.pipe.watch(of, peer.pipe.process)
 

@@ -113,12 +113,13 @@ class SharedMemory(HostBackend):
         mine, parts = buffer.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
         parts[self.rank].copy_(mine[self.rank])
         block = self._block_of(buffer)
-        key = self._tell(HAND_OUT, block, starts=[part.data_ptr() - buffer.data_ptr() for part in mine])
+        key = self._tell(HAND_OUT, block, starts=[buffer.element_size() * sum(sizes[:to]) for to in range(self.size)])
 
         def finish() -> Tensor:
             messages = self._pipe.receive(key, self._pool.timeout)
             for of, message in messages.items():
-                parts[of].copy_(self._view(of, message.offset, sizes_into[of], into.dtype))
+                if sizes_into[of]:
+                    parts[of].copy_(self._view(of, message.offset, sizes_into[of], into.dtype))
             self._release(block, messages)
             return into
 
@@ -162,8 +163,10 @@ class SharedMemory(HostBackend):
     # ---- blocks ----
 
     def _packed(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
-        """A block, and its first elements, 1-D."""
+        """A block, and its first elements, 1-D; of nothing, none."""
         block = self._pool.own.take(numel * dtype.itemsize)
+        if numel == 0:
+            return block, torch.empty(0, dtype=dtype, device="cpu")
         return block, torch.frombuffer(self._pool.own.map, dtype=dtype, count=numel, offset=block.offset)
 
     def _block_of(self, buffer: Tensor) -> Block:
@@ -183,9 +186,9 @@ class SharedMemory(HostBackend):
 
     def _release(self, block: Block, messages: dict[int, Message]) -> None:
         """This rank has finished with a block of its own, and with its peers'."""
-        self._pool.own.finish(block)
+        self._pool.own.map[block.readers + self.rank] = 0
         for of, message in messages.items():
-            self._peers[of].finish(message.readers)
+            self._peers[of].map[message.readers + self.rank] = 0
 
     # ---- messages ----
 
