@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks
 
 from .machine import header, load
@@ -80,7 +80,7 @@ def _measure(rank: int, world_size: int, cases: list[Case], rounds: int) -> list
     """Seconds by round, of each way, of each case on this rank."""
     warnings.simplefilter("ignore")
     messages, shared = ShardGroup(), ShardGroup()
-    shared.own_wires()
+    shared.communicator.connect()
     return [_measure_one(messages, shared, case, rounds) for case in cases]
 
 
@@ -117,7 +117,7 @@ def _shared(group: ShardGroup, case: Case, wire: Tensor) -> Callable[[], object]
     if case.collective == "all_gather":
         return lambda: group.gather([wire[group.rank]], [wire]).wait()
     start = getattr(group, case.collective)
-    return lambda: start(group.new_wire(wire.shape[1], wire.dtype, wire.device)).wait()
+    return lambda: start(group.new_buffer(wire.shape[1], wire.dtype, wire.device)).wait()
 
 
 def _timed(way: Callable[[], object], repeats: int) -> float:

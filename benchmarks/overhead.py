@@ -29,7 +29,7 @@ from torch.optim import AdamW
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import bucket_store
-from lowlevel_zero.communication import transport
+from lowlevel_zero.communication import flat_buffers
 from tests.support.ranks import run_ranks
 
 from .fake import Calls, fake_world, watched
@@ -40,7 +40,7 @@ from .picture import Curve, draw_curves
 from .report import Spread
 from .rounds import settle
 
-_PACKING = (bucket_store.pack, transport.unpack)
+_PACKING = (bucket_store.pack, flat_buffers.unpack)
 
 
 @dataclass(frozen=True)

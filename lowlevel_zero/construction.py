@@ -21,8 +21,8 @@ from .bookkeeping.offload import DeviceHome
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.storages import overlapping
-from .communication.collectives import ShardGroup
-from .communication.compression import check_fp8
+from .communication.fp8 import check_fp8
+from .communication.shard_group import ShardGroup
 from .options import ZeroOptions
 from .reducer import Reducer
 from .streams import Streams
@@ -38,7 +38,9 @@ class Rooms:
 
     def __init__(self) -> None:
         from .diagnostics.bad_numbers import BadNumbers
+        from .diagnostics.debug_checks import checked
         from .diagnostics.guards import Guard
+        from .diagnostics.stall_report import watch
         from .diagnostics.verification import verify
         from .optim.elementwise import check_elementwise
         from .optim.whole_steps import check_matrices, whole_step
@@ -52,6 +54,8 @@ class Rooms:
         self.whole_step = whole_step
         self.observer = BadNumbers
         self.guard = Guard
+        self.watch = watch
+        self.checked = checked
         self.verify = verify
         self.state_dict = state_dict
         self.state_dict_shard = state_dict_shard
@@ -196,7 +200,7 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
             f"{name}: expected float16, bfloat16, float32 or float64, got {p.dtype}: "
             "freeze it (requires_grad=False) or convert the model"
         )
-    if not group.serves(p.device):
+    if p.device.type not in group.device_types:
         raise ValueError(
             f"{name}: expected a parameter on {' or '.join(group.device_types)}, which the process group serves, "
             f"got one on {p.device}: move the model first, or initialise the group with a backend for "
@@ -389,7 +393,7 @@ def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, option
     """One line, on the first of all ranks."""
     ranks = parameters.shard_groups[0]
     if ranks.place == 0:
-        way = ranks.way_of(parameters.records[0].padded.device)
+        way = ranks.communicator.way_of(parameters.records[0].padded.device)
         _log.info(
             "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets%s",
             2 if options.partition_grad else 1,

@@ -21,8 +21,7 @@ from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import CONSTRUCT, Call, agree_apart, together
-from .communication.checked_group import checked
-from .communication.two_levels import Ranks, check_hybrid, shard_group
+from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
     GroupMaker,
     Rooms,
@@ -154,7 +153,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._rooms = Rooms()
         with together(self.shard_group, CONSTRUCT) as agreed:
             self.options = ZeroOptions.chosen(keywords)
-            self.shard_group.watch(self.options.stall_timeout)
+            self._rooms.watch(self.shard_group, self.options.stall_timeout)
             scaling = LossScaler.chosen(keywords)
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             names = self._check(optimizer, model)
@@ -163,8 +162,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
             agreed += assignment.in_common(names, self.options)
         # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
-        self.options = replace(self.options, verbose=bool(self.shard_group.largest([verbose])[0]))
-        groups = [checked(each, self.options) for each in make_groups(self.shard_group, assignment.groups, lines[1:])]
+        self.options = replace(self.options, verbose=bool(self.shard_group.all_reduce_max([verbose])[0]))
+        made = make_groups(self.shard_group, assignment.groups, lines[1:])
+        groups = [self._rooms.checked(each, self.options) for each in made]
         self.shard_group = groups[0]
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
         self._shard(optimizer, model, names)
@@ -188,7 +188,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _shard(self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str]) -> None:
         """Move parameters over padded storages, start all ranks alike, and leave ``optimizer`` its slices."""
         for group in self.sharded_parameters.shard_groups:
-            group.own_wires(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
+            group.communicator.connect(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
         with together(self.shard_group, CONSTRUCT):
             if self.options.forced_dtype is not None:
                 convert(optimizer, self.options.forced_dtype)
@@ -467,7 +467,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _end_step(self) -> None:
         for each in self.sharded_groups:
             each.reducer.end_step()
-            each.group.rest()
+            each.group.communicator.trim()
         self._observer.cleared()
         if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
             self.verify()

@@ -31,7 +31,7 @@ from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import Call, Progress
-from .communication.transport import Pending
+from .communication.work import Work
 from .options import ZeroOptions
 from .streams import Streams, at_home
 from .unused_parameters import Message, UnusedParameters
@@ -446,7 +446,7 @@ class Reducer:
         if self._closed and not self.plan.known:
             self.plan.learn()
             self.plan.follow(self._unused.detecting)
-            self._watch_late = self._on_host or bool(self._group.largest([self._nested_seen])[0])
+            self._watch_late = self._on_host or bool(self._group.all_reduce_max([self._nested_seen])[0])
         elif self.plan.known and self._unused.detecting and not detected:
             self.plan.follow(detecting=True)
         self._syncs_before = self._syncs
@@ -470,7 +470,7 @@ class Reducer:
         """Whether nothing is in flight or about to be."""
         return not self.buckets.is_open and not self.buckets.in_flight
 
-    def under_way(self) -> list[Pending[Tensor]]:
+    def under_way(self) -> list[Work[Tensor]]:
         """Reductions in flight."""
         return [bucket.work for bucket in self.buckets.in_flight if bucket.work is not None]
 

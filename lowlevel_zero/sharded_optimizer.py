@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .bookkeeping.step_observer import CallGuard
 from .communication.agreement import Call
-from .communication.collectives import ShardGroup
+from .communication.shard_group import ShardGroup
 from .construction import Rooms, ShardedGroup, parameter_names
 from .loss_scaler import LossScaler
 from .options import ZeroOptions

@@ -16,8 +16,8 @@ from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.bucket_store import Bucket, BucketState
 from .bookkeeping.parameter_store import ShardedParameter
-from .communication.collectives import ShardGroup
-from .communication.transport import Pending
+from .communication.shard_group import ShardGroup
+from .communication.work import Work
 from .construction import ShardedGroup
 from .partition import ELEMENTWISE
 
@@ -53,7 +53,7 @@ class GlobalNorm:
         self._scale = scale
         self._dtype = dtype
         self._norms: list[Tensor] = []
-        self._pending: Pending[Tensor] | None = None
+        self._pending: Work[Tensor] | None = None
         self._value: Tensor | None = None
 
     def add(self, piece: Tensor) -> None:

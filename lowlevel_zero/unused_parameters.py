@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .bookkeeping.parameter_store import ParameterStore
-from .communication.transport import Pending
+from .communication.work import Work
 
 # A message: whether its sender opens a sync; whether it has lacked a gradient in this step; and a byte a parameter.
 _MAP = 2
@@ -51,7 +51,7 @@ class Message:
 
     __slots__ = ("_buffer", "_pending", "_said")
 
-    def __init__(self, buffer: bytearray, pending: Pending[Tensor]) -> None:
+    def __init__(self, buffer: bytearray, pending: Work[Tensor]) -> None:
         self._buffer = buffer  # which the all-reduce overwrites
         self._pending = pending
         self._said: Said | None = None
@@ -135,7 +135,7 @@ class UnusedParameters:
 
     def _tell(self, opens: int, used: bytearray) -> Message:
         buffer = bytearray((opens, self.lacked)) + used
-        message = Message(buffer, self._group.maximum(torch.frombuffer(buffer, dtype=torch.uint8)))
+        message = Message(buffer, self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)))
         self._unread.append(message)
         return message
 

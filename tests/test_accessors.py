@@ -31,7 +31,7 @@ from lowlevel_zero.accessors import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.state import values
 from tests.support.grid import Grid
 from tests.support.judging import mistakes

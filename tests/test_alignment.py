@@ -15,7 +15,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.alignment import ROW_BYTES, WIDE_ROW, Alignment, alignment_of
 from lowlevel_zero.bookkeeping.bucket_plan import BucketPlan, Item, PlannedBucket, make_plan, narrowed
 from lowlevel_zero.bookkeeping.bucket_store import Bucket, Reduction
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.partition import EvenSplit
 from tests.support.judging import check_run
 from tests.support.oracle import Run, train_sharded
@@ -216,7 +216,7 @@ def test_gathers_are_aligned_and_fill_the_rows(world_size: int, shared: str, mon
 
     def gather(rank: int, world_size: int) -> None:
         group = ShardGroup()
-        group.own_wires()
+        group.communicator.connect()
         for alignment in (Alignment(), Alignment(32, 32), Alignment(32, 128)):
             for dtype in (torch.float32, torch.bfloat16):
                 rows = [torch.full((world_size, size), -1.0, dtype=dtype) for size in sizes]

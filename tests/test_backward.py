@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.internals import as_on_a_device, with_and_without_detection
 from tests.support.oracle import check_close, worst
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting

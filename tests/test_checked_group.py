@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication.checked_group import CheckedGroup, CheckedLevels
+from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.diagnostics.debug_checks import CheckedProgress, check
 from tests.support.internals import as_on_a_device
 from tests.support.judging import check_run
 from tests.support.oracle import Result, Run, check_close, train_rank, train_sharded
@@ -78,7 +79,7 @@ def test_legal_training_over_two_levels_is_as_ever(hybrid: bool) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         levels = mesh.get_group("outer"), mesh.get_group("inner")
         trained = train_rank(rank, world_size, run.with_options(dp_process_group=levels))
-        assert isinstance(trained.optimizer.shard_group, CheckedLevels)
+        assert isinstance(trained.optimizer.shard_group.progress, CheckedProgress)
         trained.optimizer.verify()
         return {name: p.detach().clone() for name, p in trained.model.named_parameters()}, trained.norms
 
@@ -156,7 +157,8 @@ def test_a_rank_with_another_bucket_is_an_error_on_all() -> None:
 
 def test_a_gather_of_another_dtype_is_an_error_on_all() -> None:
     def live(rank: int, world_size: int) -> None:
-        group = CheckedGroup(None, patience=FAR)
+        group = ShardGroup()
+        check(group, patience=FAR)
         rows = torch.zeros(2, 3, dtype=(torch.float32, torch.bfloat16)[rank])
         group.gather([rows[rank]], [rows])
 
@@ -191,7 +193,7 @@ def test_a_rank_that_never_comes_is_named_and_told_later() -> None:
 
 def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def live(rank: int, world_size: int) -> bool:
-        return isinstance(wrap(net(), debug=False).shard_group, CheckedGroup)
+        return isinstance(wrap(net(), debug=False).shard_group.progress, CheckedProgress)
 
     assert run_ranks(live, 2) == [False, False]
     monkeypatch.setenv("LOWLEVEL_ZERO_DEBUG", "1")
@@ -217,7 +219,7 @@ def test_the_store_does_not_fill() -> None:
             optimizer.backward(loss_of(model))
             optimizer.step()
             optimizer.zero_grad()
-            held.append(len(optimizer.shard_group._meetings._own))  # type: ignore[attr-defined]
+            held.append(len(optimizer.shard_group.progress.meetings._own))  # type: ignore[attr-defined]
         return held[1:]
 
     for held in run_ranks(live, 2):

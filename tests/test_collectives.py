@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero.communication import byte_messages
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication import flat_buffers
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.buffers import buffer_of, sum_of_buffers
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 
@@ -150,7 +150,7 @@ def assorted(rank: int) -> list[Tensor]:
 def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests) -> None:
     def broadcast(rank: int, world_size: int, batch_bytes: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(byte_messages, "_BYTES", batch_bytes)
+            patch.setattr(flat_buffers, "_MESSAGE_BYTES", batch_bytes)
             tensors = assorted(rank)
             ShardGroup().broadcast(tensors, torch.device("cpu"))
             return [(tensor, tensor.stride()) for tensor in tensors]
@@ -168,11 +168,11 @@ def test_what_hosts_tell_each_other(world_size: int) -> None:
     def tell(rank: int, world_size: int) -> dict[str, Any]:
         group = ShardGroup()
         return {
-            "largest": group.largest([rank, -rank, 5]),
+            "largest": group.all_reduce_max([rank, -rank, 5]),
             "alike": group.alike([3, -(2**55)]),
             "one differs": group.alike([3, int(rank == world_size - 1)]),
             "from_rank_zero": group.from_rank_zero([rank + 7, -rank]),
-            "exchange": group.exchange({"rank": rank}),
+            "exchange": group.all_gather_object({"rank": rank}),
         }
 
     last = world_size - 1
@@ -191,7 +191,7 @@ def test_hosts_can_agree_while_the_wires_of_some_are_under_way() -> None:
         group = ShardGroup()
         wire = torch.full((world_size, 3), float(rank + 1))
         early = group.reduce_scatter(wire) if rank == 0 else None
-        agreed = group.largest([10 - rank])
+        agreed = group.all_reduce_max([10 - rank])
         pending = early if early is not None else group.reduce_scatter(wire)
         return agreed, pending.wait()[0].item()
 
@@ -244,16 +244,16 @@ def test_without_a_process_group_the_way_out_is_told() -> None:
 def test_gloo_serves_the_host_and_what_it_says_it_does() -> None:
     def served(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
         group = ShardGroup()
-        return group.device_types, [group.serves(torch.device(kind)) for kind in ("cpu", "cuda", "meta")]
+        return group.device_types, [kind in group.device_types for kind in ("cpu", "cuda", "meta")]
 
     assert run_ranks(served, 1) == [(["cpu", "cuda"], [True, True, False])]
 
 
 def test_a_new_default_group_is_not_taken_for_the_old_one() -> None:
     def twice(rank: int, world_size: int) -> list[int]:
-        first = ShardGroup().largest([rank])
+        first = ShardGroup().all_reduce_max([rank])
         dist.barrier()
-        second = ShardGroup(dist.new_group(list(range(world_size)))).largest([rank + 1])
+        second = ShardGroup(dist.new_group(list(range(world_size)))).all_reduce_max([rank + 1])
         return first + second
 
     assert run_ranks(twice, 2) == [[1, 2]] * 2

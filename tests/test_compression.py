@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_fp32_params
 from lowlevel_zero.checkpoint import read_metadata
-from lowlevel_zero.communication import collectives, compression
-from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.communication.compression import BLOCK, decode, encode, encoded_size
-from lowlevel_zero.communication.exchange import Exchange
-from lowlevel_zero.communication.shared_memory import SharedMemory
-from lowlevel_zero.communication.transport import Direct
+from lowlevel_zero.communication import communicator
+from lowlevel_zero.communication import fp8 as codec
+from lowlevel_zero.communication.backends.pairwise import Pairwise
+from lowlevel_zero.communication.backends.shared_memory import SharedMemory
+from lowlevel_zero.communication.communicator import Communicator
+from lowlevel_zero.communication.fp8 import BLOCK, decode, encode, encoded_size
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.judging import off_the_way
 from tests.support.oracle import Weight
 from tests.support.patching import patch_rank
@@ -31,20 +32,20 @@ CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
 WAYS = ["native", "messages", "shared memory", "staged"]
 over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
-_on_gloo, _send, _view = ShardGroup._on_gloo, Exchange.send_and_receive, SharedMemory._views
+_on_gloo, _send, _view = Communicator.on_gloo, Pairwise.send_and_receive, SharedMemory._view
 
 
 def choose(way: str) -> None:
     """How the wires of this rank, a forked process, travel from now on."""
     os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(way == "shared memory"))
-    patch_rank(ShardGroup, "_on_gloo", (lambda self, device: False) if way == "native" else _on_gloo)
-    patch_rank(collectives, "_is_staged", lambda device: way == "staged")
+    patch_rank(Communicator, "on_gloo", (lambda self, device: False) if way == "native" else _on_gloo)
+    patch_rank(communicator, "is_staged", lambda device: way == "staged")
 
 
 def joined(way: str, **options: bool) -> ShardGroup:
     choose(way)
     group = ShardGroup()
-    group.own_wires(**options)
+    group.communicator.connect(**options)
     return group
 
 
@@ -126,12 +127,11 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_swapped_rows_go_where_they_belong(world_size: int) -> None:
     def swap(way: str, rank: int) -> None:
-        transport = joined(way)._transport(CPU)
-        assert isinstance(transport, Direct)
+        backend = joined(way).communicator.backend(CPU)
         for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
             wires = [(numbers(world_size, row, seed=of).abs() % 200).to(dtype) for of in range(world_size)]
-            packed = transport.new_wire(row, dtype, CPU).copy_(wires[rank])
-            pending = [transport.swap(wires[rank]), transport.swap(packed)]
+            packed = backend.new_buffer(row, dtype, CPU).copy_(wires[rank])
+            pending = [backend.swap(wires[rank]), backend.swap(packed)]
             expected = torch.stack([wire[rank] for wire in wires])
             assert all(torch.equal(each.wait(), expected) for each in pending)
 
@@ -147,7 +147,7 @@ def test_sums_are_those_of_the_rounded_numbers(world_size: int) -> None:
 
     def add(way: str, rank: int) -> None:
         group = joined(way)
-        wire = group.new_wire(700, torch.bfloat16, CPU, fp8=True).copy_(wires[rank])
+        wire = group.new_buffer(700, torch.bfloat16, CPU, fp8=True).copy_(wires[rank])
         own = group.reduce_scatter(wire, fp8=True).wait()
         assert torch.equal(own, rounded[rank])
         assert (own - exact[rank]).abs().le(most[rank]).all()
@@ -394,16 +394,16 @@ def _count_bytes() -> list[int]:
     """Bytes of the rows of bytes that this rank, a forked process, hands to others or takes from them from now on."""
     counted: list[int] = []
 
-    def sending(self: Exchange, pairs: Any, tag: int) -> Any:
+    def sending(self: Pairwise, pairs: Any, tag: int) -> Any:
         counted.extend(mine.numel() for mine, _ in pairs if mine.dtype == torch.uint8)
         return _send(self, pairs, tag)
 
-    def viewing(self: SharedMemory, theirs: Any, numel: int, dtype: torch.dtype, start: int = 0) -> Any:
-        counted.extend(numel for _ in theirs if dtype == torch.uint8)
-        return _view(self, theirs, numel, dtype, start)
+    def viewing(self: SharedMemory, of: int, offset: int, numel: int, dtype: torch.dtype) -> Any:
+        counted.extend([numel] if dtype == torch.uint8 else [])
+        return _view(self, of, offset, numel, dtype)
 
-    patch_rank(Exchange, "send_and_receive", sending)
-    patch_rank(SharedMemory, "_views", viewing)
+    patch_rank(Pairwise, "send_and_receive", sending)
+    patch_rank(SharedMemory, "_view", viewing)
     return counted
 
 
@@ -568,7 +568,7 @@ def test_what_others_write_into_a_parameter_reaches_its_master() -> None:
 
 
 def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression, "_E4M3", "a dtype that this torch doesn't have")
+    monkeypatch.setattr(codec, "_E4M3", "a dtype that this torch doesn't have")
 
     def work(rank: int, world_size: int) -> None:
         build(Case(), **FP8)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.communicator import Communicator
+from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.diagnostics.later_read import LaterRead
 from tests.support.ranks import run_ranks
 
@@ -86,11 +87,12 @@ def test_what_a_group_does_not_serve_travels_by_way_of_this_rank_s_own_device(mo
 
     def work(rank: int, world_size: int) -> list[str]:
         moved: list[str] = []
-        monkeypatch.setattr(ShardGroup, "serves", lambda self, device: False)
-        monkeypatch.setattr(ShardGroup, "_on_gloo", lambda self, device: False)
+        monkeypatch.setattr(Communicator, "on_gloo", lambda self, device: False)
         monkeypatch.setattr(dist, "broadcast", lambda message, **_: moved.append(message.device.type))
-        monkeypatch.setattr("lowlevel_zero.communication.collectives.read_message", lambda *_: None)
-        ShardGroup().broadcast([torch.zeros(3)], torch.device("meta"))
+        monkeypatch.setattr("lowlevel_zero.communication.communicator.read_message", lambda *_: None)
+        group = ShardGroup()
+        group.communicator.device_types.clear()
+        group.broadcast([torch.zeros(3)], torch.device("meta"))
         return moved
 
     assert run_ranks(work, 2) == [["meta"]] * 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_grads, safe_get_full_grad
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.experts import (
     TOKENS,
     Mixture,

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication import mail
-from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.communication.shared_memory import SharedMemory
+from lowlevel_zero.communication.backends import control_pipe
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks, run_ranks_losing
 
 BUCKETS = 600
@@ -33,7 +32,7 @@ def _one_page_each(monkeypatch: pytest.MonkeyPatch) -> None:
         assert change(descriptor, command, 4096) == 4096
         raise PermissionError("not more")
 
-    monkeypatch.setattr(mail.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(control_pipe.fcntl, "fcntl", refuse)
     monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", "1")
 
 
@@ -51,7 +50,7 @@ def train(rank: int, world_size: int, bare: bool, **options: Any) -> list[float]
     model = Many()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = LowLevelZeroOptimizer(sgd, model=model, reduce_bucket_size=1, **options)
-    assert isinstance(optimizer.shard_group._hosts, SharedMemory)
+    assert optimizer.shard_group.communicator.hosts.shares_memory
     assert len(optimizer.sharded_groups[0].reducer.plan.whole.buckets) == BUCKETS
     for _ in range(2):
         loss = model(rank + 1)
@@ -79,7 +78,7 @@ def test_many_buckets_are_told_of_at_once() -> None:
 def test_a_peer_that_has_died_is_named_within_seconds() -> None:
     def write(rank: int, world_size: int) -> None:
         group = ShardGroup()
-        group.own_wires()
+        group.communicator.connect()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         first, *_ = start_many(group)
@@ -95,7 +94,7 @@ def test_a_peer_that_has_died_is_named_within_seconds() -> None:
 def test_a_peer_that_never_reads_is_waited_for_where_it_is_needed_and_as_long_as_the_group_allows() -> None:
     def write(rank: int, world_size: int) -> tuple[str, float]:
         group = ShardGroup(dist.new_group([0, 1], timeout=timedelta(seconds=2)))
-        group.own_wires()
+        group.communicator.connect()
         if rank == 1:
             dist.barrier()
             return "", 0.0
@@ -115,4 +114,4 @@ def test_a_peer_that_never_reads_is_waited_for_where_it_is_needed_and_as_long_as
 
 def start_many(group: ShardGroup) -> list[Any]:
     """More than a pipe has room for, told of without reading anything."""
-    return [group.reduce_scatter(group.new_wire(1, torch.float32, torch.device("cpu"))) for _ in range(BUCKETS)]
+    return [group.reduce_scatter(group.new_buffer(1, torch.float32, torch.device("cpu"))) for _ in range(BUCKETS)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.stepper import GlobalNorm, clip_factor
 from tests.support.ranks import run_ranks
 

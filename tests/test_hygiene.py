@@ -121,7 +121,7 @@ UNCLEAN = {
     "x._b &= 2": "assigns x._b",
     "del x._b": "assigns x._b",
     "class A:\n    def f(self):\n        self.x._y = 1": "3: assigns self.x._y",
-    "from lowlevel_zero.communication import levels as l\nl.f = 1": "2: assigns l.f",
+    "from lowlevel_zero.communication import grid as l\nl.f = 1": "2: assigns l.f",
     "import lowlevel_zero.rounds\nlowlevel_zero.rounds.f = 1": "2: assigns lowlevel_zero.rounds.f",
     "from lowlevel_zero.optim import Lamb\nLamb.step = 1": "2: assigns Lamb.step",
     "setattr(x, '_y', 1)": "sets _y",

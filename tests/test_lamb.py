@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.optim import Lamb
 from tests.support import experts
 from tests.support.checkpoints import AFTER, BEFORE, Training

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.fake import _Done, fake_world
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
-from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.communication.transport import Native
+from lowlevel_zero.communication.backends.native import Native
+from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.planning.memory import Estimate, estimate, held_bytes
 from lowlevel_zero.planning.state_sizes import NAMES, state_sizes
 from tests.support.oracle import Odd
@@ -169,8 +169,8 @@ def test_wires_under_way() -> None:
     def work(rank: int, world_size: int) -> tuple[float, float, int, int]:
         """Estimates, and what was alive at most in a backward and in a step; in a process that nobody else uses."""
         reduced, gathered = Alive(), Alive()
-        new_wire, all_gather = ShardGroup.new_wire, Native.all_gather
-        patch_rank(ShardGroup, "new_wire", lambda *args: reduced.watch(new_wire(*args)))
+        new_buffer, all_gather = ShardGroup.new_buffer, Native.all_gather
+        patch_rank(ShardGroup, "new_buffer", lambda *args: reduced.watch(new_buffer(*args)))
         patch_rank(Native, "all_gather", lambda group, wire: all_gather(group, gathered.watch(wire)))
         patch_rank(_Done, "is_completed", lambda work: False)
         with fake_world(8):

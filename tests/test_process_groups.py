@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_grads
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks
 
 
@@ -133,7 +133,7 @@ def test_a_level_of_part_of_the_ranks_does_not_mind_either_and_leaves_nothing_be
         model = net()
         optimizer = made(model, dp_process_group=(outer, inner))
         train(model, optimizer, rank)
-        return optimizer.shard_group.largest([rank])
+        return optimizer.shard_group.all_reduce_max([rank])
 
     def come_and_go(rank: int, world_size: int) -> tuple[list[int], int]:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -224,7 +224,7 @@ def test_sockets_are_those_of_one_group_more() -> None:
         seen = [sockets()]
         dist.new_group([0, 1, 2], backend="gloo")
         seen.append(sockets())
-        ShardGroup().own_wires()
+        ShardGroup().communicator.connect()
         seen.append(sockets())
         return seen[1] - seen[0], seen[2] - seen[1]
 
@@ -235,7 +235,7 @@ def test_sockets_are_those_of_one_group_more() -> None:
 def test_it_has_the_callers_timeout_and_ends_with_all_groups() -> None:
     def look(rank: int, world_size: int) -> tuple[float, int]:
         group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
-        side = ShardGroup(group).apart()
+        side = ShardGroup(group).side_group()
         assert dist.get_process_group_ranks(side) == [0, 1]
         timeout = side._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         dist.barrier()

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lowlevel_zero.communication import roll_call
-from lowlevel_zero.communication.roll_call import call_roll
+from lowlevel_zero.communication import monitored_barrier as barriers
+from lowlevel_zero.communication.monitored_barrier import monitored_barrier
+from lowlevel_zero.communication.process_groups import GroupContext
 from tests.support.ranks import run_ranks
 
 
@@ -24,7 +25,7 @@ def everyone() -> dist.ProcessGroup:
 
 def refusal(room: str, timeout: float) -> str:
     with pytest.raises(TimeoutError) as caught:
-        call_roll(everyone(), room, timeout)
+        monitored_barrier(everyone(), room, timeout)
     return str(caught.value)
 
 
@@ -34,7 +35,7 @@ def test_all_come_again_and_again(world_size: int) -> None:
         start = time.monotonic()
         for turn in range(5):
             time.sleep(0.01 * ((rank + turn) % 3))
-            call_roll(everyone(), "save", 10.0)
+            monitored_barrier(everyone(), "save", 10.0)
         return time.monotonic() - start
 
     assert max(run_ranks(come, world_size)) < 5.0
@@ -44,7 +45,7 @@ def test_one_rank_alone_is_told_who_came_and_a_later_call_works() -> None:
     def come(rank: int, world_size: int) -> str:
         message = refusal("save", 0.3) if rank == 1 else ""
         dist.barrier()
-        call_roll(everyone(), "save", 5.0)
+        monitored_barrier(everyone(), "save", 5.0)
         return message
 
     told = run_ranks(come, 3)
@@ -61,7 +62,7 @@ def test_all_that_came_are_told_with_the_first() -> None:
         message = refusal("save", (0.3, 30.0)[rank]) if rank < 2 else ""
         took = time.monotonic() - start
         dist.barrier()
-        call_roll(everyone(), "save", 5.0)
+        monitored_barrier(everyone(), "save", 5.0)
         return message, took
 
     (first, _), (second, took), _ = run_ranks(come, 3)
@@ -83,8 +84,8 @@ def test_who_comes_late_starts_anew() -> None:
         if rank == 0:
             dist.barrier()
         dist.barrier()
-        call_roll(everyone(), "save", 5.0)
-        call_roll(everyone(), "save", 5.0)
+        monitored_barrier(everyone(), "save", 5.0)
+        monitored_barrier(everyone(), "save", 5.0)
         return message, took
 
     (first, _), (second, took) = run_ranks(come, 2)
@@ -114,13 +115,13 @@ def test_an_arrival_at_the_very_deadline_is_seen_alike_by_all() -> None:
             if rank == 1:
                 time.sleep(0.02)
             try:
-                call_roll(everyone(), "save", patience if rank == 0 else 0.05)
+                monitored_barrier(everyone(), "save", patience if rank == 0 else 0.05)
                 outcomes.append(True)
             except TimeoutError:
                 outcomes.append(False)
             patience *= 0.95 if outcomes[-1] else 1.1
             dist.barrier()
-            call_roll(everyone(), "after", 60.0)
+            monitored_barrier(everyone(), "after", 60.0)
         return outcomes
 
     # A rank that finds the attempt over before it arrives starts the next, and waits there in vain: also "no".
@@ -136,7 +137,7 @@ def test_a_group_s_own_timeout_is_waited_for_unless_another_is_given(timeout: fl
         message, start = "", time.monotonic()
         if rank == 1:
             with pytest.raises(TimeoutError) as caught:
-                call_roll(group, "save", timeout)
+                monitored_barrier(group, "save", timeout)
             message = str(caught.value)
         took = time.monotonic() - start
         dist.barrier()
@@ -153,10 +154,13 @@ def test_a_group_s_own_timeout_is_waited_for_unless_another_is_given(timeout: fl
 class Counting:
     """A store that counts each thread's requests; all pass on at once when one has been made that settles anything."""
 
-    def __init__(self, store: dist.Store, here: threading.local) -> None:
-        self._store = dist.PrefixStore("group", store)
+    def __init__(self, store: dist.Store, here: threading.local, settled: threading.Event) -> None:
+        self._store = store
         self._here = here
-        self.settled = threading.Event()
+        self.settled = settled
+
+    def under(self, prefix: str) -> Counting:
+        return Counting(dist.PrefixStore(prefix, self._store), self._here, self.settled)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         request = getattr(self._store, name)
@@ -177,15 +181,15 @@ class Ranks:
     def __init__(self, store: dist.Store, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.size = size
         self.here = here = threading.local()
-        self.store = Counting(store, here)
-        self._over: list[Any] = [roll_call._Over() for _ in range(size)]
-        monkeypatch.setattr(roll_call, "store_of", lambda group: self.store)
-        monkeypatch.setattr(roll_call, "of_group", lambda group, kind: self._over[here.rank])
-        monkeypatch.setattr(roll_call, "Lookout", NobodyIsLost)
-        monkeypatch.setattr(roll_call.dist, "get_rank", lambda group: here.rank)
-        monkeypatch.setattr(roll_call.dist, "get_world_size", lambda group: size)
-        monkeypatch.setattr(roll_call.dist, "get_process_group_ranks", lambda group: list(range(size)))
-        monkeypatch.setattr(roll_call.dist, "get_backend", lambda group: "gloo")
+        self.store = Counting(store, here, threading.Event())
+        self._contexts = [GroupContext() for _ in range(size)]
+        monkeypatch.setattr(barriers, "store_of", lambda group, prefix: self.store.under(prefix))
+        monkeypatch.setattr(barriers, "context_of", lambda group: self._contexts[here.rank])
+        monkeypatch.setattr(barriers, "Lookout", NobodyIsLost)
+        monkeypatch.setattr(barriers.dist, "get_rank", lambda group: here.rank)
+        monkeypatch.setattr(barriers.dist, "get_world_size", lambda group: size)
+        monkeypatch.setattr(barriers.dist, "get_process_group_ranks", lambda group: list(range(size)))
+        monkeypatch.setattr(barriers.dist, "get_backend", lambda group: "gloo")
 
     def come(self, ranks: Iterable[int], timeout: float) -> dict[int, tuple[str, int]]:
         """Some call the roll: what they are told, and how many requests each has made."""
@@ -194,7 +198,7 @@ class Ranks:
         def come(rank: int) -> None:
             self.here.rank, self.here.requests, message = rank, 0, "came"
             try:
-                call_roll("group", "save", timeout)  # type: ignore[arg-type]
+                monitored_barrier("group", "save", timeout)  # type: ignore[arg-type]
             except TimeoutError as error:
                 message = str(error)
             told[rank] = message, self.here.requests
@@ -240,7 +244,7 @@ def test_the_store_has_what_a_roll_call_needs(store: dist.Store, monkeypatch: py
 def test_a_rank_asks_for_as_much_however_many_there_are(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(dist.HashStore(), size, monkeypatch)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: ranks.store.settled.wait(10))
-    monkeypatch.setattr(roll_call, "time", clock)
+    monkeypatch.setattr(barriers, "time", clock)
     for _ in range(3):
         told = ranks.come(range(size), 30.0)
         assert {message for message, _ in told.values()} == {"came"}

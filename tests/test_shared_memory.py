@@ -19,13 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication import arena, shared_memory
-from lowlevel_zero.communication.arena import Arena, OthersArena
-from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.communication.exchange import Exchange
-from lowlevel_zero.communication.lost_ranks import LostRank
-from lowlevel_zero.communication.mail import Header, Subject
-from lowlevel_zero.communication.shared_memory import SharedMemory
+from lowlevel_zero.communication.backends import memory_pool, shared_memory
+from lowlevel_zero.communication.backends.control_pipe import INLINE, ControlPipe, PeerPipe
+from lowlevel_zero.communication.backends.memory_pool import Memory, Peer
+from lowlevel_zero.communication.backends.pairwise import Pairwise
+from lowlevel_zero.communication.failed_ranks import LostRank
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -47,20 +46,20 @@ FEW = 2**15
 
 
 def is_shared(group: ShardGroup) -> bool:
-    return isinstance(group._hosts, SharedMemory)
+    return group.communicator.hosts.shares_memory
 
 
 def group_with_wires(shared: bool = True) -> ShardGroup:
     os.environ[SWITCH] = str(int(shared))
     group = ShardGroup()
-    group.own_wires()
+    group.communicator.connect()
     assert is_shared(group) == shared
     return group
 
 
-def seen_by_another(own: Arena, **changed: Any) -> OthersArena:
-    """An arena of this process as if it were another's, under an address that may be wrong."""
-    return OthersArena(own.address._replace(**changed))
+def seen_by_another(own: Memory, **changed: Any) -> Peer:
+    """Memory of this process as if it were another's, under an address that may be wrong."""
+    return Peer(own.address._replace(**changed))
 
 
 def random_wire(rank: int, world_size: int, row: int, dtype: torch.dtype) -> Tensor:
@@ -68,7 +67,7 @@ def random_wire(rank: int, world_size: int, row: int, dtype: torch.dtype) -> Ten
 
 
 def packed(group: ShardGroup, values: Tensor) -> Tensor:
-    return group.new_wire(values.shape[1], values.dtype, CPU).copy_(values)
+    return group.new_buffer(values.shape[1], values.dtype, CPU).copy_(values)
 
 
 # Against messages and plain sums
@@ -160,9 +159,9 @@ def test_numbers_of_the_hosts_are_those_of_messages(world_size: int) -> None:
         for shared in (True, False):
             group = group_with_wires(shared)
             most = torch.tensor([rank, world_size - rank, 7], dtype=torch.uint8)
-            later = group.maximum(most)
+            later = group.start_all_reduce_max(most)
             norm = group.sum_scalar(torch.tensor(0.1 * (rank + 1)))
-            agreed = [group.largest([rank, -rank]), group.alike([3]), group.alike([rank])]
+            agreed = [group.all_reduce_max([rank, -rank]), group.alike([3]), group.alike([rank])]
             results.append([agreed, norm.wait().item(), later.wait().tolist(), most.tolist()])
         return results
 
@@ -188,7 +187,7 @@ def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monk
             if step == 1:  # the first step has told of the order of gradients
                 for name in ("all_reduce", "broadcast", "all_gather_object"):
                     monkeypatch.setattr(torch.distributed, name, refused)
-                monkeypatch.setattr(Exchange, "send_and_receive", refused)
+                monkeypatch.setattr(Pairwise, "send_and_receive", refused)
             optimizer.backward(model(torch.ones(3)).sum())
             optimizer.step()
             optimizer.zero_grad()
@@ -215,7 +214,7 @@ def test_traffic_is_what_the_wires_hold() -> None:
     def count(rank: int, world_size: int) -> dict[str, int]:
         group = group_with_wires()
         for start in (group.reduce_scatter, group.all_reduce):
-            start(group.new_wire(10, torch.bfloat16, CPU)).wait()
+            start(group.new_buffer(10, torch.bfloat16, CPU)).wait()
         rows = [torch.zeros(world_size, 7), torch.zeros(world_size, 2)]
         group.gather([each[rank] for each in rows], rows).wait()
         group.all_gather(torch.zeros(world_size, 4)).wait()
@@ -239,7 +238,7 @@ def test_no_slot_is_used_again_before_the_slowest_has_read_it(ahead: int) -> Non
         for number in range(150 + ahead):
             if number < 150:
                 row = [5000, 300, 20_000][number % 3]
-                wire = group.new_wire(row, torch.float32, CPU).fill_(number + 1000 * rank)
+                wire = group.new_buffer(row, torch.float32, CPU).fill_(number + 1000 * rank)
                 rows = torch.full((world_size, row), float(number + 1000 * rank))
                 under_way.append((number, group.reduce_scatter(wire), rows))
             if pause.random() < 0.2:
@@ -260,12 +259,14 @@ def test_no_slot_is_used_again_before_the_slowest_has_read_it(ahead: int) -> Non
 def test_a_rank_may_be_far_ahead_and_its_peers_may_read_what_it_left_when_it_has_gone() -> None:
     def run(rank: int, world_size: int) -> None:
         group = group_with_wires()
-        pending = [group.reduce_scatter(group.new_wire(1000, torch.float32, CPU).fill_(number)) for number in range(50)]
+        pending = [
+            group.reduce_scatter(group.new_buffer(1000, torch.float32, CPU).fill_(number)) for number in range(50)
+        ]
         if rank == 0:
             totals = [each.wait() for each in pending]
-            group.largest([0])
+            group.all_reduce_max([0])
             os._exit(0)
-        group.largest([0])
+        group.all_reduce_max([0])
         time.sleep(0.2)
         totals = [each.wait() for each in pending]
         raise ValueError(f"{[total[-1].item() for total in totals] == [2.0 * number for number in range(50)]}")
@@ -281,7 +282,7 @@ def test_a_killed_rank_is_an_error_to_the_others() -> None:
         for number in range(20):
             if rank == 2 and number == 10:
                 os.kill(os.getpid(), signal.SIGKILL)
-            group.all_reduce(group.new_wire(100, torch.float32, CPU).fill_(1)).wait()
+            group.all_reduce(group.new_buffer(100, torch.float32, CPU).fill_(1)).wait()
 
     *others, killed = run_ranks_expecting(run, 3, timeout=30)
     assert killed.message == "SIGKILL"
@@ -289,45 +290,80 @@ def test_a_killed_rank_is_an_error_to_the_others() -> None:
     assert issubclass(LostRank, RuntimeError)
 
 
-def test_mail_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Arena()
-    box = seen_by_another(own).mail
+def piped() -> tuple[ControlPipe, PeerPipe]:
+    """A pipe of this process, to which it writes as if it were ranks 1 and 2."""
+    own = ControlPipe()
+    others = PeerPipe(f"/proc/{os.getpid()}/fd/{own.descriptor}", os.getpid(), timeout=1)
+    for rank in (1, 2):
+        own.watch(rank, others.process)
+    return own, others
+
+
+def test_a_pipe_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, others = piped()
     looks = 0
+    collect = own.collect
 
     def count() -> None:
         nonlocal looks
         looks += 1
         collect()
 
-    collect = own.mail.collect
-    monkeypatch.setattr(own.mail, "collect", count)
-    first, second = own.take(5000, readers=1), own.take(5000, readers=2)
-    own.finish(first)
-    box.tell_read(second.number)
-    about = [Subject(1, 0, 0), Subject(1, 0, 1)]
-    for subject in about:
-        box.tell(subject, Header(0, 0))
-    looks = 0
-    assert own.take(5000, readers=1) is first
-    assert looks == 0
-    own.finish(second)
-    assert own.take(5000, readers=1) is second  # which a peer's letter says is free
+    monkeypatch.setattr(own, "collect", count)
+    for serial in (0, 1):
+        for rank in (1, 2):
+            others.send((7, serial), rank, 0, 0)
+    assert own.has((7, 1))
     assert looks == 1
-    assert own.mail.has(about)
-    assert len(own.mail.wait(about, timeout=1)) == 2
+    assert own.has((7, 0))
+    assert sorted(own.receive((7, 0), timeout=1)) == [1, 2]
     assert looks == 1
-    assert not own.mail.has(about)
+    assert not own.has((7, 0))
     assert looks == 2
 
 
-def test_any_amount_of_mail_is_taken_in_at_a_time() -> None:
-    own = Arena()
-    box = seen_by_another(own).mail
-    for count in (1, 1023, 1024, 1025, 2048):
-        for slot in range(count):
-            box.tell_read(slot)
-        assert own.mail.finished() == list(range(count))
-    assert own.mail.finished() == []
+def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
+    own, others = piped()
+    for count in (1, 400, 1024, 3000):
+        for serial in range(count):
+            for rank in (1, 2):
+                others.send((count, serial), rank, rank, serial, bytes(serial % INLINE))
+            if serial % 200 == 0:
+                own.collect()
+        for serial in range(count):
+            messages = own.receive((count, serial), timeout=10)
+            assert {rank: message.offset for rank, message in messages.items()} == {1: 1, 2: 2}
+            assert all((each.readers, len(each.part)) == (serial, serial % INLINE) for each in messages.values())
+
+
+def test_a_block_is_used_again_when_all_have_finished_with_it() -> None:
+    own = Memory(ranks=3)
+    peer = Peer(own.address)
+    block = own.take(5000)
+    for memory, rank in ((own, 0), (peer, 1), (peer, 2)):
+        assert own.take(5000) is not block
+        memory.map[block.readers + rank] = 0
+    assert own.take(5000) is block
+
+
+@over_world_sizes
+def test_parts_are_handed_out_and_some_are_empty(world_size: int) -> None:
+    def size(of: int, to: int) -> int:
+        return 0 if to == 1 or of == 0 else 3 * of + to + 1  # nothing for rank 1, and none of rank 0's
+
+    def hand_out(rank: int, world_size: int) -> list[Tensor]:
+        group = group_with_wires()
+        ranks = range(world_size)
+        sizes, sizes_into = [size(rank, to) for to in ranks], [size(of, rank) for of in ranks]
+        buffers = [torch.arange(sum(sizes)) + 100 * rank + number for number in range(3)]
+        pending = [group.all_to_all(each, sizes, each.new_empty(sum(sizes_into)), sizes_into) for each in buffers]
+        return [each.wait() for each in pending]
+
+    for rank, received in enumerate(run_ranks(hand_out, world_size)):
+        for number, tensor in enumerate(received):
+            starts = [sum(size(of, to) for to in range(rank)) for of in range(world_size)]
+            parts = [torch.arange(size(of, rank)) + starts[of] + 100 * of + number for of in range(world_size)]
+            assert torch.equal(tensor, torch.cat(parts))
 
 
 # When it can't be had
@@ -339,7 +375,7 @@ def refuse(*_: object) -> Any:
 
 REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no memfd": lambda patch: patch.delattr(os, "memfd_create"),
-    "a peer's can't be opened": lambda patch: patch.setattr(shared_memory, "OthersArena", refuse),
+    "a peer's can't be opened": lambda patch: patch.setattr(memory_pool, "Peer", refuse),
     "switched off": lambda patch: patch.setenv(SWITCH, "0"),
 }
 
@@ -352,8 +388,8 @@ def test_one_rank_that_can_t_makes_all_send_messages(refusal: str) -> None:
             if rank == 1:
                 REFUSALS[refusal](patch)
             group = ShardGroup()
-            group.own_wires()
-            total = group.reduce_scatter(group.new_wire(5, torch.float32, CPU).fill_(rank)).wait()
+            group.communicator.connect()
+            total = group.reduce_scatter(group.new_buffer(5, torch.float32, CPU).fill_(rank)).wait()
             gc.collect()
             seen += [is_shared(group), total.tolist(), mappings()]
         return seen
@@ -432,7 +468,7 @@ def test_it_leaves_room_where_the_address_space_is_limited() -> None:
     ids=["host", "file", "token", "process"],
 )
 def test_only_the_very_process_s_memory_is_taken(changed: dict[str, Any], reason: str) -> None:
-    own = Arena()
+    own = Memory()
     seen_by_another(own)
     before = descriptors()
     with pytest.raises((OSError, ValueError), match=reason):
@@ -453,16 +489,16 @@ def test_it_may_be_switched_from_optimizer_to_optimizer() -> None:
 
 
 def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Arena()
+    own = Memory()
     with pytest.raises(MemoryError, match=f"{SWITCH}=0"):
-        own.take(own.address.size, 1)
+        own.take(own.address.size)
 
     def full(*_: int) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(MemoryError, match="no space"):
-        own.take(100, 1)
+        own.take(100)
 
 
 # Nothing piles up
@@ -515,10 +551,10 @@ def test_fifty_optimizers_one_after_another_take_no_more_than_one() -> None:
             step_once(model, optimizer)
             step_once(model, optimizer)
             group = optimizer.shard_group
-            group.largest([0])  # all have read all
+            group.all_reduce_max([0])  # all have read all
             del model, optimizer
             gc.collect()
-            seen.append((descriptors(), mappings(), sum(each.nbytes for each in group.held())))
+            seen.append((descriptors(), mappings(), sum(each.nbytes for each in group.communicator.held())))
         return seen
 
     for seen in run_ranks(run, 2):
@@ -532,13 +568,13 @@ def test_between_steps_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(rank: int, world_size: int) -> tuple[int, int]:
         group = group_with_wires()
-        pending = [group.reduce_scatter(group.new_wire(2**17, torch.float32, CPU).fill_(1)) for _ in range(8)]
-        before = sum(each.nbytes for each in group.held())
+        pending = [group.reduce_scatter(group.new_buffer(2**17, torch.float32, CPU).fill_(1)) for _ in range(8)]
+        before = sum(each.nbytes for each in group.communicator.held())
         for each in pending:
             each.wait()
-        group.largest([0])
-        group.rest()
-        return before, sum(each.nbytes for each in group.held())
+        group.all_reduce_max([0])
+        group.communicator.trim()
+        return before, sum(each.nbytes for each in group.communicator.held())
 
     for before, after in run_ranks(run, 2):
         assert before == 8 * 2**20
@@ -549,7 +585,7 @@ def test_the_transport_is_not_set_up_where_it_is_of_no_use(monkeypatch: pytest.M
     def never(*_: object) -> Any:
         raise AssertionError("set up")
 
-    monkeypatch.setattr(arena, "Arena", never)
+    monkeypatch.setattr(memory_pool, "Memory", never)
 
     def alone(rank: int, world_size: int) -> list[Tensor]:
         return train(rank, world_size, True, torch.float32)[0]

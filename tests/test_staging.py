@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowlevel_zero.communication import collectives
-from lowlevel_zero.communication.collectives import ShardGroup
-from lowlevel_zero.communication.staging import Staged
+from lowlevel_zero.communication import communicator
+from lowlevel_zero.communication.backends.staged import Staged
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.buffers import buffer_of, sum_of_buffers
 from tests.support.numbers import DROPS, STAGES
 from tests.support.oracle import Result, Run, check_close, train_sharded
@@ -19,19 +19,19 @@ ROWS = (1, 7, 1001)
 
 @pytest.fixture
 def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "_is_staged", lambda device: True)
+    monkeypatch.setattr(communicator, "is_staged", lambda device: True)
 
 
 @pytest.mark.usefixtures("_forced")
-@pytest.mark.parametrize("own_wires", [False, True])
+@pytest.mark.parametrize("connect", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_wires_come_back_as_they_would_have(world_size: int, dtype: torch.dtype, own_wires: bool) -> None:
+def test_wires_come_back_as_they_would_have(world_size: int, dtype: torch.dtype, connect: bool) -> None:
     def work(rank: int, world_size: int) -> None:
         group = ShardGroup()
-        if own_wires:
-            group.own_wires()
-        assert isinstance(group._transport(torch.device("cpu")), Staged)
+        if connect:
+            group.communicator.connect()
+        assert isinstance(group.communicator.backend(torch.device("cpu")), Staged)
         for row in ROWS:
             mine = buffer_of(rank, world_size, row, dtype)
             kept = mine.clone()
@@ -84,7 +84,7 @@ def test_training_ends_in_the_same_bits(monkeypatch: pytest.MonkeyPatch, stage: 
     def train(rank: int, world_size: int) -> list[Result]:
         direct = train_sharded(rank, world_size, run)
         assert not staged
-        monkeypatch.setattr(collectives, "_is_staged", lambda device: True)
+        monkeypatch.setattr(communicator, "is_staged", lambda device: True)
         monkeypatch.setattr(Staged, "_staged", counted)
         through_host = [
             train_sharded(rank, world_size, each)

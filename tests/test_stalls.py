@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication.collectives import ShardGroup
 from lowlevel_zero.communication.progress import NORM, REDUCTION, About
+from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.communication.work import Work
+from lowlevel_zero.diagnostics.stall_report import watch
 from tests.support.ranks import run_ranks
 
 TIMEOUT = 1.5  # after which a wait is reported: what isn't meant to stall takes less even on a busy machine
@@ -172,11 +174,10 @@ def test_a_rank_that_waits_elsewhere_is_said_to() -> None:
     def live(rank: int, world_size: int) -> list[str]:
         told = Told(reports)
         group = ShardGroup()
-        group.watch(TIMEOUT)
+        watch(group, TIMEOUT)
         mine = (REDUCTION, NORM)[rank]
-        group.progress.begin(mine)
-        place = group.progress.begin(mine)
-        group.progress.wait(place, lambda: reports.wait_for(2))
+        group.progress.start(mine, None, (), Work, lambda: None)
+        group.progress.start(mine, None, (), Work, lambda: reports.wait_for(2)).wait()
         return told.lines
 
     for rank, lines in enumerate(run_ranks(live, 2)):
@@ -213,9 +214,9 @@ def test_the_report_comes_before_the_process_groups_own_timeout() -> None:
 
     def live(rank: int, world_size: int) -> float:
         group = ShardGroup()
-        group.watch(1e6)
-        assert group._watch is not None
-        return group._watch._timeout + 5 * group._watch.pause
+        watched = watch(group, 1e6)
+        assert watched is not None
+        return watched.timeout + 5 * watched.pause
 
     assert all(seconds < 30.0 for seconds in run_ranks(live, 2, timeout=10.0))
 
@@ -261,11 +262,14 @@ class Device:
             return False
 
 
+def on_a_device() -> Work[None]:
+    return Work(lambda: None, tensors=(torch.empty(1, device="meta"),))
+
+
 def give(group: ShardGroup, names: str) -> None:
     """Begin reductions, one a name, whose sums the device is to wait for."""
     for name in names:
-        about = About([Parameter(name)])
-        group.progress.wait(group.progress.begin(REDUCTION, about), lambda: None, by_device=True)
+        group.progress.start(REDUCTION, About([Parameter(name)]), (), on_a_device).wait()
 
 
 class Parameter(NamedTuple):
@@ -280,7 +284,7 @@ def test_what_a_device_waits_for_is_known_without_asking_it() -> None:
         told = Told(reports)
         with devices_are_this_threads() as asked:
             group = ShardGroup()
-            group.watch(TIMEOUT)
+            watch(group, TIMEOUT)
             give(group, "ab" if rank == 1 else "abcd")
             reports.wait_for(1)
             assert asked == []
@@ -300,7 +304,7 @@ def test_who_is_busy_elsewhere_with_nobody_missing_is_left_alone() -> None:
         told = Told(Reports())
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         group = ShardGroup(pairs[rank // 2])
-        group.watch(timeout)
+        watch(group, timeout)
         give(group, "ab")
         if rank == 3:
             group.release()
@@ -318,7 +322,7 @@ def test_who_has_left_without_beginning_it_is_missed() -> None:
     def live(rank: int, world_size: int) -> list[str]:
         told = Told(reports)
         group = ShardGroup()
-        group.watch(TIMEOUT)
+        watch(group, TIMEOUT)
         if rank == 1:
             group.release()
         else:
@@ -389,9 +393,9 @@ def test_a_forked_process_has_a_watchdog_of_its_own() -> None:
         optimizer = wrap(net())
         child = os.fork()
         if child == 0:
-            from lowlevel_zero.communication import watchdog
+            from lowlevel_zero.diagnostics import stall_report
 
-            os._exit(10 * len(watchdogs()) + len(watchdog._watchdog._watches))
+            os._exit(10 * len(watchdogs()) + len(stall_report._watchdog.watches))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         del optimizer
         return code

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.parameter_store import Place, ShardedParameter
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.state.whole import SCALARS, gather_slice, slice_state, whole_of_rows
 from tests.support.oracle import Run, batch, build, check_close, groups, loss_of

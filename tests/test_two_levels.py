@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from lowlevel_zero.communication import sequel
-from lowlevel_zero.communication.sequel import OnStream, OnThread
-from lowlevel_zero.communication.shared_memory import SharedMemory
-from lowlevel_zero.communication.transport import Pending
-from lowlevel_zero.communication.two_levels import TwoLevels, shard_group
+from lowlevel_zero.communication import chaining
+from lowlevel_zero.communication.chaining import OnStream, OnThread
+from lowlevel_zero.communication.grid import GridCommunicator, shard_group
+from lowlevel_zero.communication.work import Work
 from lowlevel_zero.streams import Streams
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
 from tests.support.grid import Grid, group_among
@@ -97,9 +96,9 @@ def test_sixteen_bits_equal_one_process_to_rounding(dtype: torch.dtype, shared: 
         found = {}
         for (wire, stage, form), run in runs.items():
             model, optimizer, norms = train_rank(rank, world_size, run.with_options(**grid.options(form)))
-            group = optimizer.shard_group
-            assert isinstance(group, TwoLevels)
-            assert isinstance(group._inner._hosts, SharedMemory) == shared
+            communicator = optimizer.shard_group.communicator
+            assert isinstance(communicator, GridCommunicator)
+            assert communicator.inner.hosts.shares_memory == shared
             whole = accessors.full_fp32_params(model)
             found[wire, stage, form] = {name: value for name, value in whole.items() if value is not None}, norms
         return found
@@ -206,7 +205,7 @@ def slowed(seed: int, rank: int) -> Any:
     """In this rank's process, the thread between the levels, and layers, take a while at random."""
     draw = random.Random(100 * seed + rank)
     slow = draw.random() < 0.5
-    carry_on, forward = sequel._carry_on, nn.Linear.forward
+    carry_on, forward = chaining._carry_on, nn.Linear.forward
 
     def nap() -> None:
         if slow and draw.random() < 0.4:
@@ -221,7 +220,7 @@ def slowed(seed: int, rank: int) -> Any:
         return forward(layer, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequel, "_carry_on", slow_carry_on)
+        patch.setattr(chaining, "_carry_on", slow_carry_on)
         patch.setattr(nn.Linear, "forward", slow_forward)
         yield
 
@@ -262,12 +261,12 @@ def test_delays_change_nothing(shared: bool) -> None:
     run_ranks(rank, 4)
 
 
-def by_hand(done: Event, value: int) -> Pending[int]:
+def by_hand(done: Event, value: int) -> Work[int]:
     def wait() -> int:
         assert done.wait(10)
         return value
 
-    return Pending((), (), wait, done.is_set)
+    return Work(wait, done.is_set)
 
 
 def test_second_levels_start_in_the_order_of_first_ones_and_by_themselves() -> None:
@@ -275,14 +274,14 @@ def test_second_levels_start_in_the_order_of_first_ones_and_by_themselves() -> N
     started: list[int] = []
     told: Future[None] = Future()
 
-    def start(value: int) -> Pending[int]:
+    def start(value: int) -> Work[int]:
         started.append(value)
         if len(started) == 3:
             told.set_result(None)
         return by_hand(second[value], 10 * value)
 
-    sequel = OnThread()
-    pending = [sequel.after(by_hand(first[at], at), start) for at in range(3)]
+    chain = OnThread()
+    pending = [chain.after(by_hand(first[at], at), start) for at in range(3)]
     first[2].set()
     first[1].set()
     assert not any(each.done() for each in pending)
@@ -296,15 +295,15 @@ def test_second_levels_start_in_the_order_of_first_ones_and_by_themselves() -> N
 
 
 def test_an_error_of_either_level_is_raised_by_who_waits() -> None:
-    def fail(value: int) -> Pending[int]:
+    def fail(value: int) -> Work[int]:
         raise RuntimeError(f"level {value}")
 
-    sequel = OnThread()
+    chain = OnThread()
     done = Event()
     done.set()
-    broken = sequel.after(by_hand(done, 2), fail)
-    after = sequel.after(broken, fail)
-    whole = sequel.after(by_hand(done, 3), lambda value: by_hand(done, value))
+    broken = chain.after(by_hand(done, 2), fail)
+    after = chain.after(broken, fail)
+    whole = chain.after(by_hand(done, 3), lambda value: by_hand(done, value))
     for each in (broken, after):
         with pytest.raises(RuntimeError, match="level 2"):
             each.wait()
@@ -313,13 +312,13 @@ def test_an_error_of_either_level_is_raised_by_who_waits() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    sequel = OnThread()
+    chain = OnThread()
     done = Event()
     done.set()
-    assert sequel.after(by_hand(done, 1), lambda value: by_hand(done, value)).wait() == 1
-    thread = sequel._thread
+    assert chain.after(by_hand(done, 1), lambda value: by_hand(done, value)).wait() == 1
+    thread = chain._thread
     assert thread is not None
-    del sequel
+    del chain
     thread.join(10)
     assert not thread.is_alive()
 
@@ -327,11 +326,11 @@ def test_the_thread_ends_with_its_owner() -> None:
 def test_the_thread_finishes_before_the_interpreter_goes() -> None:
     script = (
         "import time\n"
-        "from lowlevel_zero.communication.sequel import OnThread\n"
-        "from lowlevel_zero.communication.transport import Pending\n"
-        "sequel = OnThread()\n"
-        "slow = Pending((), (), lambda: time.sleep(0.3))\n"
-        "sequel.after(slow, lambda _: Pending((), (), print('started')))"
+        "from lowlevel_zero.communication.chaining import OnThread\n"
+        "from lowlevel_zero.communication.work import Work\n"
+        "chain = OnThread()\n"
+        "slow = Work(lambda: time.sleep(0.3))\n"
+        "chain.after(slow, lambda _: Work(print('started')))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("started\n", "")
@@ -347,14 +346,14 @@ def test_on_a_device_a_stream_waits_and_the_host_does_not() -> None:
             yield
             log.append("back")
 
-    def noting(what: str) -> Pending[str]:
+    def noting(what: str) -> Work[str]:
         def wait() -> str:
             log.append(f"wait {what}")
             return what
 
-        return Pending((), (torch.zeros(1),), wait, lambda: False)
+        return Work(wait, lambda: False, (torch.zeros(1),))
 
-    def start(_: str) -> Pending[str]:
+    def start(_: str) -> Work[str]:
         log.append("start second")
         return noting("second")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer, unused_parameters
-from lowlevel_zero.communication.collectives import ShardGroup
+from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.unused_parameters import Message, UnusedParameters
 from tests.support.internals import as_on_a_device, with_and_without_detection
 from tests.support.oracle import check_close
@@ -175,7 +175,7 @@ def sharded(rank: int, world_size: int, run: Training) -> Seen:
         with (
             sizes_of("all_reduce", "reduce_scatter") as reduced,
             sizes_of("gather") as gathered,
-            sizes_of("maximum") as messages,
+            sizes_of("start_all_reduce_max") as messages,
         ):
             for at in range(run.backwards):
                 if run.discarded and at == run.backwards - 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowlevel_zero.bookkeeping import bucket_store
 from lowlevel_zero.bookkeeping.bucket_store import pack, pack_plainly
-from lowlevel_zero.communication.transport import unpack
+from lowlevel_zero.communication.flat_buffers import unpack
 
 NUMELS = {
     "one": [1],

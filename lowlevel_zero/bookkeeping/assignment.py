@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..communication.agreement import CONSTRUCT
 from ..communication.agreement import agree_apart as agree_apart
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..options import ZeroOptions
 from .module_names import own_names
 
@@ -189,7 +189,7 @@ def make_groups(
 
 def _check_parts(dp: ShardGroup, groups: Sequence[dist.ProcessGroup]) -> None:
     own = [(_ranks(pg), pg.group_name) for pg in groups]
-    told = dict(zip(_ranks(dp.group), dp.exchange(own), strict=True))
+    told = dict(zip(_ranks(dp.group), dp.all_gather_object(own), strict=True))
     for at in range(len(groups)):
         for rank, theirs in told.items():
             members, _ = theirs[at]

@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..alignment import END_TO_END, Alignment, alignment_of
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 from .parameter_store import ShardedParameter
 

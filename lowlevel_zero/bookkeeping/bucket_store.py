@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..communication.collectives import ShardGroup
 from ..communication.progress import About
-from ..communication.transport import Pending
+from ..communication.shard_group import ShardGroup
+from ..communication.work import Work
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
 from .offload import DeviceShard
@@ -77,7 +77,7 @@ class Bucket:
         self.records = records
         self.state = BucketState.FILLING
         self.missing = len(records)
-        self.work: Pending[Tensor] | None = None
+        self.work: Work[Tensor] | None = None
         self.rows: Tensor | None = None
         self.scale: float | Tensor | None = None
         self._parts: dict[int, Tensor] | None = None
@@ -114,7 +114,7 @@ class Bucket:
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
         """A fresh buffer with the gradients, and zeros for those that aren't there."""
         lead, planned = self.records[0], self.planned
-        buffer = how.group.new_wire(planned.row, lead.wire_dtype, lead.padded.device, planned.fp8)
+        buffer = how.group.new_buffer(planned.row, lead.wire_dtype, lead.padded.device, planned.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
         flats = [
             gradient if gradient is not None else zero.expand(record.split.numel)

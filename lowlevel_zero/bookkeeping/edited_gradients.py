@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..communication.agreement import Alike, agree
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from .parameter_store import ParameterStore, ShardedParameter
 
 STEP_OR_DROP = (

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..alignment import alignment_of
-from ..communication.collectives import ShardGroup
 from ..communication.progress import About
-from ..communication.transport import Pending
+from ..communication.shard_group import ShardGroup
+from ..communication.work import Work
 from ..streams import Mark, Streams
 from .awaited import arrived, can_be_awaited, let_await
 from .bucket_store import Bucket, BucketState
@@ -36,14 +36,14 @@ class Gather:
         self,
         buckets: Sequence[Bucket],
         records: Sequence[ShardedParameter],
-        pending: Pending[None],
+        pending: Work[None],
         streams: Streams,
         awaited: bool,
     ) -> None:
         self._buckets = buckets
         self._streams = streams
         self._written: Mark | None = None
-        self._pending: Pending[None] | None = pending
+        self._pending: Work[None] | None = pending
         self.records = records
         self.awaited = awaited
         for bucket in buckets:
@@ -68,7 +68,7 @@ class Gather:
             note_versions(self.records)
 
     @torch.no_grad()
-    def _write(self, pending: Pending[None]) -> None:
+    def _write(self, pending: Work[None]) -> None:
         with self._streams.home():
             pending.wait()
             self._written = self._streams.mark()

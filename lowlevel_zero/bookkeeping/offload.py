@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..communication.transport import lay_end_to_end
+from ..communication.flat_buffers import lay_end_to_end
 from ..streams import Mark, Passed, Streams
 
 HOST = torch.device("cpu")

@@ -21,8 +21,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..communication.collectives import ShardGroup
-from ..communication.compression import is_rounded
+from ..communication.fp8 import is_rounded
+from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 from .awaited import wait_for
 from .storages import flat_in_memory_order, rehome

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..bookkeeping.parameter_store import ShardedParameter
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 
 Shape = tuple[int, ...]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.agreement import agree_apart, together
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
 from ..state.flat_shards import local_part
@@ -101,7 +101,7 @@ class Contents:
             led = {names[name] for name, family in held.families.items() if family and self.groups[family].place == 0}
             with together(self.group, doing):
                 own = self._own_told(led)
-            self.told = self.group.exchange(own)
+            self.told = self.group.all_gather_object(own)
 
     def _own_told(self, led: Collection[str]) -> Told:
         return Told(
@@ -248,7 +248,7 @@ def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks
 def _gathered(own: Tensor, numel: int, ranks: ShardGroup, by_way_of: torch.device) -> Tensor:
     """A flat tensor of which each rank has its slice, as bytes: collectives don't know all dtypes."""
     split = EvenSplit(numel, ranks.size)
-    device = own.device if ranks.serves(own.device) else by_way_of
+    device = own.device if own.device.type in ranks.device_types else by_way_of
     wire = torch.empty(ranks.size, split.slice_size, dtype=own.dtype, device=device)
     wire[ranks.rank, : len(own)].copy_(own)
     ranks.all_gather(wire.view(torch.uint8)).wait()

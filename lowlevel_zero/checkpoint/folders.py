@@ -13,7 +13,7 @@ from typing import IO, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from .manifest import MANIFEST, METADATA, OBJECTS, Manifest, whole_manifest
 
 try:
@@ -60,7 +60,7 @@ def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
             seen = look()
         except (OSError, ValueError) as error:
             seen = error
-    told: T | OSError | ValueError = group.exchange(seen)[0]
+    told: T | OSError | ValueError = group.all_gather_object(seen)[0]
     if isinstance(told, (OSError, ValueError)):
         raise told
     return told

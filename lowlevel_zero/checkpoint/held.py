@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..bookkeeping.assignment import add_companions
 from ..bookkeeping.module_names import joined, places
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, SavedTensor
 from .optimizers import Name, called
 

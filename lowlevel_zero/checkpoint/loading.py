@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..communication.agreement import together
-from ..communication.collectives import ShardGroup
-from ..communication.roll_call import call_roll
+from ..communication.monitored_barrier import monitored_barrier
+from ..communication.shard_group import ShardGroup
 from ..planning.text import counted, ranks_text
 from .contents import Contents
 from .folders import locate, seen_by_first
@@ -80,7 +80,7 @@ def load_checkpoint(
     """
     group = group_of(optimizer)
     wait_for_last(group)
-    call_roll(group.group, "load_checkpoint", timeout)
+    monitored_barrier(group.group, "load_checkpoint", timeout)
     doing = f"load the checkpoint {path}"
     with together(group, doing) as lines:
         optimizers = check_optimizers(model, optimizer)
@@ -183,7 +183,7 @@ def _read(saved: Saved, templates: dict[str, Tensor], group: ShardGroup) -> None
         with warnings.catch_warnings():
             # torch 2.5, say, warns where ranks want different names, as they do with experts, and reads them all.
             warnings.filterwarnings("ignore", "Detected mismatched keys in state dict", UserWarning)
-            dcp_load(templates, storage_reader=saved.reader(), planner=LoadPlanner(), process_group=group.apart())
+            dcp_load(templates, storage_reader=saved.reader(), planner=LoadPlanner(), process_group=group.side_group())
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise ValueError(f"{saved.folder}: damaged, rank {rank} could not read it: {cause}") from error

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 
 # What callers give, and how an optimizer is called in a checkpoint: its place in a list, its key in a dict, or, the

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as async_dc
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..communication.agreement import together
-from ..communication.collectives import ShardGroup
-from ..communication.lost_ranks import explained
-from ..communication.roll_call import call_roll
+from ..communication.failed_ranks import explained
+from ..communication.monitored_barrier import monitored_barrier
+from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions
 from ..state.sharded_dict import packed, unpacked
@@ -97,7 +97,7 @@ def save_checkpoint(
     """
     group = group_of(optimizer)
     wait_for_last(group)
-    call_roll(group.group, "save_checkpoint", timeout)
+    monitored_barrier(group.group, "save_checkpoint", timeout)
     target = Path(os.path.abspath(path))
     doing = f"save a checkpoint to {path}"
     with together(group, doing) as lines:
@@ -135,7 +135,7 @@ def save_checkpoint(
     commit = _Commit(target, written, token, data, manifest, keep)
     tied = {alias: name for alias, name in contents.all_tied().items() if name not in contents.excluded}
     writer = CommittingWriter(written, group.place, group.ranks, commit, own, tied)
-    saving.start(as_torch_names(tensors, Objects.of(unpacked(data))), writer, group.apart(), async_save)
+    saving.start(as_torch_names(tensors, Objects.of(unpacked(data))), writer, group.side_group(), async_save)
     if async_save:
         _last[group.group] = saving
     else:

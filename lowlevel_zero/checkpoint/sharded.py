@@ -82,7 +82,7 @@ class Sharded(Stateful):
     def _of_all(self, names: list[str]) -> list[str]:
         """The names that any rank has, where these have different experts."""
         if len(self.optimizer.sharded_parameters.shard_groups) > 1:
-            return sorted(set().union(*self.optimizer.shard_group.exchange(names)))
+            return sorted(set().union(*self.optimizer.shard_group.all_gather_object(names)))
         return sorted(names)
 
 

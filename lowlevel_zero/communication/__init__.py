@@ -1,1 +1,1 @@
-"""How ranks talk to each other: groups, ways of bringing wires to others, and those who watch over them."""
+"""How ranks talk to each other: process groups, the shard group, backends, and who has failed."""

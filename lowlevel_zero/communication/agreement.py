@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
-from .collectives import ShardGroup
+from .shard_group import ShardGroup
 
 # By name, what brings a rank to agree on rounds; the place is what travels.
 _NAMES = (
@@ -63,7 +63,7 @@ def agree(
         return
     if group.alike(values) and error is None:
         return
-    told = group.exchange((None if error is None else f"{type(error).__name__}: {error}", list(lines)))
+    told = group.all_gather_object((None if error is None else f"{type(error).__name__}: {error}", list(lines)))
     if error is not None:
         try:
             raise error
@@ -161,7 +161,9 @@ class Call(NamedTuple):
         """
         number = group.number * len(_NAMES) + _NAMES.index(self.name)
         syncs, plain, steps = progress
-        told = group.largest([number, _MOST - number, steps, _MOST - steps, self.error is not None, syncs, plain])
+        told = group.all_reduce_max(
+            [number, _MOST - number, steps, _MOST - steps, self.error is not None, syncs, plain]
+        )
         most, inverse, most_steps, inverse_steps, failed, most_syncs, any_plain = told
         if failed or most + inverse != _MOST or most_steps + inverse_steps != _MOST:
             self._raise(group, steps)
@@ -170,7 +172,7 @@ class Call(NamedTuple):
     def _raise(self, group: ShardGroup, steps: int) -> NoReturn:
         error = self.error
         reason = None if error is None else f"{type(error).__name__}: {error}"
-        told: list[_Told] = group.exchange(_Told(self.name, group.number, reason, steps))
+        told: list[_Told] = group.all_gather_object(_Told(self.name, group.number, reason, steps))
         if error is not None:
             raise error
         for rank, each in enumerate(told):

@@ -1,22 +1,28 @@
-"""Progress: how far this rank has come with one optimizer, in plain values that a watching thread may read.
+"""Progress: how far this rank has come with one optimizer, and what it waits for.
 
-The watching thread asks no device: what it did there could break a capture of a graph, or make a context on a device
-that isn't this rank's. A collective that a device waits for can't be over while a rank hasn't begun it, and that the
-ranks' counts tell.
+This is where diagnostics hang on: every collective of a shard group is begun and waited for through its ``Progress``.
+Any thread may read it, and a subclass may look at a collective before it begins. A collective is known by its kind
+and number, so that nobody has to ask a device about it: what a rank hasn't begun can't be over.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .failed_ranks import LostRank, explained
+from .work import Work
 
 REDUCTION, GATHER, NORM, EXCHANGE = "reduction", "gather", "sum of the norm", "exchange of updates"
 AGREEMENT, MESSAGE, BROADCAST = "agreement", "presence map", "broadcast"
 KINDS = (REDUCTION, GATHER, NORM, EXCHANGE, AGREEMENT, MESSAGE, BROADCAST)
 
-# Names of parameters that a message lists.
-_LISTED = 24
+_LISTED = 24  # names of parameters in a message, at most
 
 T = TypeVar("T")
 
@@ -46,11 +52,11 @@ class About(NamedTuple):
         return [record.name for record in chosen]
 
 
-class Place(NamedTuple):
+class Collective(NamedTuple):
     """A collective that this rank has begun: what it is, the how manyth of its kind, and in which step.
 
-    All ranks begin the same collectives of a kind in the same order. So a rank has come to a place if it has begun
-    more of that kind.
+    All ranks begin the same collectives of a kind in the same order. So a rank has come to one if it has begun more
+    of its kind.
     """
 
     kind: str
@@ -72,49 +78,83 @@ class Place(NamedTuple):
 class Progress:
     """How far this rank has come.
 
+    Args:
+        group: the ranks.
+
     Attributes:
         step: steps that have ended.
-        micro_batch: rounds of reductions that have been closed in this step.
+        micro_batch: gradient syncs that have been closed in this step.
         begun: how many collectives of each kind have been begun.
         waits: how often the host has begun to wait.
+        waits_for: what the host waits for now; None: nothing.
+        left: this rank begins no more: nobody is to miss it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.step = 0
         self.micro_batch = 0
         self.waits = 0
         self.begun = dict.fromkeys(KINDS, 0)
-        self._waits_for: Place | None = None
-        self._queued: deque[Place] = deque(maxlen=256)
+        self.waits_for: Collective | None = None
+        self.left = False
+        self._group = group
+        self._queued: deque[Collective] = deque(maxlen=256)
+        self._lost: LostRank | None = None
 
-    def begin(self, kind: str, about: About | None = None) -> Place:
-        """This rank begins one more collective of ``kind``."""
+    def start(
+        self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
+    ) -> Work[T]:
+        """Begin one more collective of ``kind``, that of ``tensors``; who waits for its work waits by ``wait``."""
         serial = self.begun[kind]
         self.begun[kind] = serial + 1
-        return Place(kind, serial, self.step, self.micro_batch, about)
+        collective = Collective(kind, serial, self.step, self.micro_batch, about)
+        if self._lost is not None:  # others may wait for this one's end
+            raise LostRank(str(self._lost))
+        try:
+            work = begin(*args)
+        except RuntimeError as error:
+            self._raise_if_lost(error, collective)
+            raise
+        on_device = bool(work.tensors) and not work.tensors[0].is_cpu
+        work.waiter = partial(self.wait, collective, on_device)
+        return work
 
-    def wait(self, place: Place, act: Callable[[], T], by_device: bool = False) -> T:
-        """``act()``, which returns when the host has waited for ``place``, or, ``by_device``, a stream will have."""
-        before, self._waits_for = self._waits_for, place
+    def wait(self, collective: Collective, on_device: bool, act: Callable[[], T]) -> T:
+        """``act()``, which returns when the host has waited for it, or, ``on_device``, a stream will have.
+
+        Raises:
+            LostRank: the process of another rank has ended.
+        """
+        if self._lost is not None:
+            raise LostRank(str(self._lost))
+        before, self.waits_for = self.waits_for, collective
         self.waits += 1
         try:
             return act()
+        except RuntimeError as error:
+            self._raise_if_lost(error, collective)
+            raise
         finally:
-            self._waits_for = before
-            if by_device:
-                self._queued.append(place)
+            self.waits_for = before
+            if on_device:
+                self._queued.append(collective)
 
-    def waits_for(self) -> Place | None:
-        """What the host waits for now; None: nothing. Any thread may ask."""
-        return self._waits_for
+    def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
+        """Name whom this rank has lost, if ``error`` comes of that."""
+        lost = explained(error, self._group, collective)
+        if lost is not None:
+            self._lost = lost
+            raise lost from error
 
-    def queued(self) -> list[Place]:
+    def queued(self) -> list[Collective]:
         """What a device has been given to wait for, the latest last; it may be over. Any thread may ask."""
         return list(self._queued)
 
     def __str__(self) -> str:
-        place = self.waits_for()
-        return f"outside of the optimizer, after {self.step} steps" if place is None else f"waits for the {place}"
+        collective = self.waits_for
+        if collective is None:
+            return f"outside of the optimizer, after {self.step} steps"
+        return f"waits for the {collective}"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -161,7 +161,7 @@ class BadNumbers(StepObserver):
     def _found(self, at_hand: bool) -> str:
         """The parameter, bucket and ranks, in words; all ranks call it. ``at_hand``: the step's gradients are there."""
         mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
-        told: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.exchange(mine)
+        told: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.all_gather_object(mine)
         suspects = [seen.first for seen in told if seen.first is not None]
         if not suspects:
             return "no parameter has kept a sign of where it came from"

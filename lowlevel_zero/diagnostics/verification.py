@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import own_names
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..sharded_optimizer import ShardedOptimizer
 
 # Elements that are multiplied at a time; the products take 8 bytes each.
@@ -28,8 +28,8 @@ def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
         by_group[parameters.family_of(each)][each] = name
     differences = list(map(_difference, by_group, parameters.shard_groups))
     found = next((each for each in differences if each is not None), None)
-    if ranks.largest([found is not None])[0]:
-        raise RuntimeError(next(text for text in ranks.exchange(found) if text is not None))
+    if ranks.all_reduce_max([found is not None])[0]:
+        raise RuntimeError(next(text for text in ranks.all_gather_object(found) if text is not None))
 
 
 def _difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
@@ -37,7 +37,7 @@ def _difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     sums = _read([checksum(each) for each in names])
     if group.alike(_digest(sums)):
         return None
-    return _first_difference(dict(zip(names.values(), zip(*group.exchange(sums), strict=True), strict=True)))
+    return _first_difference(dict(zip(names.values(), zip(*group.all_gather_object(sums), strict=True), strict=True)))
 
 
 def checksum(tensor: Tensor) -> Tensor:

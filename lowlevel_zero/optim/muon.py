@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from ..communication.collectives import ShardGroup
-from ..communication.transport import Pending
+from ..communication.shard_group import ShardGroup
+from ..communication.work import Work
 from .work_shares import Piece, share_out
 
 with suppress(ImportError):  # torch's own arithmetic, which it has along with Muon, from 2.9 on
@@ -90,7 +90,7 @@ class _Batch:
         self._sizes = [sum(record.split.slice_size for record in owned) for owned in by_owner]
         self._owned_sizes = [self._sizes[group.rank]] * group.size
         self._slices: Tensor | None = None  # of all matrices, owner by owner
-        self._under_way: Pending[Tensor] | None = None
+        self._under_way: Work[Tensor] | None = None
 
     def start(self) -> None:
         """Advance the momenta and hand slices of the updates to the owners."""

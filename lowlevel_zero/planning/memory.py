@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..bookkeeping.gather_store import IN_FLIGHT
-from ..communication.transport import Transport
+from ..communication.backends.backend import Backend
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions, check_floating
 from ..partition import EvenSplit
@@ -209,7 +209,7 @@ def _gradient_dtype(dtype: torch.dtype, options: ZeroOptions, micro_batches: int
 def _under_way(options: ZeroOptions, ranks: int) -> int:
     """Bytes of bucket buffers in a backward, or of gathered rows in a step, whichever is more."""
     itemsize = (options.communication_dtype or options.forced_dtype or torch.float32).itemsize
-    reducing = (Transport.in_flight + 1) * options.reduce_bucket_size if options.keeps_row_only else 0
+    reducing = (Backend.in_flight + 1) * options.reduce_bucket_size if options.keeps_row_only else 0
     gathering = (IN_FLIGHT + 1) * PART * ranks
     return max(reducing, gathering) * itemsize if ranks > 1 else 0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoint.folders import sync_folder as sync
 from ..communication.agreement import together
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 
 # The name, in an index's metadata, of the file of an optimizer's param groups.
 _GROUPS = "param_groups"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 
 Ranks = tuple[int, ...]
 
@@ -49,7 +49,7 @@ class GlobalNames:
         if len(groups) == 1:
             return
         holders: dict[str, list[tuple[int, Ranks]]] = {}
-        for told in groups[0].exchange(list(_led(groups, number_of))):
+        for told in groups[0].all_gather_object(list(_led(groups, number_of))):
             for number, ranks, names in told:
                 for name in names:
                     holders.setdefault(name, []).append((number, ranks))

@@ -12,7 +12,7 @@ from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.module_names import matched
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..bookkeeping.sharding import SCALARS
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..optim.probe import NoProbe, first_states
@@ -76,7 +76,7 @@ class ShardedState:
         self._shards = [shards(ranks) for ranks in self.parameters.shard_groups]
         self._told: list[Told] = []
         if self._several:
-            self._told = self.parameters.shard_groups[0].exchange(self._own_told())
+            self._told = self.parameters.shard_groups[0].all_gather_object(self._own_told())
 
     def _own_told(self) -> Told:
         led = [group for group in self._groups if group.number and group.group.place == 0]

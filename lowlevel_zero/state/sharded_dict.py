@@ -27,7 +27,7 @@ def _held(optimizer: ShardedOptimizer, sharded: ShardedState) -> dict[str, Tenso
     """What this optimizer holds, to save."""
     room = sharded.room()
     several = len(optimizer.sharded_parameters.shard_groups) > 1
-    absent = optimizer.shard_group.exchange(list(room)) if several else [list(room)]
+    absent = optimizer.shard_group.all_gather_object(list(room)) if several else [list(room)]
     settings = {**sharded.settings(), "shapes": sharded.shapes(), "absent": sorted(set().union(*absent))}
     settings[FP8] = optimizer.options.fp8_communication
     data = packed(settings, "the optimizer's settings")

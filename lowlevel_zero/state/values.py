@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ShardedParameter
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..construction import ShardedGroup
 from .whole import is_slice, whole_of_rows
 

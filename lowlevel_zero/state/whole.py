@@ -15,7 +15,7 @@ from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..bookkeeping.sharding import SCALARS, slice_state
 from ..communication.agreement import Alike, agree, together
-from ..communication.collectives import ShardGroup
+from ..communication.shard_group import ShardGroup
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..sharded_optimizer import ShardedOptimizer

@@ -1,4 +1,4 @@
-"""Sequels: what is to start when a collective is done, whatever this rank is at: others may be waiting for its part.
+"""Chaining: a second collective starts when a first one is done, whatever this rank is at: others wait for its part.
 
 On a device a stream sees to that, on the host a thread, in the order in which the first ones were started.
 """
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 from ..streams import Streams
-from .transport import Pending
+from .work import Work
 
 # How long threads may take to finish what peers may never do their part of.
 _SECONDS_AT_EXIT = 10.0
@@ -27,28 +27,28 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Sequel(Protocol):
-    """Has what comes second done after what came first, and nobody wait for it."""
+class Chain(Protocol):
+    """Starts what comes second after what came first."""
 
-    def after(self, first: Pending[S], start: Callable[[S], Pending[T]]) -> Pending[T]:
-        """Start a collective with the first one's result; sequels start in the order of these calls."""
+    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+        """Start a collective with the first one's result; second ones start in the order of these calls."""
 
 
 class OnStream:
     """A stream of its own waits for the first, and the second starts from there.
 
     Args:
-        streams: of the wires' device.
+        streams: of the buffers' device.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
-    def after(self, first: Pending[S], start: Callable[[S], Pending[T]]) -> Pending[T]:
+    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """At once, as far as the host can tell."""
         with self._streams.copies():
             second = start(first.wait())
-        return Pending((), (*first.tensors, *second.tensors), second.wait, second.done)
+        return Work(second.wait, second.done, (*first.tensors, *second.tensors))
 
 
 class OnThread:
@@ -58,16 +58,16 @@ class OnThread:
         self._tasks: _Tasks = SimpleQueue()
         self._thread: Thread | None = None
 
-    def after(self, first: Pending[S], start: Callable[[S], Pending[T]]) -> Pending[T]:
+    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """One task after the other; an error is raised by the result's ``wait``."""
         if self._thread is None:
-            self._thread = Thread(target=_work, args=(self._tasks,), name="lowlevel_zero levels", daemon=True)
+            self._thread = Thread(target=_work, args=(self._tasks,), name="lowlevel_zero chaining", daemon=True)
             self._thread.start()
             _at_work[self._thread] = self._tasks
             finalize(self, self._tasks.put, None).atexit = False
-        second: Future[Pending[T]] = Future()
+        second: Future[Work[T]] = Future()
         self._tasks.put(partial(_carry_on, first, start, second))
-        return Pending((), first.tensors, lambda: second.result().wait(), partial(_is_done, second))
+        return Work(lambda: second.result().wait(), partial(_is_done, second), first.tensors)
 
 
 _Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
@@ -91,12 +91,12 @@ def _work(tasks: _Tasks) -> None:
         del task  # which may hold the object that this thread ends with
 
 
-def _carry_on(first: Pending[S], start: Callable[[S], Pending[T]], second: Future[Pending[T]]) -> None:
+def _carry_on(first: Work[S], start: Callable[[S], Work[T]], second: Future[Work[T]]) -> None:
     try:
         second.set_result(start(first.wait()))
-    except BaseException as error:
+    except BaseException as error:  # whatever it is, who waits for the second one raises it
         second.set_exception(error)
 
 
-def _is_done(second: Future[Pending[T]]) -> bool:
+def _is_done(second: Future[Work[T]]) -> bool:
     return second.done() and (second.exception() is not None or second.result().done())

@@ -1,4 +1,4 @@
-"""fp8 on the wire: numbers as e4m3 bytes, each block of them with a scale, which carry them at half of bf16's size.
+"""fp8: numbers travel as e4m3 bytes, each block of them with a scale, at half of bf16's size.
 
 ::
 
@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .transport import Direct, Pending, Transport, sum_rows_in_fp32, then
+from .backends.backend import Backend
+from .flat_buffers import in_rows, sum_rows_in_fp32
+from .work import Work
 
 BLOCK = 256
 
@@ -76,38 +78,37 @@ def check_fp8(devices: Iterable[torch.device]) -> None:
             ) from error
 
 
-class Fp8(Transport):
-    """Sends fp8 by another transport's ways, and sums what has come in fp32.
+class Fp8(Backend):
+    """Sends fp8 by another backend, and sums what has come in fp32.
 
     Args:
         way: carries bytes.
     """
 
-    def __init__(self, way: Direct) -> None:
+    def __init__(self, way: Backend) -> None:
         super().__init__(way.rank, way.size)
         self._way = way
         self.in_flight = way.in_flight
 
-    def swap(self, wire: Tensor) -> Pending[Tensor]:
+    def swap(self, buffer: Tensor) -> Work[Tensor]:
         """Each row loses bits; the result is fp32."""
-        row = wire.shape[1]
-        encoded = self._way.new_wire(encoded_size(row), torch.uint8, wire.device)
-        encode(wire, encoded)
-        return then(self._way.swap(encoded), lambda theirs: decode(theirs, row))
+        row = buffer.shape[1]
+        encoded = self._way.new_buffer(encoded_size(row), torch.uint8, buffer.device)
+        encode(buffer, encoded)
+        return self._way.swap(encoded).then(lambda theirs: decode(theirs, row))
 
-    def reduce_scatter(self, wire: Tensor) -> Pending[Tensor]:
+    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
         """Each rank sums everybody's version of its own row, its own one rounded like theirs."""
-        dtype = wire.dtype
-        return then(self.swap(wire), lambda rows: sum_rows_in_fp32(rows, dtype))
+        dtype = buffer.dtype
+        return self.swap(buffer).then(lambda rows: sum_rows_in_fp32(rows, dtype))
 
-    def all_reduce(self, wire: Tensor) -> Pending[Tensor]:
+    def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Sums of rows are gathered, which starts when the result is asked for: all ranks have to ask, in one order."""
-        shape, numel = wire.shape, wire.numel()
-        short = -numel % self.size  # where it is another level's row
-        scattered = self.reduce_scatter((F.pad(wire.flatten(), (0, short)) if short else wire).view(self.size, -1))
-        gathers: list[Pending[Tensor]] = []
+        shape, numel = buffer.shape, buffer.numel()
+        scattered = self.reduce_scatter(in_rows(buffer, self.size))  # of any shape: it may be another level's row
+        gathers: list[Work[Tensor]] = []
 
-        def gather() -> Pending[Tensor]:
+        def gather() -> Work[Tensor]:
             if not gathers:
                 row = scattered.wait()
                 total = row.new_empty(self.size, len(row))
@@ -118,21 +119,19 @@ class Fp8(Transport):
         def done() -> bool:
             return self._way.orders_gathers_apart and (bool(gathers) or scattered.done()) and gather().done()
 
-        return Pending((), scattered.tensors, lambda: gather().wait().flatten()[:numel].view(shape), done)
+        return Work(lambda: gather().wait().flatten()[:numel].view(shape), done, scattered.tensors)
 
-    def all_gather(self, wire: Tensor) -> Pending[Tensor]:
+    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """In place, this rank's own row too: all ranks end with the same numbers."""
-        row = wire.shape[1]
-        encoded = wire.new_empty(self.size, encoded_size(row), dtype=torch.uint8)
-        encode(wire[self.rank, None], encoded[self.rank, None])
+        row = buffer.shape[1]
+        encoded = buffer.new_empty(self.size, encoded_size(row), dtype=torch.uint8)
+        encode(buffer[self.rank, None], encoded[self.rank, None])
         gathered = self._way.gather([encoded[self.rank]], [encoded], encoded.shape[1])
-        return then(gathered, lambda _: wire.copy_(decode(encoded, row)))
+        return gathered.then(lambda _: buffer.copy_(decode(encoded, row)))
 
-    def all_to_all(
-        self, wire: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]
-    ) -> Pending[Tensor]:
+    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
         """As it is."""
-        return self._way.all_to_all(wire, sizes, into, sizes_into)
+        return self._way.all_to_all(buffer, sizes, into, sizes_into)
 
 
 def _in_blocks(rows: Tensor) -> Tensor:

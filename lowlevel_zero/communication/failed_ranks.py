@@ -1,4 +1,4 @@
-"""Lost ranks: whose process has ended, for the error of those who are left waiting for it.
+"""Failed ranks: whose process has ended, for the error of those who are left waiting for it.
 
 Ranks tell each other of their processes when they first meet. When a collective breaks off, the others look which of
 the processes on their host are gone, and leave a note of what they have found. A rank that breaks off soon ends itself,
@@ -12,21 +12,21 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
-from .process_group import default_group, of_group, prefixed
+from .process_groups import context_of, default_group, store_of
+from .processes import Process
 
 _REMEDY = (
     "What it has printed, or the kernel's log, may say why. Start all ranks again from the newest checkpoint, as "
     "torchrun --max-restarts does by itself"
 )
 
-# A broken connection, as gloo, NCCL, torch's stores and ``mail`` tell of it: nobody has a type for it.
+# A broken connection, as gloo, NCCL, torch's stores and control pipes tell of it: nobody has a type for it.
 _BROKEN = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused|aborted)|Broken pipe|(Read|Write) error \[|got 0 bytes"
     r"|remote process exited|socket .*closed|process has ended"
@@ -42,36 +42,9 @@ class LostRank(RuntimeError):
     """The process of another rank has ended: what needs all ranks can't be done any more."""
 
 
-class Process(NamedTuple):
-    """A process, by plain values: its number, where that is valid, and when it began: numbers come again."""
-
-    space: str
-    number: int
-    began: str
-
-    def has_ended(self) -> bool:
-        """Whether it is seen from here, and gone."""
-        if self.space != _space():
-            return False
-        state, began = _state(self.number)
-        return state in "ZX" or began != self.began
-
-
-class _Known:
-    """Processes of other ranks, by global rank."""
-
-    def __init__(self) -> None:
-        self.processes: dict[int, Process] = {}
-
-
-def own_process() -> Process:
-    """This one, for other ranks to know."""
-    return Process(_space(), os.getpid(), _state(os.getpid())[1])
-
-
 def know(processes: Mapping[int, Process]) -> None:
     """These are the processes of some ranks, by global rank."""
-    of_group(default_group(), _Known).processes.update(processes)
+    context_of(default_group()).processes.update(processes)
 
 
 def lost(ranks: Sequence[int]) -> list[int]:
@@ -79,9 +52,9 @@ def lost(ranks: Sequence[int]) -> list[int]:
 
     Asks the store about those alone whose process has ended on this host.
     """
-    known = of_group(default_group(), _Known).processes
+    known = context_of(default_group()).processes
     ended = [rank for rank in ranks if rank in known and known[rank].has_ended()]
-    found = (_told(_note_of(rank), [rank]) for rank in ended)  # only now: a note is left before the end
+    found = (_noted(_note_of(rank), [rank]) for rank in ended)  # only now: a note is left before the end
     return sorted({rank for ranks in found for rank in ranks})
 
 
@@ -146,7 +119,7 @@ def _lost_at_last(ranks: Sequence[int]) -> list[int]:
     """Whom the connection was lost to: seen from here, or by who was the first to notice; empty: nobody sees it."""
     deadline, pause = monotonic() + _PATIENCE, _PAUSE
     while True:
-        found: list[int] = lost(ranks) or _told(_FIRST_NOTE, [])
+        found: list[int] = lost(ranks) or _noted(_FIRST_NOTE, [])
         if found or monotonic() >= deadline:
             return found
         sleep(pause)
@@ -155,29 +128,14 @@ def _lost_at_last(ranks: Sequence[int]) -> list[int]:
 
 def _store() -> Any:
     # torchrun may have kept the store from an earlier start.
-    return prefixed(f"lowlevel_zero/lost/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", default_group())
+    return store_of(default_group(), f"lost/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
 
 
 def _note_of(rank: int) -> str:
     return f"note of {rank}"
 
 
-def _told(key: str, otherwise: list[int]) -> list[int]:
+def _noted(key: str, otherwise: list[int]) -> list[int]:
     store = _store()
-    told: list[int] = json.loads(store.get(key)) if store.check([key]) else otherwise
-    return told
-
-
-def _space() -> str:
-    """Names what process numbers are valid in: a host since it was booted, and a PID namespace of it."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    return f"not Linux, {os.getpid()}"
-
-
-def _state(number: int) -> tuple[str, str]:
-    """A process's state, "Z" for one that has ended, and its beginning, in ticks since the system's."""
-    with suppress(OSError):
-        state, *numbers = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-        return state, numbers[18]
-    return "X", ""
+    noted: list[int] = json.loads(store.get(key)) if store.check([key]) else otherwise
+    return noted

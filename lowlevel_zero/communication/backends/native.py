@@ -1,0 +1,68 @@
+"""Native: the process group's own collectives, as NCCL's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..flat_buffers import sum_rows_in_fp32
+from ..work import Work
+from .backend import Backend
+
+# torch 2.13 renames the two and warns on the old names.
+_RENAMED = hasattr(dist, "reduce_scatter_single")
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
+_all_gather_single = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor")
+
+
+class Native(Backend):
+    """The backend's own collectives.
+
+    Args:
+        group: the ranks.
+        sums_in_fp32: of 16-bit buffers each rank sums its row in fp32, from what the others hand it: as many bytes
+            travel, and no sum is rounded more than once. (Megatron's way.)
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sums_in_fp32: bool = False) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = group
+        self._sums_in_fp32 = sums_in_fp32
+
+    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
+        """One collective into a fresh row."""
+        if self._sums_in_fp32 and buffer.element_size() <= 2:
+            return self.swap(buffer).then(lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))
+        row = buffer.new_empty(buffer.shape[1])
+        work = _reduce_scatter_single(row, buffer.view(-1), group=self._group, async_op=True)
+        return _work(work, row, buffer)
+
+    def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
+        """In place."""
+        return _work(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
+
+    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
+        """In place."""
+        work = _all_gather_single(buffer.view(-1), buffer[self.rank], group=self._group, async_op=True)
+        return _work(work, buffer)
+
+    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
+        """One collective, of bytes: gloo doesn't take all dtypes."""
+        width = buffer.element_size()
+        counts = [width * size for size in sizes_into], [width * size for size in sizes]
+        raw = into.view(torch.uint8), buffer.view(torch.uint8)
+        return _work(dist.all_to_all_single(*raw, *counts, group=self._group, async_op=True), into, buffer)
+
+
+def _work(work: object, result: Tensor, *others: Tensor) -> Work[Tensor]:
+    handle = cast(dist.Work, work)
+
+    def finish() -> Tensor:
+        handle.wait()
+        return result
+
+    return Work(finish, handle.is_completed, (result, *others))

@@ -1,0 +1,115 @@
+"""Flat buffers: pieces laid into one and out of it again, sums of rows, and tensors of any dtype as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_MESSAGE_BYTES = 64 * 2**20  # of a message
+_TINY = 4096  # elements of a tensor that are copied faster than the copy is set up
+_BLOCK = 2**16  # elements that fit a core's cache several times
+
+
+def in_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The elements as ``[rows, -1]``, with zeros behind them; the tensor's own memory where it needs none."""
+    short = -tensor.numel() % rows
+    return (F.pad(tensor.flatten(), (0, short)) if short else tensor).view(rows, -1)
+
+
+def unpack(buffer: Tensor, rows: Sequence[Tensor]) -> None:
+    """Copy the columns of ``buffer`` (``[size, row]``) out into ``rows``, each ``[size, s]``: one multi-tensor call."""
+    sizes = [each.shape[1] for each in rows]
+    torch.split_with_sizes_copy(buffer[:, : sum(sizes)], sizes, dim=1, out=list(rows))
+
+
+def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Copy 1-D ``pieces`` of one dtype into ``into``, cast to its dtype."""
+    if pieces[0].dtype == into.dtype:
+        torch.cat(list(pieces), out=into)
+    elif into.numel() < _TINY * len(pieces):
+        end_to_end = pieces[0].new_empty(into.numel())
+        torch.cat(list(pieces), out=end_to_end)  # where there is no ``out`` a surrounding autocast has a say
+        into.copy_(end_to_end)  # one more pass, but not several microseconds a piece
+    else:
+        torch._foreach_copy_(into.split_with_sizes([piece.numel() for piece in pieces]), list(pieces))
+
+
+def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
+    """Copy ``own`` into their rows of ``rows``, unless they are those rows."""
+    if own[0].data_ptr() != rows[0][rank].data_ptr():
+        torch._foreach_copy_([each[rank] for each in rows], list(own))
+
+
+# ---- sums ----
+
+
+def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+    """The sum of two rows or more, 1-D, from the first on, 16-bit ones in fp32; fresh, or ``into``.
+
+    Two 16-bit numbers are added right as they are: their sum is rounded once either way. More rows are added a
+    block at a time, so that the sum stays in the cache.
+    """
+    if len(rows) == 2:
+        return torch.add(rows[0], rows[1], out=into)
+    total = torch.empty_like(rows[0]) if into is None else into
+    blocks = [torch.split(row, _BLOCK) for row in (total, *rows)]
+    for block, one, other, *more in zip(*blocks, strict=True):
+        _sum_block(block, one, other, more)
+    return total
+
+
+def _sum_block(total: Tensor, first: Tensor, second: Tensor, others: Sequence[Tensor]) -> None:
+    wide = torch.promote_types(total.dtype, torch.float32)
+    if wide == total.dtype:
+        torch.add(first, second, out=total)
+        for row in others:
+            total += row
+    else:
+        exact = first.to(wide).add_(second)
+        for row in others:
+            exact += row
+        total.copy_(exact)
+
+
+def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of ``[size, row]`` over the first dimension, then rounded to ``dtype``; at any size in one call."""
+    return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(dtype)
+
+
+# ---- messages of bytes ----
+
+
+def batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors that hold anything, in their order: those of one device that fit one message, and at least one."""
+    batch: list[Tensor] = []
+    held = 0
+    for tensor in (tensor for tensor in tensors if tensor.numel() > 0):
+        held += tensor.nbytes
+        if batch and (held > _MESSAGE_BYTES or tensor.device != batch[0].device):
+            yield batch
+            batch, held = [], tensor.nbytes
+        batch.append(tensor)
+    if batch:
+        yield batch
+
+
+def as_message(batch: Sequence[Tensor]) -> Tensor:
+    """Their bytes, one after the other."""
+    return torch.cat([_as_bytes(tensor) for tensor in batch])
+
+
+def read_message(message: Tensor, batch: Sequence[Tensor]) -> None:
+    """Overwrite tensors with what a message made of such holds."""
+    parts = message.split_with_sizes([tensor.nbytes for tensor in batch])
+    for tensor, part in zip(batch, parts, strict=True):
+        # A part may start at an odd byte, which a wider dtype can't view: hence the clone.
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().contiguous()
+    # A contiguous tensor of one element may have any strides, with which it can't be seen as bytes.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

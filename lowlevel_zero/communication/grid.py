@@ -1,0 +1,312 @@
+"""A grid of ranks, an inner process group being a row and an outer one a column."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..streams import streams_of
+from .backends.backend import Backend
+from .backends.staged import Staged
+from .chaining import Chain, OnStream, OnThread
+from .communicator import Communicator, is_staged
+from .hierarchical import Nested, Replicated
+from .process_groups import backends_by_device, default_group, store_of, timeout_of, union_group
+from .shard_group import ShardGroup
+from .work import Work
+
+Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
+
+# Of this process; in a program whose ranks do the same, a try has one number on all of them.
+_tries = count()
+
+_HOST = torch.device("cpu")
+_KEYWORDS = "dp_process_group, extra_dp_group"
+_REMEDY = (
+    "make both by init_device_mesh(device_type, (outer size, inner size), mesh_dim_names=('outer', 'inner')) "
+    "and get_group('outer'), get_group('inner')"
+)
+
+
+def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool) -> ShardGroup:
+    """The shard group of the caller's process groups: of one level, or of two.
+
+    Args:
+        group: a process group; or the inner one of two; or both, ``(outer, inner)``. None: the default one.
+        extra: the outer one of two; None: there is none, or it is in ``group``.
+        hybrid_shard: of two levels, shard over the inner one, and have replicas on the outer one.
+
+    Raises (on all ranks of both groups):
+        TypeError, ValueError: what isn't one or two process groups of a grid that this process belongs to.
+        RuntimeError: no process group is initialised, or it is so on another rank.
+        TimeoutError: a rank of one of them didn't come.
+    """
+    if extra is None and not isinstance(group, (tuple, list)):
+        if group is not None:
+            _check_type(group)
+        return ShardGroup(group)
+    if not (dist.is_available() and dist.is_initialized()):
+        return ShardGroup()  # raises
+    store = _StoreGather()
+    try:
+        outer, inner = _pair(group, extra)
+        grid = _grid(outer, inner, store)
+    except (TypeError, ValueError, RuntimeError) as error:
+        store.refuse(error)
+        raise
+    # A level of one rank is none.
+    if dist.get_world_size(outer) == 1:
+        return ShardGroup(inner)
+    if dist.get_world_size(inner) == 1 and not hybrid_shard:
+        return ShardGroup(outer)
+    return ShardGroup(GridCommunicator(outer, inner, grid, hybrid_shard))
+
+
+def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object) -> None:
+    """Raise unless ``hybrid_shard`` is a choice that there is."""
+    if hybrid_shard and extra is None and not isinstance(group, (tuple, list)):
+        raise ValueError(
+            "hybrid_shard=True: expected two levels of ranks, got one: pass extra_dp_group, on whose ranks slices have "
+            "replicas, beside dp_process_group, over which they are sharded"
+        )
+
+
+class GridCommunicator(Communicator):
+    """Ranks of a grid that share every parameter.
+
+    Buffers go level by level, in groups of their own. What hosts tell each other goes over a group of all ranks.
+
+    Args:
+        outer: the column of this rank.
+        inner: its row.
+        grid: global ranks, ``[outer][inner]``.
+        replicated: each row has all slices; else each rank has one.
+
+    Attributes:
+        outer: the column.
+        inner: the row.
+    """
+
+    def __init__(
+        self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, grid: list[list[int]], replicated: bool
+    ) -> None:
+        super().__init__(union_group([rank for row in grid for rank in row]))
+        self.outer, self.inner = Communicator(outer), Communicator(inner)
+        self._replicated = replicated
+        self._chains: dict[str, Chain] = {}
+        self.sent.update({"reduce_outer": 0, "gather_outer": 0})
+        everybody, self._backends_of_all = self.slice_ranks, self._backends
+        self._backends = backends_by_device(inner)
+        self.device_types = self.inner.device_types
+        self.rank, self.size = self.inner.rank, self.inner.size
+        self.slice_group, self.slice_ranks = self.inner.group, self.inner.slice_ranks
+        if not replicated:
+            self.rank, self.size = self.rank * self.outer.size + self.outer.rank, self.size * self.outer.size
+            self.slice_group, self.slice_ranks = None, [rank for column in zip(*grid, strict=True) for rank in column]
+        self._places = [everybody.index(rank) for rank in self.slice_ranks]
+
+    def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
+        """Of each level, and of what hosts tell each other over a group of all ranks."""
+        self.outer.connect(shared, sums_in_fp32)
+        self.inner.connect(shared, sums_in_fp32)
+        super().connect(False, sums_in_fp32)
+
+    def _choose(self, device: torch.device, fp8: bool) -> Backend:
+        if self.on_gloo(device) and is_staged(device):
+            return Staged(self._over_levels(_HOST, fp8))
+        return self._over_levels(device, fp8)
+
+    def _over_levels(self, device: torch.device, fp8: bool) -> Backend:
+        ways = self.outer.backend(device, fp8), self.inner.backend(device, fp8), self._chain(device)
+        if self._replicated:
+            return Replicated(*ways, self.rank, self.size)
+        return Nested(*ways, self.rank, self.size, self._straight(device), self._places)
+
+    def _straight(self, device: torch.device) -> Backend:
+        """Over a group of all ranks, which may not carry what the levels do: then through the host."""
+        if self.on_gloo(device):
+            return self.hosts
+        has_its_own = self._backends_of_all.get(device.type, "gloo") != "gloo"
+        return self._native if has_its_own else Staged(self.hosts)
+
+    def _chain(self, device: torch.device) -> Chain:
+        if device.type not in self._chains:
+            self._chains[device.type] = OnThread() if device.type == "cpu" else OnStream(streams_of([device]))
+        return self._chains[device.type]
+
+    def way_of(self, device: torch.device) -> str | None:
+        """Of rows and columns."""
+        across, within = self.outer.way_of(device), self.inner.way_of(device)
+        return None if within is None else f"{within} within rows, {across} across them"
+
+    def count(self, purpose: str, row: int, times: int = 1) -> None:
+        """Over two levels others get as many bytes as over one; replicas exchange their sums beside that."""
+        super().count(purpose, row, times)
+        across = times * (self.outer.size - 1) * row
+        if self._replicated:
+            across = 2 * (self.outer.size - 1) * row // self.outer.size if purpose == "reduce" else 0
+            self.sent[purpose] += across
+        self.sent[f"{purpose}_outer"] += across
+
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """Over the slices, each once: over a row where rows are replicas, else over all ranks."""
+        if self._replicated:
+            return self.inner.sum(value)
+        if self.on_gloo(value.device):
+            return super().sum(value)
+        return self._chain(value.device).after(self.inner.sum(value), self.outer.sum)
+
+    def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
+        """From the first row to the others, then within rows."""
+        self.outer.broadcast(tensors, by_way_of)
+        self.inner.broadcast(tensors, by_way_of)
+
+    def held(self) -> list[Tensor]:
+        """What both levels hold."""
+        return [*self.outer.held(), *self.inner.held()]
+
+    def trim(self, for_good: bool = False) -> None:
+        """Of both levels."""
+        self.outer.trim(for_good)
+        self.inner.trim(for_good)
+
+
+# ---- from the caller's groups to a grid ----
+
+
+class _StoreGather:
+    """What ranks tell each other through the store before they communicate.
+
+    A collective would wait for whoever has other groups; here a rank that can't go on says so to all who may ask it.
+    """
+
+    def __init__(self) -> None:
+        self._store = store_of(default_group(), f"grid/{next(_tries)}")
+        self._timeout = timeout_of(default_group())
+
+    def gather(self, group: dist.ProcessGroup, stage: str, said: object) -> list[Any]:
+        """What each rank of ``group`` has to say, in their order; the first one gathers it.
+
+        Raises:
+            RuntimeError: what another rank can't go on for.
+            TimeoutError: one didn't come.
+        """
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
+        first = ranks[0]
+        self._store.set(f"{stage}/{me}", json.dumps(said))
+        if me == first:
+            self._store.set(f"{stage} of all/{me}", json.dumps([self._ask(stage, rank) for rank in ranks]))
+        gathered: list[Any] = self._ask(f"{stage} of all", first)
+        return gathered
+
+    def _ask(self, stage: str, rank: int) -> Any:
+        key = f"{stage}/{rank}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"{_KEYWORDS}: expected rank {rank} to construct its LowLevelZeroOptimizer too, and didn't hear from "
+                f"it within {self._timeout:g} seconds: construct it on every rank"
+            ) from error
+        said = json.loads(self._store.get(key))
+        if isinstance(said, dict):
+            raise RuntimeError(said["refused"])
+        return said
+
+    def refuse(self, error: Exception) -> None:
+        """Tell who may ask this rank, now or later, why it can't go on."""
+        reason = str(error)
+        if not isinstance(error, RuntimeError):  # that is another rank's, and says so
+            reason = f"rank {dist.get_rank()} could not construct its LowLevelZeroOptimizer: {error}"
+        for stage in ("row", "row of all", "grid", "grid of all"):
+            self._store.compare_set(f"{stage}/{dist.get_rank()}", "", json.dumps({"refused": reason}))
+
+
+class _Member(NamedTuple):
+    """What a rank tells of itself.
+
+    Attributes:
+        rank: its global rank.
+        outer: global ranks of its outer group.
+    """
+
+    rank: int
+    outer: list[int]
+
+
+def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
+    """The outer and the inner one; what it raises depends on the shape of the arguments alone."""
+    if isinstance(group, (tuple, list)) and extra is not None:
+        raise ValueError("extra_dp_group: expected None beside a pair in dp_process_group, got one more group")
+    if group is None and not isinstance(extra, (tuple, list)):
+        raise ValueError(
+            "extra_dp_group: expected dp_process_group beside it, got None: pass the inner groups there, or "
+            "dp_process_group=(outer, inner)"
+        )
+    pair = (extra, group)
+    for one, other in ((group, extra), (extra, group)):
+        if isinstance(one, (tuple, list)) and other is None:
+            pair = tuple(one)
+    if len(pair) != 2:
+        raise ValueError(f"dp_process_group: expected a process group or two, (outer, inner), got {len(pair)}")
+    for one in pair:
+        _check_type(one)
+    return pair
+
+
+def _check_type(group: object) -> None:
+    if not (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise TypeError(
+            f"{_KEYWORDS}: expected process groups, got {type(group).__name__} {group!r:.60}: pass what "
+            "torch.distributed.new_group(ranks) or device_mesh.get_group(name) gives"
+        )
+
+
+def _grid(outer: Any, inner: Any, store: _StoreGather) -> list[list[int]]:
+    """Global ranks, ``[outer][inner]``, if both groups and those of all of their ranks form a grid.
+
+    A row's ranks tell each other of their columns, and then a column's of their rows: so each rank knows of all, and
+    all find the same wrong.
+    """
+    _check_own(outer, inner)
+    row = store.gather(inner, "row", _Member(dist.get_rank(), dist.get_process_group_ranks(outer)))
+    rows = [[_Member(*member) for member in row] for row in store.gather(outer, "grid", row)]
+    _check_grid(rows)
+    return [[each.rank for each in row] for row in rows]
+
+
+def _check_own(outer: Any, inner: Any) -> None:
+    """Raise for what this rank alone can see to be wrong."""
+    for group, kind in ((outer, "outer"), (inner, "inner")):
+        if dist.get_rank(group) < 0:
+            raise ValueError(
+                f"{_KEYWORDS}: expected groups that this process belongs to, got an {kind} one without it: {_REMEDY}"
+            )
+    both = set(dist.get_process_group_ranks(outer)) & set(dist.get_process_group_ranks(inner))
+    if len(both) > 1:
+        raise ValueError(
+            f"{_KEYWORDS}: expected two groups that have this process alone in common, got ranks {sorted(both)} in "
+            f"both: {_REMEDY}"
+        )
+    backends = [dist.get_backend_config(group) for group in (outer, inner)]
+    if backends[0] != backends[1]:
+        raise ValueError(f"{_KEYWORDS}: expected groups of one backend, got {backends[0]} and {backends[1]}")
+
+
+def _check_grid(rows: list[list[_Member]]) -> None:
+    """Raise unless everybody's outer group is one place of all rows."""
+    for place, member in ((place, member) for row in rows for place, member in enumerate(row)):
+        column = [row[place].rank if place < len(row) else None for row in rows]
+        if member.outer != column or len(rows[0]) != max(map(len, rows)):
+            raise ValueError(
+                f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one "
+                f"place in all of them, got inner groups {[[each.rank for each in row] for row in rows]} and, on rank "
+                f"{member.rank}, the outer one {member.outer}: {_REMEDY}"
+            )

@@ -1,0 +1,117 @@
+"""Monitored barrier: all ranks tell each other that they have come, through the store, before they communicate.
+
+A collective that one rank alone calls hangs until the process group's timeout, or ends all. This one says who didn't
+come, and a later one finds everything as if nothing had been. It goes in *attempts*. Each attempt has one outcome that
+is written once, by compare-and-set: by the last rank to arrive, or with the reason why it is in vain by one that has
+waited too long. So all that take part see the same outcome, however close the last arrival and the deadline are. An
+attempt that is over stays so: who comes later finds it so, and starts the next one.
+
+A rank asks the store for as much however many ranks there are: the first to give up alone looks who came.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from .failed_ranks import Lookout, farewell, naming_lost
+from .process_groups import context_of, store_of, timeout_of
+
+_FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.5  # seconds between looks at the store
+_SHARE = 0.25  # of what this rank has waited, between two looks
+_GRACE = 5.0  # seconds for who was the first to give up to say who came
+
+# Empty: all have come; else who is "missing" after "seconds", or who is "lost".
+_Outcome: TypeAlias = "dict[str, Any]"
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup, name: str, timeout: float | None = None, doing: str | None = None
+) -> None:
+    """Return when every rank of ``group`` has called this with the same ``name``.
+
+    Args:
+        group: the ranks that are to come.
+        name: what they come for, as in ``"save_checkpoint"``.
+        timeout: seconds to wait for the last; None: as long as a collective of ``group`` may take.
+        doing: what this rank does there, for the message; None: ``name``.
+
+    Raises:
+        TimeoutError: somebody didn't come. Raised by all that did, once the first of them has waited for
+            ``timeout`` seconds; the message names them. A later call finds everything as if nothing had been.
+        LostRank: a rank's process has ended.
+    """
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    with naming_lost(group, doing or name):
+        store = _enter(group, name)
+        outcome = _wait(store, group, timeout_of(group) if timeout is None else timeout)
+        context_of(group).barriers[name] += 1
+        if not outcome:
+            _forget_earlier(group, name)
+    if "lost" in outcome:
+        raise farewell(outcome["lost"], doing or name)
+    if "missing" in outcome:
+        raise _timed_out(dist.get_world_size(group), outcome, doing or name)
+
+
+def _enter(group: dist.ProcessGroup, name: str) -> Any:
+    """The store of the first attempt that this rank doesn't know, and finds not, to be over."""
+    attempts = context_of(group).barriers
+    while True:
+        store = store_of(group, f"barrier/{name}/{attempts[name]}")
+        if not store.check(["outcome"]):
+            return store
+        attempts[name] += 1
+
+
+def _wait(store: Any, group: dist.ProcessGroup, timeout: float) -> _Outcome:
+    """Arrive, and wait until it is settled, or settle it: all have come, or it is in vain."""
+    ranks = dist.get_process_group_ranks(group)
+    store.set(f"rank {dist.get_rank(group)}", "")
+    if store.add("count", 1) == len(ranks):
+        return _settle(store, {})
+    began, patience, lookout = time.monotonic(), timeout, Lookout(ranks)
+    while not store.check(["outcome"]):
+        waited, lost = time.monotonic() - began, lookout.lost()
+        if lost:
+            return _settle(store, {"lost": lost})
+        if waited >= patience:
+            if patience > timeout or store.add("late", 1) == 1:
+                missing = [rank for rank in range(len(ranks)) if not store.check([f"rank {rank}"])]
+                return _settle(store, {"missing": missing, "seconds": timeout})
+            patience = timeout + _GRACE
+        time.sleep(min(max(_SHARE * waited, _FIRST_LOOK), _SLOWEST_LOOK, max(patience - waited, _FIRST_LOOK)))
+    outcome: _Outcome = json.loads(store.get("outcome"))
+    return outcome
+
+
+def _settle(store: Any, outcome: _Outcome) -> _Outcome:
+    """Settle the attempt unless it has been; what was settled."""
+    settled: _Outcome = json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
+    return settled
+
+
+def _forget_earlier(group: dist.ProcessGroup, name: str) -> None:
+    """Remove this rank's part of the attempt before this one, to which all have come: nobody looks at it."""
+    earlier = context_of(group).barriers[name] - 2
+    if earlier >= 0:
+        store, rank = store_of(group, f"barrier/{name}/{earlier}"), dist.get_rank(group)
+        for key in (f"rank {rank}", *(("count", "outcome", "late") if rank == 0 else ())):
+            store.delete_key(key)
+
+
+def _timed_out(size: int, outcome: _Outcome, doing: str) -> TimeoutError:
+    missing: list[int] = outcome["missing"]
+    came = [rank for rank in range(size) if rank not in missing]
+    return TimeoutError(
+        f"{doing}: expected all {size} ranks, got {_listed(came)} and, within {outcome['seconds']:g} seconds, not "
+        f"{_listed(missing)}: call it on every rank"
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,153 @@
+"""Process groups: what this package keeps for each, what torch keeps to itself about one, and groups beside them.
+
+Ranks find each other by a group's name, which must be the same on all of them. The names that torch makes up tell how
+many groups a rank has, so those made here are named after the caller's group instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:  # what the context holds for those above
+    from .backends.backend import HostBackend
+    from .backends.memory_pool import Pool
+    from .processes import Process
+    from .work import Work
+
+_PREFIX = "lowlevel_zero/"
+
+
+class GroupContext:
+    """What this process keeps for one process group, whoever uses it; it doesn't hold the group itself.
+
+    Attributes:
+        side_group: a gloo group of the same ranks, once there is one.
+        unions: of the default group: groups of several levels, by their ranks.
+        agreements: how the hosts agree, in one order for all optimizers.
+        pool: memory that all ranks see; or why there is none; None: nobody has asked.
+        abandoned: collectives under way that nobody will wait for.
+        shard_groups: numbers those made of it, alike on all ranks.
+        connected: numbers those that have an order of their own.
+        barriers: by name, attempts at a monitored barrier that are known to be over.
+        processes: of the default group: those of other ranks, by global rank.
+    """
+
+    def __init__(self) -> None:
+        self.side_group: dist.ProcessGroup | None = None
+        self.unions: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.agreements: HostBackend | None = None
+        self.pool: Pool | str | None = None
+        self.abandoned: list[Work[None]] = []
+        self.shard_groups, self.connected = count(), count(1)
+        self.barriers: defaultdict[str, int] = defaultdict(int)
+        self.processes: dict[int, Process] = {}
+
+
+_contexts: WeakKeyDictionary[dist.ProcessGroup, GroupContext] = WeakKeyDictionary()
+
+
+def context_of(group: dist.ProcessGroup) -> GroupContext:
+    """The only context of ``group``: made when first asked for, and gone with the group."""
+    return _contexts.setdefault(group, GroupContext())
+
+
+# ---- what torch knows of a group ----
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type, as in ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    config = dist.get_backend_config(group)
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether its other ranks aren't there."""
+    return "fake" in backends_by_device(group).values()
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def store_of(group: dist.ProcessGroup, prefix: str = "") -> Any:
+    """The key-value store over which ``group`` was made; with a ``prefix`` before all keys."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return dist.distributed_c10d.PrefixStore(_PREFIX + prefix, store) if prefix else store
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a collective of ``group`` may take, on the devices where it may take least."""
+    return min(_timeout_on(group, device) for device in group._device_types)
+
+
+def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> float:
+    options = None
+    with suppress(RuntimeError):  # made with its first tensor
+        options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
+    return float(timeout.total_seconds())
+
+
+# ---- groups beside the caller's ----
+
+
+def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The gloo group over the same ranks, made by all of them when they first ask for it; of one rank, ``group``.
+
+    It is gloo wherever the data travels, so that what hosts tell each other never synchronises a device. Its messages
+    from rank to rank have tags, and so an order for each use. Its collectives have one order: they are for
+    checkpoints alone, of which one is written or read at a time, be it in a thread.
+    """
+    if dist.get_world_size(group) == 1 or is_fake(group) or group.group_name.startswith(_PREFIX):
+        return group
+    context = context_of(group)
+    if context.side_group is None:
+        context.side_group = _gloo_group(f"side/{group.group_name}", dist.get_process_group_ranks(group), group)
+    return context.side_group
+
+
+def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of these global ranks: the default one if it is of all, else one of gloo's, made by them alone."""
+    default = default_group()
+    if len(ranks) == dist.get_world_size():
+        return default
+    unions, members = context_of(default).unions, tuple(sorted(ranks))
+    if members not in unions:
+        name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+        unions[members] = _gloo_group(f"union/{default.group_name}/{name}", list(members), default)
+    return unions[members]
+
+
+def _gloo_group(name: str, ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of these global ranks, with the store and timeout of another; ``name`` is theirs alone."""
+    torchs: Any = dist.distributed_c10d
+    name = _PREFIX + name
+    made, _ = torchs._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend("gloo"),
+        store_of(like),
+        name,
+        timeout=timedelta(seconds=timeout_of(like)),
+        pg_tag=name,  # or torch would give it to who asks for any group of these ranks
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made

@@ -1,0 +1,239 @@
+"""Debug checks: ranks compare what they are about to do before they do it.
+
+Each collective has a *meeting*: every rank publishes a signature of what it comes with in the group's store, waits for
+those of the others and compares. Where they differ, or a rank doesn't come in time, all ranks raise the same error: the
+first to know writes it into the store, where all look while they wait, and when they next come.
+
+Reductions and presence maps are published when they are started, but begun only once all ranks have published them. A
+rank whose backward is over may be waiting for something else by then; so whoever waits, for whatever it is, begins
+meanwhile what has become ready. What begins keeps the order in which it was started.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..communication.failed_ranks import Lookout, farewell
+from ..communication.process_groups import is_fake, store_of
+from ..communication.progress import AGREEMENT, GATHER, MESSAGE, NORM, REDUCTION, About, Collective, Progress, listed
+from ..communication.shard_group import ShardGroup
+from ..communication.work import Work
+from ..options import ZeroOptions
+from .stall_report import watch
+
+_PATIENCE = 60.0  # seconds to wait for the last rank where stalls aren't reported
+_FIRST_LOOK, _SLOWEST_LOOK = 0.0002, 0.02  # seconds
+
+T = TypeVar("T")
+
+
+def checked(group: ShardGroup, options: ZeroOptions) -> ShardGroup:
+    """``group``, watched; its ranks compare what they do from now on if that is chosen; all ranks call it."""
+    if options.debug:
+        check(group, options.stall_timeout or _PATIENCE)
+    watch(group, options.stall_timeout)
+    return group
+
+
+def check(group: ShardGroup, patience: float) -> None:
+    """Have the ranks of ``group`` compare from now on; all call it. ``patience``: seconds to wait for the last."""
+    if group.ranks > 1 and not is_fake(group.group):
+        group.progress = CheckedProgress(group, patience)
+
+
+@dataclass
+class _Meeting:
+    """A collective that this rank has published, and that is begun when all ranks have.
+
+    Attributes:
+        keys: where all ranks' signatures are.
+        name: what errors call it.
+        begin: begins it.
+        begun: it, once it has begun.
+    """
+
+    keys: list[str]
+    name: str
+    begin: Callable[[], Work[Any]]
+    begun: Work[Any] | None = None
+
+
+class Meetings:
+    """All meetings of one shard group, in its store.
+
+    Args:
+        group: the shard group.
+        patience: seconds to wait for the last rank.
+    """
+
+    def __init__(self, group: ShardGroup, patience: float) -> None:
+        self._rank, self._size = group.place, group.ranks
+        self._ranks = dist.get_process_group_ranks(group.group)
+        self._patience = patience
+        self._store = store_of(group.group, f"debug/{group.instance}")
+        self._own: list[str] = []
+        self._to_forget: list[str] = []
+
+    def publish(self, at: str, signature: str, name: str) -> list[str]:
+        """Say that this rank has come to a collective, and what with; where all ranks say so."""
+        self._raise_if_failed()
+        keys = [f"{at}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], signature)
+        self._store.set(f"last/{self._rank}", name)
+        self._own.append(keys[self._rank])
+        return keys
+
+    def all_here(self, meeting: _Meeting) -> bool:
+        """Whether all ranks have come."""
+        return bool(self._store.check(meeting.keys))
+
+    def compare(self, meeting: _Meeting, meanwhile: Callable[[], None]) -> None:
+        """Return once all have come with one signature; raise otherwise."""
+        deadline, pause, lookout = time.monotonic() + self._patience, _FIRST_LOOK, Lookout(self._ranks)
+        while not self.all_here(meeting):
+            self._raise_if_failed()
+            gone = lookout.lost()
+            if gone:
+                self._fail(str(farewell(gone, meeting.name)))
+            if time.monotonic() > deadline:
+                self._fail(self._who_is_missing(meeting))
+            meanwhile()
+            time.sleep(pause)
+            pause = min(2 * pause, _SLOWEST_LOOK)
+        signatures = [str(self._store.get(key), "utf-8") for key in meeting.keys]
+        if len(set(signatures)) > 1:
+            self._fail(_difference(signatures))
+
+    def forget(self) -> None:
+        """All ranks have compared what they published a step ago: remove it."""
+        for key in self._to_forget:
+            self._store.delete_key(key)
+        self._to_forget, self._own = self._own, []
+
+    def _who_is_missing(self, meeting: _Meeting) -> str:
+        missing = [rank for rank, key in enumerate(meeting.keys) if not self._store.check([key])]
+        where = "; ".join(f"rank {rank} {self._last_of(rank)}" for rank in missing)
+        return (
+            f"expected all ranks at the same call, rank {self._rank} came to «{meeting.name}» and has waited "
+            f"{self._patience:g} s: {where}"
+        )
+
+    def _last_of(self, rank: int) -> str:
+        key = f"last/{rank}"
+        return f"last came to «{str(self._store.get(key), 'utf-8')}»" if self._store.check([key]) else "never came"
+
+    def _fail(self, text: str) -> NoReturn:
+        raise RuntimeError(str(self._store.compare_set("failed", "", text), "utf-8"))
+
+    def _raise_if_failed(self) -> None:
+        if self._store.check(["failed"]):
+            raise RuntimeError(str(self._store.get("failed"), "utf-8"))
+
+
+class CheckedProgress(Progress):
+    """Begins a collective when all ranks have come to the same one.
+
+    Args:
+        group: the shard group.
+        patience: seconds to wait for the last rank.
+    """
+
+    def __init__(self, group: ShardGroup, patience: float) -> None:
+        super().__init__(group.group)
+        self._published: defaultdict[str, int] = defaultdict(int)
+        self.meetings = Meetings(group, patience)
+        self._buffers: deque[_Meeting] = deque()
+        self._maps: deque[_Meeting] = deque()
+        self._agreements: deque[_Meeting] = deque()
+
+    def start(
+        self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
+    ) -> Work[T]:
+        """Begin it later; but at once, when all have come, where somebody is about to wait for it anyway."""
+        serial = self._published[kind]
+        self._published[kind] = serial + 1
+        collective = Collective(kind, serial, self.step, self.micro_batch, about)
+        name = _signature(collective, tensors)
+        signature = f"{kind}: {_shapes(tensors)}" if kind == MESSAGE else name  # a backward's may meet a step's
+        keys = self.meetings.publish(f"{kind}/{serial}", signature, name)
+        meeting = _Meeting(keys, name, partial(super().start, kind, about, tensors, begin, *args))
+        queue = {MESSAGE: self._maps, AGREEMENT: self._agreements}.get(kind, self._buffers)
+        queue.append(meeting)
+        meet = partial(self.wait, collective, False, partial(self._begin, meeting, queue))
+        if kind in (REDUCTION, MESSAGE):
+            self._begin_what_is_ready()
+        else:
+            meet()
+        if kind == NORM:  # at which all reductions of the step are over
+            self.meetings.forget()
+        return Work(partial(_finish, meet, meeting), partial(self._is_done, meeting), tuple(tensors))
+
+    def _begin(self, meeting: _Meeting, queue: deque[_Meeting]) -> None:
+        while meeting.begun is None:
+            self.meetings.compare(queue[0], self._begin_what_is_ready)
+            self._begin_what_is_ready()
+
+    def _is_done(self, meeting: _Meeting) -> bool:
+        self._begin_what_is_ready()
+        return meeting.begun is not None and meeting.begun.done()
+
+    def _begin_what_is_ready(self) -> None:
+        for queue in (self._maps, self._agreements, self._buffers):
+            while queue and self.meetings.all_here(queue[0]):
+                self.meetings.compare(queue[0], lambda: None)
+                queue[0].begun = queue[0].begin()
+                queue.popleft()
+
+
+def _finish(meet: Callable[[], None], meeting: _Meeting) -> Any:
+    if meeting.begun is None:
+        meet()
+    return cast("Work[Any]", meeting.begun).wait()
+
+
+def _signature(collective: Collective, tensors: Sequence[Tensor]) -> str:
+    when = f"step {collective.step + 1}"
+    if collective.kind == REDUCTION:
+        when += f", micro-batch {collective.micro_batch + 1}"
+    elif collective.kind != GATHER:
+        when += f", in {_called()}"
+    about = collective.about
+    bucket = "" if about is None or about.bucket is None else f" of bucket {about.bucket}"
+    names = "" if about is None else f" of {listed(about.names())}"
+    return f"{collective.kind}{bucket} ({when}): {_shapes(tensors)}{names}"
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    shapes = [f"{list(tensor.shape)}" for tensor in tensors]
+    dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
+    return f"{listed(shapes)} {dtypes}"
+
+
+def _called() -> str:
+    """The name of the method that the caller's code has called: the outermost one of this package."""
+    name, frame = "", sys._getframe()
+    package = __name__.partition(".")[0] + "."
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(package):
+            name = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return name
+
+
+def _difference(signatures: Sequence[str]) -> str:
+    first = signatures[0]
+    rank = next(rank for rank, signature in enumerate(signatures) if signature != first)
+    like = [other for other, signature in enumerate(signatures) if signature == signatures[rank]]
+    return (
+        f"expected the same call on every rank, rank 0 came to «{first}», "
+        f"{'rank' if len(like) == 1 else 'ranks'} {', '.join(map(str, like))} to «{signatures[rank]}»"
+    )

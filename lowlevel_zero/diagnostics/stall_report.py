@@ -1,0 +1,264 @@
+"""The stall report: one thread a process that says why its optimizers wait, and for which ranks; after Horovod's.
+
+It looks at each shard group's ``Progress`` now and then, and touches the store only where nothing has moved since it
+last looked. Where the host, or its device, waits for one and the same collective for too long, it asks the others
+through the store: every rank's thread answers how far that rank has come, also for a rank that is busy elsewhere; who
+has ended doesn't. The first to ask about a collective finds out who is missing there and tells the others that wait
+for it, so that a stall costs the store no more than a few messages a rank.
+
+The thread asks no device, so it doesn't know whether one has finished a collective. It needn't: what all ranks have
+begun nobody waits for, and what a rank hasn't begun isn't over. A rank that leaves says so: nobody is to miss it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from time import monotonic
+from typing import Any, NamedTuple
+from weakref import ref
+
+from ..communication.process_groups import is_alive, is_fake, store_of, timeout_of
+from ..communication.progress import Collective
+from ..communication.shard_group import ShardGroup
+
+_LEFT = 2**62  # the number of a question that nobody gets to: an answer to it holds for all
+_SHARE_OF_TIMEOUT = 0.4  # of a process group's own, after which the report must have come
+# Looks in the time after which a wait counts as a stall, and in which the others have to answer.
+_LOOKS, _PATIENCE = 10, 3
+_SLOWEST_LOOK, _FASTEST_LOOK = 5.0, 0.02
+_SLOW = "All ranks have come: it is slow, or doesn't get through"
+
+_log = logging.getLogger("lowlevel_zero")
+
+
+def watch(group: ShardGroup, timeout: float) -> Watch | None:
+    """Report what ``group`` waits for longer than so many seconds, or a share of its timeout; 0: nothing."""
+    if timeout <= 0 or group.ranks == 1 or is_fake(group.group):
+        return None
+    return _watchdog.watch(group, min(timeout, _SHARE_OF_TIMEOUT * timeout_of(group.group)))
+
+
+class _Question(NamedTuple):
+    """What the others have been asked about a wait that takes too long.
+
+    Attributes:
+        place: what the host waits for; or where a device's queue ends, of which any part may be waited for.
+        number: of the question.
+        leads: this rank is to find out who is missing.
+        until: when to have answers.
+    """
+
+    place: Collective
+    number: int
+    leads: bool
+    until: float
+
+
+class Watch:
+    """What is known of one shard group, on this rank.
+
+    Args:
+        group: the shard group, which isn't kept alive.
+        timeout: seconds after which a wait counts as a stall.
+        gone: called when the group is gone.
+
+    Attributes:
+        group: a weak reference to it.
+        timeout: as given.
+        pause: seconds between looks.
+        ends: it is to leave at the next look.
+        over: nothing is left to be said.
+    """
+
+    def __init__(self, group: ShardGroup, timeout: float, gone: Callable[[], None]) -> None:
+        self._ranks, self._rank, self._size = group.group, group.place, group.ranks
+        self.group = ref(group, lambda _: gone())
+        self._store = store_of(group.group, f"stall/{group.instance}")
+        self._progress = group.progress
+        self.timeout = timeout
+        self.pause = min(max(timeout / _LOOKS, _FASTEST_LOOK), _SLOWEST_LOOK)
+        self.ends = self.over = False
+        self._seen: Any = None
+        self._since = 0.0
+        self._question: _Question | None = None
+        self._reported = False
+        self._answered = 0
+
+    def look(self, now: float) -> None:
+        """See whether anything has moved; if not, answer who has asked, and ask if it is for too long."""
+        group = self.group()
+        progress = self._progress = self._progress if group is None else group.progress  # which may change
+        if self.ends or progress.left or group is None or not is_alive(self._ranks):
+            self.leave()
+            return
+        del group
+        seen = (progress.waits_for is None, progress.waits, progress.step, *progress.begun.values())
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+            self._question, self._reported = None, False
+            return
+        place = self._place() if not self._reported and now - self._since >= self.timeout else None
+        try:
+            found = None if place is None else self._found(place, now)
+            self._answer()
+        except Exception as error:  # stores raise what they like when the process that holds them has ended
+            if place is None or progress.waits_for is None:
+                return
+            found = str(place), f"Who is missing isn't known, since the store doesn't answer: {error}"
+        if found is not None:
+            self._report(*found, now - self._since)
+
+    def leave(self) -> None:
+        """Answer what anybody may ask from now on: this rank begins no more collectives."""
+        if not self.over:
+            self.over = True
+            with suppress(RuntimeError):  # the process that holds the store has ended
+                self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
+
+    def _report(self, place: str, missing: str, waited: float) -> None:
+        self._reported = True
+        if missing:
+            _log.warning("rank %d has waited %.3g s for the %s. %s", self._rank, waited, place, missing)
+
+    def _place(self) -> Collective | None:
+        """What the host waits for, or the last that a device was given to wait for; None: nothing."""
+        return self._progress.waits_for or next(reversed(self._progress.queued()), None)
+
+    # ---- answering ----
+
+    def _answer(self) -> None:
+        if self._store.check(["questions"]):
+            question = int(self._store.get("questions"))
+            if question != self._answered:
+                self._answered = question
+                self._say(question, str(self._progress))
+
+    def _say(self, question: int, where: str) -> None:
+        answer = {"question": question, "begun": self._progress.begun, "is": where}
+        self._store.set(f"rank {self._rank}", json.dumps(answer))
+
+    # ---- asking ----
+
+    def _found(self, place: Collective, now: float) -> tuple[str, str] | None:
+        """What is waited for, and who is missing there, in words (empty: nobody); None: not known yet."""
+        if self._question is None:
+            self._question = self._ask(place, now + _PATIENCE * self.pause)
+            return None
+        question, key = self._question, _key(self._question.place, "found")
+        if not question.leads:
+            if self._store.check([key]):
+                what, missing = json.loads(self._store.get(key))
+                return what, missing
+            if now < question.until + _PATIENCE * self.pause:
+                return None
+        answers = [self._answer_of(rank, question.number) for rank in range(self._size)]
+        if None in answers and now < question.until:
+            return None
+        found = self._in_words(question.place, answers)
+        self._store.set(key, json.dumps(found))
+        return found
+
+    def _ask(self, place: Collective, until: float) -> _Question:
+        leader = self._store.compare_set(_key(place, "leader"), "", str(self._rank))
+        number = self._store.add("questions", 1)
+        return _Question(place, number, str(leader, "ascii") == str(self._rank), until)
+
+    def _answer_of(self, rank: int, question: int) -> dict[str, Any] | None:
+        key = f"rank {rank}"
+        answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"question": 0}
+        return answer if answer["question"] >= question else None
+
+    def _in_words(self, place: Collective, answers: list[dict[str, Any] | None]) -> tuple[str, str]:
+        if self._progress.waits_for is not None:
+            return str(place), _missing(place, answers) or _SLOW
+        queued = ((each, _missing(each, answers)) for each in self._progress.queued())
+        first, missing = next((pair for pair in queued if pair[1]), (place, ""))
+        return str(first), missing
+
+
+def _key(place: Collective, name: str) -> str:
+    return f"{place.kind}/{place.serial}/{name}"
+
+
+def _missing(place: Collective, answers: Iterable[dict[str, Any] | None]) -> str:
+    """Who hasn't begun a collective, in words; empty: all have."""
+    missing = []
+    for rank, answer in enumerate(answers):
+        if answer is None:
+            missing.append(f"rank {rank} (doesn't answer: its process has ended or stands still)")
+        elif answer["begun"][place.kind] <= place.serial:
+            missing.append(f"rank {rank} ({answer['is']})")
+    return f"Not there yet: {'; '.join(missing)}" if missing else ""
+
+
+class _Watchdog:
+    """The process's own thread, which lives as long as there is something to watch."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch] = []
+        self._calls: SimpleQueue[None] = SimpleQueue()  # a finaliser may put into it, whatever it interrupts
+        self._lock = Lock()
+        self._thread: Thread | None = None
+
+    def watch(self, group: ShardGroup, timeout: float) -> Watch:
+        """Watch a shard group until it is gone; the watch that there is, if there is one."""
+        with self._lock:
+            for watch in self.watches:
+                if watch.group() is group:
+                    return watch
+            watch = Watch(group, timeout, self.wake)
+            self.watches.append(watch)
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="lowlevel_zero watchdog", daemon=True)
+                self._thread.start()
+        self.wake()
+        return watch
+
+    def wake(self) -> None:
+        """There is something to look at."""
+        self._calls.put(None)
+
+    def stop(self) -> None:
+        """The process ends: it must not do so while the thread is within the store."""
+        thread = self._thread
+        with self._lock:
+            for watch in self.watches:
+                watch.ends = True
+        self.wake()
+        if thread is not None:
+            thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        pause = 0.0
+        while True:
+            with suppress(Empty):
+                self._calls.get(timeout=pause)
+            for watch in list(self.watches):
+                watch.look(monotonic())
+            with self._lock:
+                self.watches[:] = [watch for watch in self.watches if not watch.over]
+                if not self.watches:
+                    self._thread = None
+                    return
+                pause = min([watch.pause for watch in self.watches])
+
+
+_watchdog = _Watchdog()
+
+
+def _begin_anew() -> None:
+    """In a forked process: its parent's thread isn't here, and neither are its parent's ranks."""
+    global _watchdog
+    _watchdog = _Watchdog()
+
+
+if hasattr(os, "register_at_fork"):  # else there is no fork
+    os.register_at_fork(after_in_child=_begin_anew)
+atexit.register(lambda: _watchdog.stop())
