@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -360,13 +359,6 @@ class GroupMaker(NamedTuple):
         wide = options.pad_buckets_for_high_nccl_busbw
         gathers = GatherStore(group, self.streams, self.home, options.overlap_allgather, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)
-
-
-def in_each(calls: Iterable[Callable[[], None]]) -> None:
-    """Make all these calls in order, whatever one of them raises: other ranks make them too."""
-    with ExitStack() as stack:
-        for call in reversed(list(calls)):
-            stack.callback(call)
 
 
 def release(groups: Sequence[ShardedGroup], ranks: Sequence[ShardGroup]) -> None:

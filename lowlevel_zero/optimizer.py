@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,6 @@ from .construction import (
     check_new_parameters,
     check_optimizer,
     describe,
-    in_each,
     log_start,
     parameter_names,
     release,
@@ -272,18 +271,22 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     @contextmanager
     def _gradient_sync(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
-        """One backward of this optimizer's own, and the reductions that go with it."""
+        """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
         context = self.options.backward_context
         failed = True
         driving.append(self._driver)
         try:
-            in_each(partial(each.reducer.begin, loss, inputs) for each in self.sharded_groups)
+            with ExitStack() as begins:
+                for each in reversed(self.sharded_groups):
+                    begins.callback(each.reducer.begin, loss, inputs)
             with nullcontext() if context is None else context():
                 yield
             failed = False
         finally:
             driving.remove(self._driver)
-            in_each(partial(each.reducer.end, failed) for each in self.sharded_groups)
+            with ExitStack() as ends:
+                for each in reversed(self.sharded_groups):
+                    ends.callback(each.reducer.end, failed)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
