@@ -55,6 +55,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     keywords it takes. All ranks construct it alike; rank 0's parameters, buffers and optimizer state are
     broadcast. From then on ``optimizer`` holds slices, not parameters. A parameter that needs padding, or shares its
     storage, moves to one of its own: other tensors over the old memory stay as they were, and don't follow it.
+    What can be read, saved and loaded of it is ``ShardedOptimizer``'s, which it is.
 
     Args:
         optimizer: an elementwise torch optimizer over the parameters.
