@@ -347,13 +347,15 @@ class GroupMaker(NamedTuple):
         known = {each.number for each in groups}
         for each in groups:
             each.reducer.extend()
-        new = [number for number, records in enumerate(self.parameters.families) if records and number not in known]
+        new = [
+            number for number, records in enumerate(self.parameters.by_shard_group) if records and number not in known
+        ]
         groups += map(self._new_group, new)
         groups.sort(key=lambda each: each.number)
 
     def _new_group(self, number: int) -> ShardedGroup:
         parameters, options = self.parameters, self.options
-        group, records = parameters.shard_groups[number], parameters.families[number]
+        group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
         gradients = GradientStore(records, group.rank, self.gradient_scale, self.home)
         reducer = Reducer(parameters, options, gradients, self.streams, number, self.driver, self.observer)
         wide = options.pad_buckets_for_high_nccl_busbw

@@ -544,7 +544,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                     "scaled: construct the optimizer with them"
                 )
             numbers = range(len(parameters.shard_groups))
-            lines = [list(describe(self.optim, names, None, parameters.family_of, at)) for at in numbers]
+            lines = [list(describe(self.optim, names, None, parameters.shard_group_of, at)) for at in numbers]
             agreed += lines[0]
         if len(numbers) > 1:
             agree_apart(parameters.shard_groups, lines[1:], _ADD)
