@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -352,25 +351,20 @@ class GroupMaker(NamedTuple):
         known = {each.number for each in groups}
         for each in groups:
             each.reducer.extend()
-        new = [number for number, records in enumerate(self.parameters.families) if records and number not in known]
+        new = [
+            number for number, records in enumerate(self.parameters.by_shard_group) if records and number not in known
+        ]
         groups += map(self._new_group, new)
         groups.sort(key=lambda each: each.number)
 
     def _new_group(self, number: int) -> ShardedGroup:
         parameters, options = self.parameters, self.options
-        group, records = parameters.shard_groups[number], parameters.families[number]
+        group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
         gradients = GradientStore(records, group.rank, self.gradient_scale, self.home)
         reducer = Reducer(parameters, options, gradients, self.streams, number, self.driver, self.observer)
         wide = options.pad_buckets_for_high_nccl_busbw
         gathers = GatherStore(group, self.streams, self.home, options.overlap_allgather, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)
-
-
-def in_each(calls: Iterable[Callable[[], None]]) -> None:
-    """Make all these calls in order, whatever one of them raises: other ranks make them too."""
-    with ExitStack() as stack:
-        for call in reversed(list(calls)):
-            stack.callback(call)
 
 
 def release(groups: Sequence[ShardedGroup], ranks: Sequence[ShardGroup]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from .construction import (
     check_new_parameters,
     check_optimizer,
     describe,
-    in_each,
     log_start,
     parameter_names,
     release,
@@ -55,6 +54,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     keywords it takes. All ranks construct it alike; rank 0's parameters, buffers and optimizer state are
     broadcast. From then on ``optimizer`` holds slices, not parameters. A parameter that needs padding, or shares its
     storage, moves to one of its own: other tensors over the old memory stay as they were, and don't follow it.
+    What can be read, saved and loaded of it is ``ShardedOptimizer``'s, which it is.
 
     Args:
         optimizer: an elementwise torch optimizer over the parameters.
@@ -272,18 +272,22 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     @contextmanager
     def _gradient_sync(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
-        """One backward of this optimizer's own, and the reductions that go with it."""
+        """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
         context = self.options.backward_context
         failed = True
         driving.append(self._driver)
         try:
-            in_each(partial(each.reducer.begin, loss, inputs) for each in self.sharded_groups)
+            with ExitStack() as begins:
+                for each in reversed(self.sharded_groups):
+                    begins.callback(each.reducer.begin, loss, inputs)
             with nullcontext() if context is None else context():
                 yield
             failed = False
         finally:
             driving.remove(self._driver)
-            in_each(partial(each.reducer.end, failed) for each in self.sharded_groups)
+            with ExitStack() as ends:
+                for each in reversed(self.sharded_groups):
+                    ends.callback(each.reducer.end, failed)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -540,7 +544,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                     "scaled: construct the optimizer with them"
                 )
             numbers = range(len(parameters.shard_groups))
-            lines = [list(describe(self.optim, names, None, parameters.family_of, at)) for at in numbers]
+            lines = [list(describe(self.optim, names, None, parameters.shard_group_of, at)) for at in numbers]
             agreed += lines[0]
         if len(numbers) > 1:
             agree_apart(parameters.shard_groups, lines[1:], _ADD)

@@ -69,7 +69,7 @@ class Reducer:
         options: the caller's choices.
         gradients: where reduced gradients go.
         streams: what all of this happens on.
-        family: number of the shard group whose gradients these are.
+        number: index of the shard group whose gradients these are.
         driver: stands for the optimizer whose backward drives this reducer, and those of its other shard groups.
         observer: is told of each bucket buffer.
 
@@ -87,26 +87,26 @@ class Reducer:
         options: ZeroOptions,
         gradients: GradientStore,
         streams: Streams,
-        family: int,
+        number: int,
         driver: object,
         observer: StepObserver,
     ) -> None:
         self._streams = streams
         self._driver = driver
-        self._family = family
-        self._records = parameters.families[family]
-        self._group = group = parameters.shard_groups[family]
+        self._number = number
+        self._records = parameters.by_shard_group[number]
+        self._group = group = parameters.shard_groups[number]
         self._options = options
         self._gradients = gradients
         self._on_host = parameters.on_host
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor)
         self.buckets = BucketStore(self._records, how, streams, observer)
-        # A rank must not wait in one family for a peer that may be waiting for it in another.
-        alone = len(parameters.families) == 1
+        # A rank must not wait in one shard group for a peer that may be waiting for it in another.
+        alone = len(parameters.by_shard_group) == 1
         device = self._records[0].padded.device
         self._most_in_flight = group.in_flight(device, options.keeps_row_only) if alone else None
-        self._unused = UnusedParameters(parameters, family)
+        self._unused = UnusedParameters(parameters, number)
         self.plan = LearntPlan(
             self._records, group, options.reduce_bucket_size, options.pad_buckets_for_high_nccl_busbw
         )
@@ -116,7 +116,7 @@ class Reducer:
         self._graph_task = -1
         self._nested_seen = False
         self._watch_late = True
-        self._warned = family > 0 or group.place > 0
+        self._warned = number > 0 or group.place > 0
         self._steps_since_clear = 0
         self.sync = True
         self._begin_anew()
@@ -224,8 +224,8 @@ class Reducer:
 
     @property
     def _waits_its_turn(self) -> bool:
-        """On a device, groups' buckets come in one order on all ranks: a further family's at the end, in its turn."""
-        return self._family > 0 and not self._on_host
+        """On a device, groups' buckets come in one order on all ranks: a further group's at the end, in its turn."""
+        return self._number > 0 and not self._on_host
 
     # ---- one sync ----
 

@@ -183,7 +183,7 @@ class ShardedOptimizer(Optimizer):
 
     def sharded_group_of(self, record: ShardedParameter) -> ShardedGroup:
         """The ranks that share a parameter, and what belongs to them."""
-        return next(each for each in self.sharded_groups if each.number == record.family)
+        return next(each for each in self.sharded_groups if each.number == record.shard_group)
 
     def parameter_names(self) -> dict[Tensor, str]:
         """The names of the groups' parameters, frozen ones included."""

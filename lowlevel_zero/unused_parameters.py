@@ -79,18 +79,18 @@ class UnusedParameters:
 
     Args:
         parameters: the records.
-        family: the one it is about.
+        number: index of the shard group that it is about.
 
     Attributes:
         detecting: ``optimizer.backward`` looks at the graph first; changes between steps alone, on all ranks alike.
         lacked: this rank has called ``optimizer.backward`` in this step, and it gave some parameter no gradient.
     """
 
-    def __init__(self, parameters: ParameterStore, family: int = 0) -> None:
+    def __init__(self, parameters: ParameterStore, number: int = 0) -> None:
         self._parameters = parameters
-        self._family = family
-        self._records = parameters.families[family]
-        self._group = parameters.shard_groups[family]
+        self._number = number
+        self._records = parameters.by_shard_group[number]
+        self._group = parameters.shard_groups[number]
         self._leaf_type = _leaf_type(self._records[0].p)
         self._learnt: set[int] = set()
         self._unread: deque[Message] = deque()
@@ -113,7 +113,7 @@ class UnusedParameters:
 
     def _indices(self, tensors: Sequence[Tensor]) -> set[int]:
         records = map(self._parameters.find, tensors)
-        return {record.index for record in records if record is not None and record.family == self._family}
+        return {record.index for record in records if record is not None and record.shard_group == self._number}
 
     def learn(self, indices: Collection[int]) -> None:
         """Gradients of these came, and the graph hadn't shown them: name them always."""

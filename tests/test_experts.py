@@ -318,7 +318,7 @@ def test_groups_that_come_later() -> None:
         optimizer.add_param_group({"params": [*late.up.parameters(), *model.outward.parameters()]})
         optimizer.backward(loss_of(model, Run(2, 2), 0, 0, rank))
         optimizer.step()
-        assert [record.family for record in optimizer.sharded_parameters if record.group == 1] == [1, 1, 0, 0]
+        assert [record.shard_group for record in optimizer.sharded_parameters if record.group == 1] == [1, 1, 0, 0]
         return [p.detach().clone() for p in model.outward.parameters()]
 
     one, other = run_ranks(rank, 2)

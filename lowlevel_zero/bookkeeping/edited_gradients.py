@@ -37,7 +37,7 @@ def check_edits(parameters: ParameterStore, synchronized: bool, skips: bool) -> 
             "step",
         )
     error = _not_dense(parameters)
-    for group, records in zip(parameters.shard_groups, parameters.families, strict=True):
+    for group, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
         if records:
             agree(group, _described(records), error, "step", _GRADIENTS)
 
@@ -62,6 +62,6 @@ def _described(records: Sequence[ShardedParameter]) -> list[str]:
     """Which parameters there is a gradient of, a line each; names of experts may differ between ranks."""
     lines = []
     for record in records:
-        name = record.name if record.family == 0 else f"expert parameter {record.index}"
+        name = record.name if record.shard_group == 0 else f"expert parameter {record.index}"
         lines.append(f"{name}: {'no gradient' if record.p32.grad is None else 'a gradient'} to step with")
     return lines

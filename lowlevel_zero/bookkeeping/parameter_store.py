@@ -29,12 +29,12 @@ from .storages import flat_in_memory_order, rehome
 
 
 class Place(NamedTuple):
-    """Where a parameter stands: in its family, among the param groups, and in the model; and which family that is."""
+    """Where a parameter stands: in its shard group, the param groups and the model; and which shard group that is."""
 
     number: int
     group: int
     name: str
-    family: int = 0
+    shard_group: int = 0
 
 
 class Known(NamedTuple):
@@ -48,10 +48,10 @@ class ShardedParameter:
     """The record of one parameter: its tensors (see the table above) and its place in the optimizer.
 
     Attributes:
-        index: place in its family, whose order is that of registration.
+        index: place among those of its shard group, in order of registration.
         name: the model's own, without those of wrappers, for messages.
         group: index of its param group.
-        family: number of the shard family it belongs to, whose ranks share it.
+        shard_group: index of the shard group whose ranks share it.
         is_contiguous: ``p`` is, so its elements lie in their own order.
         is_empty: ``p`` has no elements, so that nothing of it travels.
         split: how its elements are shared.
@@ -72,7 +72,6 @@ class ShardedParameter:
         "_offered",
         "address",
         "arrived",
-        "family",
         "fp8",
         "group",
         "index",
@@ -85,6 +84,7 @@ class ShardedParameter:
         "rank",
         "row",
         "rows",
+        "shard_group",
         "shares_storage",
         "split",
         "stepped",
@@ -102,7 +102,7 @@ class ShardedParameter:
         wire_dtype: torch.dtype | None = None,
         fp8: bool = False,
     ) -> None:
-        self.index, self.group, self.name, self.family = place
+        self.index, self.group, self.name, self.shard_group = place
         self.p = p
         self.is_contiguous = p.is_contiguous()
         self.is_empty = p.numel() == 0
@@ -277,25 +277,25 @@ def _rounds_to(row: Tensor, known: Known) -> Tensor:
 class ParameterStore:
     """The records of an optimizer's parameters, and the parameters of its groups as the caller gave them.
 
-    Parameters that the same ranks share are a *family*. There is one, or, with experts, several: the first is shared
-    by all data-parallel ranks, and each rank belongs to one group of every family.
+    There is one shard group, or, with experts, several: the first is all data-parallel ranks, and each rank belongs to
+    one group of every index.
 
     Args:
-        shard_groups: the ranks that share each family.
-        family_of: the families of tensors that aren't of the first.
+        shard_groups: the ranks that share parameters.
+        shard_group_of: the shard groups' indices of tensors that aren't of the first.
 
     Attributes:
         records: the trainable parameters, in order of registration; empty ones included.
-        families: the same by family; a record's ``index`` is its place there.
+        by_shard_group: the same by shard group; a record's ``index`` is its place there.
         groups: each param group's parameters, frozen ones included: the order a state dict counts in.
         slices: each param group's master slices.
     """
 
-    def __init__(self, shard_groups: Sequence[ShardGroup], family_of: Mapping[Tensor, int] | None = None) -> None:
+    def __init__(self, shard_groups: Sequence[ShardGroup], shard_group_of: Mapping[Tensor, int] | None = None) -> None:
         self.shard_groups = shard_groups
-        self._family_of = family_of or {}
+        self._shard_group_of = shard_group_of or {}
         self.records: list[ShardedParameter] = []
-        self.families: list[list[ShardedParameter]] = [[] for _ in shard_groups]
+        self.by_shard_group: list[list[ShardedParameter]] = [[] for _ in shard_groups]
         self.groups: list[list[nn.Parameter]] = []
         self.slices: list[list[Tensor]] = []
         self._frozen: list[nn.Parameter] = []
@@ -310,19 +310,19 @@ class ParameterStore:
         """What is done with the parameters is done when the host has done it; on all ranks alike."""
         return all(record.padded.device.type == "cpu" for record in self.records)
 
-    def family_of(self, tensor: Tensor) -> int:
-        """The family of a parameter, trained or not, of its master slice, or of a buffer."""
+    def shard_group_of(self, tensor: Tensor) -> int:
+        """The index of the shard group of a parameter, trained or not, of its master slice, or of a buffer."""
         record = self._record_of_slice.get(tensor)
-        return self._family_of.get(tensor, 0) if record is None else record.family
+        return self._shard_group_of.get(tensor, 0) if record is None else record.shard_group
 
     def ranks_of(self, record: ShardedParameter) -> ShardGroup:
         """The ranks that share a parameter."""
-        return self.shard_groups[record.family]
+        return self.shard_groups[record.shard_group]
 
     def add(self, record: ShardedParameter) -> None:
         """Enter a record whose ``p32`` has its final form."""
         self.records.append(record)
-        self.families[record.family].append(record)
+        self.by_shard_group[record.shard_group].append(record)
         self.slices[record.group].append(record.p32)
         self._record_of[record.p] = record
         self._record_of_slice[record.p32] = record

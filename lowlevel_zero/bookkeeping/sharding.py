@@ -45,21 +45,21 @@ class Sharding:
         self._known = len(parameters.groups)
         self._records: list[ShardedParameter] = []
         self._left: list[tuple[int, int, str]] = []
-        numbers = [len(family) for family in parameters.families]
+        counts = [len(records) for records in parameters.by_shard_group]
         for at, settings in enumerate(optimizer.param_groups[self._known :], start=self._known):
             for p in settings["params"]:
                 if p.requires_grad:
-                    family = parameters.family_of(p)
-                    self._records.append(self._record(p, Place(numbers[family], at, names[p], family)))
-                    numbers[family] += 1
+                    number = parameters.shard_group_of(p)
+                    self._records.append(self._record(p, Place(counts[number], at, names[p], number)))
+                    counts[number] += 1
         self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
         for record in self._records:
-            self._alike[record.family].append(record.padded)
+            self._alike[record.shard_group].append(record.padded)
         for record in self._records:
-            self._alike[record.family] += _state_tensors(optimizer, record.p)
+            self._alike[record.shard_group] += _state_tensors(optimizer, record.p)
 
     def _record(self, p: nn.Parameter, place: Place) -> ShardedParameter:
-        ranks, options = self._parameters.shard_groups[place.family], self._options
+        ranks, options = self._parameters.shard_groups[place.shard_group], self._options
         split = EvenSplit(p.numel(), ranks.size)
         fp8 = options.in_fp8(p.numel(), ranks.size)
         before = memory_of(p)
@@ -86,7 +86,7 @@ class Sharding:
         if left is not None and self._parameters.shard_groups[0].place == 0:
             _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
         for tensor in others:
-            self._alike[self._parameters.family_of(tensor)].append(_distinct(tensor.detach()))
+            self._alike[self._parameters.shard_group_of(tensor)].append(_distinct(tensor.detach()))
 
     def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
         """Names of parameters that have left memory which one of ``others`` goes on looking at."""

@@ -87,8 +87,8 @@ class Contents:
             ValueError: ranks that share experts differ in them; on all ranks alike, as ``agree`` does.
         """
         if len(self.groups) > 1:
-            agree_apart(self.groups, [self.lines(family) for family in range(1, len(self.groups))], doing)
-        held, names = self._held, GlobalNames(self.groups, self._held.families)
+            agree_apart(self.groups, [self.lines(number) for number in range(1, len(self.groups))], doing)
+        held, names = self._held, GlobalNames(self.groups, self._held.shard_group_of)
         self.experts: dict[str, Expert] = names.experts
         self.entries = {names[name]: entry for name, entry in held.entries.items()}
         self.tied = {names[alias]: names[name] for alias, name in held.tied.items()}
@@ -98,7 +98,9 @@ class Contents:
             name: ShardedState(optimizer, name_of, Boxes) for name, optimizer in self._optimizers.items()
         }
         if len(self.groups) > 1:
-            led = {names[name] for name, family in held.families.items() if family and self.groups[family].place == 0}
+            led = {
+                names[name] for name, number in held.shard_group_of.items() if number and self.groups[number].place == 0
+            }
             with together(self.group, doing):
                 own = self._own_told(led)
             self.told = self.group.all_gather_object(own)
@@ -110,11 +112,11 @@ class Contents:
             {name: module.get_extra_state() for name, module in self._stateful.items() if name in led},
         )
 
-    def lines(self, family: int = 0) -> list[str]:
-        """What has to be alike on all ranks of a family."""
-        first = [f"{len(self.groups)} groups that share parameters"] if family == 0 else []
-        of_family = [(name, entry) for name, entry in self._held.entries.items() if entry.family == family]
-        return first + [f"{name} {entry.saved}" for name, entry in of_family]
+    def lines(self, number: int = 0) -> list[str]:
+        """What has to be alike on all ranks of the shard group of this index."""
+        first = [f"{len(self.groups)} groups that share parameters"] if number == 0 else []
+        of_group = [(name, entry) for name, entry in self._held.entries.items() if entry.shard_group == number]
+        return first + [f"{name} {entry.saved}" for name, entry in of_group]
 
     # ---- what is saved ----
 
@@ -148,9 +150,9 @@ class Contents:
         own = {name: module.get_extra_state() for name, module in self._stateful.items()}
         return _with_others(own, (told.extra for told in self.told))
 
-    def family_of(self, full: str) -> int:
-        """The family of a tensor of ``tensors``."""
-        return self.entries[name_in(full)].family
+    def shard_group_of(self, full: str) -> int:
+        """The index of the shard group of a tensor of ``tensors``."""
+        return self.entries[name_in(full)].shard_group
 
     # ---- whether it is the same model ----
 
@@ -200,7 +202,7 @@ class Contents:
         states = _under(STATE, tensors)
         masters = {record: p32 for each in self.states_of.values() for record, p32 in each.masters(states).items()}
         loaded = [(name, entry) for name, entry in self.entries.items() if f"{MODEL}{name}" in tensors]
-        for name, entry in sorted(loaded, key=lambda item: item[1].family):  # in which all have the same order
+        for name, entry in sorted(loaded, key=lambda item: item[1].shard_group):  # in which all have the same order
             own, ranks = local_part(tensors[f"{MODEL}{name}"]), entry.ranks
             if entry.record is not None:
                 _put_row(entry.record, own, masters.get(entry.record), ranks)

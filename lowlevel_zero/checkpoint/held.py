@@ -26,14 +26,14 @@ class Entry(NamedTuple):
         tensor: it.
         record: an optimizer's, if one trains it.
         saved: how it is described in a manifest.
-        family: of the ranks that share it.
+        shard_group: index of that of the ranks that share it.
         ranks: these.
     """
 
     tensor: Tensor
     record: ShardedParameter | None
     saved: SavedTensor
-    family: int
+    shard_group: int
     ranks: ShardGroup
 
 
@@ -45,13 +45,13 @@ class Held:
         entries: parameters and persistent buffers by their first names.
         tied: other names of those that have several.
         stateful: modules with ``get_extra_state``, by what that is called in a state dict.
-        families: of all of these, by name.
+        shard_group_of: the indices of all of these, by name.
     """
 
     entries: dict[str, Entry]
     tied: dict[str, str]
     stateful: dict[str, nn.Module]
-    families: dict[str, int]
+    shard_group_of: dict[str, int]
 
 
 def held_by(model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Sequence[ShardGroup]) -> Held:
@@ -59,13 +59,13 @@ def held_by(model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Seq
 
     Args:
         stores: the parameters of each optimizer.
-        groups: the ranks that share each family.
+        groups: the shard groups.
 
     Raises:
         ValueError: an optimizer's parameter isn't the model's, or is another's too, or a tensor can't be saved.
         RuntimeError: a parameter was moved since the optimizer was constructed.
     """
-    family_of = _families(model, stores, groups)
+    number_of = _numbers(model, stores, groups)
     members = _members(stores)
     names: dict[Tensor, str] = {}
     entries: dict[str, Entry] = {}
@@ -78,9 +78,9 @@ def held_by(model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Seq
         else:
             names[tensor] = name
             member = _only(name, members.get(tensor, []))
-            family = family_of.get(tensor, 0)
-            ranks = groups[family] if member.ranks is None else member.ranks
-            entries[name] = Entry(tensor, member.record, _described(name, tensor, member, is_buffer), family, ranks)
+            number = number_of.get(tensor, 0)
+            ranks = groups[number] if member.ranks is None else member.ranks
+            entries[name] = Entry(tensor, member.record, _described(name, tensor, member, is_buffer), number, ranks)
     for p in members:
         if p not in names:
             raise ValueError(
@@ -88,10 +88,10 @@ def held_by(model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Seq
                 "the module that holds them all (an nn.ModuleDict of several)"
             )
     stateful = _stateful(model)
-    families = {name: entry.family for name, entry in entries.items()}
-    families |= {alias: families[name] for alias, name in tied.items()}
-    families |= {name: _family_of(module, family_of) for name, module in stateful.items()}
-    return Held(entries, tied, stateful, families)
+    numbers = {name: entry.shard_group for name, entry in entries.items()}
+    numbers |= {alias: numbers[name] for alias, name in tied.items()}
+    numbers |= {name: _number_of(module, number_of) for name, module in stateful.items()}
+    return Held(entries, tied, stateful, numbers)
 
 
 def without_values(tensor: Tensor) -> Tensor:
@@ -178,21 +178,21 @@ def _only(name: str, members: Sequence[_Member]) -> _Member:
 # ---- who shares it ----
 
 
-def _families(
+def _numbers(
     model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Sequence[ShardGroup]
 ) -> dict[Tensor, int]:
-    """The families of tensors, also of those that the optimizers, which may not have the model, don't know."""
+    """The shard groups' indices of tensors, those included that optimizers without the model don't know."""
     number = {group.group: at for at, group in enumerate(groups) if at}
     found: dict[Tensor, int] = {}
     for store in stores.values():
         own = [0, *(number[group.group] for group in store.shard_groups[1:])]
         for p in (p for members in store.groups for p in members):
-            found[p] = max(found.get(p, 0), own[store.family_of(p)])
+            found[p] = max(found.get(p, 0), own[store.shard_group_of(p)])
     add_companions(found, model)
     return found
 
 
-def _family_of(module: nn.Module, families: dict[Tensor, int]) -> int:
+def _number_of(module: nn.Module, numbers: dict[Tensor, int]) -> int:
     """That of all its tensors."""
-    own = {families.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())}
+    own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())}
     return own.pop() if len(own) == 1 else 0

@@ -121,7 +121,7 @@ def save_checkpoint(
         own = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
         data = _objects(contents, optimizers, schedulers, extra).packed()
         tensors = contents.tensors()
-        lines += [full for full in tensors if contents.family_of(full) == 0]
+        lines += [full for full in tensors if contents.shard_group_of(full) == 0]
         if async_save:
             tensors = copied(tensors)
     runs = runs_of(optimizers)

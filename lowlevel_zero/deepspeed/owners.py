@@ -57,14 +57,14 @@ def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[Shar
         for record in found:
             del sought[record.p]
         if found and isinstance(optimizer, LowLevelZeroOptimizer):
-            held[optimizer] = sorted(found, key=lambda record: (record.family, record.index))
+            held[optimizer] = sorted(found, key=lambda record: (record.shard_group, record.index))
     return dict(reversed(held.items()))
 
 
 def parted(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[tuple[ShardedGroup, Records]]:
     """Records by the ranks that share them, in ``owners_of``'s order."""
     for group in optimizer.sharded_groups:
-        own = [record for record in records if record.family == group.number]
+        own = [record for record in records if record.shard_group == group.number]
         if own:
             yield group, own
 
@@ -90,5 +90,5 @@ def at_once(optimizer: LowLevelZeroOptimizer, records: Records, call: str) -> It
 
 
 def _alike(record: ShardedParameter) -> str:
-    """What a parameter is called on every rank: of other families each has its own, whose names may be, too."""
-    return f"parameter {record.index} of family {record.family}" if record.family else record.name
+    """What a parameter is called on every rank: experts differ between ranks, and so may their names."""
+    return f"expert parameter {record.index} of group {record.shard_group}" if record.shard_group else record.name

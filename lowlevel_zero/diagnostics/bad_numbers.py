@@ -187,7 +187,7 @@ class BadNumbers(StepObserver):
         return _Suspect(place, record.name, plan.bucket_of[record.index])
 
     def _group_of(self, record: ShardedParameter) -> ShardedGroup:
-        return next(group for group in self._groups if group.number == record.family)
+        return next(group for group in self._groups if group.number == record.shard_group)
 
     def _sent(self) -> set[int]:
         bad = {record for packed in self._packed if not packed.largest.isfinite() for record in packed.records}

@@ -38,7 +38,7 @@ class Guard:
 
     def enter(self, call: str) -> None:
         """Raise ``RuntimeError`` where ``call`` can't be made, whatever the parameters are."""
-        if self.forked:
+        if os.getpid() != self._process:
             raise RuntimeError(
                 f"{call}: expected the process that constructed the optimizer ({self._process}), got a fork of it "
                 f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "

@@ -25,7 +25,7 @@ def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
     names = optimizer.parameter_names() | {p: name for p, name in of_model if buffers or isinstance(p, nn.Parameter)}
     by_group: list[dict[Tensor, str]] = [{} for _ in parameters.shard_groups]
     for each, name in names.items():
-        by_group[parameters.family_of(each)][each] = name
+        by_group[parameters.shard_group_of(each)][each] = name
     differences = list(map(_difference, by_group, parameters.shard_groups))
     found = next((each for each in differences if each is not None), None)
     if ranks.all_reduce_max([found is not None])[0]:

@@ -47,7 +47,7 @@ class MuonStep:
         self._batches: list[_Batch] = []
 
     def __call__(self, records: Sequence[ShardedParameter]) -> None:
-        """Step ``records``, whose ``p32`` have gradients: family by family, each alike on the ranks that share it.
+        """Step ``records``, whose ``p32`` have gradients: by shard group, each alike on the ranks that share it.
 
         While one batch is orthogonalised, the next is on its way to the owners and the one before on its way back.
         """
@@ -64,7 +64,7 @@ class MuonStep:
                 batch.finish()
 
     def _plan(self, records: Sequence[ShardedParameter]) -> list[_Batch]:
-        """Batches of matrices by their owners; each batch is of one family and on one device."""
+        """Batches of matrices by their owners; each batch is of one shard group and on one device."""
         batches: list[_Batch] = []
         for place in dict.fromkeys(_place(record) for record in records):
             group = self._shard_groups[place[0]]
@@ -124,7 +124,7 @@ class _Batch:
 
 
 def _place(record: ShardedParameter) -> tuple[int, torch.device]:
-    return record.family, record.padded.device
+    return record.shard_group, record.padded.device
 
 
 def _update(optim: Optimizer, record: ShardedParameter) -> Tensor:

@@ -39,7 +39,7 @@ def _lamb_step(updates: Callable[[Any], list[Update]], optim: Any, parameters: P
         device = members[0].padded.device  # which the group serves, wherever the slices are
         rows = list(squares.to(device).unbind())  # no indices on the device: the host would wait for them
         for number, group in enumerate(parameters.shard_groups):
-            own = [place for place, record in enumerate(members) if record.family == number]
+            own = [place for place, record in enumerate(members) if record.shard_group == number]
             if own:
                 whole = group.sum_scalar(torch.stack([rows[place] for place in own])).wait()
                 for place, row in zip(own, whole.unbind(), strict=True):

@@ -228,10 +228,10 @@ def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None =
     """The layout of these parameters in the wires of their plans; no communication."""
     parameters: list[ParameterLayout] = []
     buckets: list[BucketLayout] = []
-    for family in shared:
-        parameters += _parameters(family, len(buckets), options.keeps_row_only)
+    for each in shared:
+        parameters += _parameters(each, len(buckets), options.keeps_row_only)
         first = len(buckets)
-        buckets += [_bucket(bucket, family, first, options.keeps_row_only) for bucket in family.plan.buckets]
+        buckets += [_bucket(bucket, each, first, options.keeps_row_only) for bucket in each.plan.buckets]
     return Layout(rank, 2 if options.partition_grad else 1, tuple(parameters), tuple(buckets))
 
 
@@ -246,12 +246,12 @@ def joined(layouts: Sequence[Layout]) -> Layout:
     return replace(layouts[0], parameters=tuple(parameters), buckets=tuple(buckets))
 
 
-def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[ParameterLayout]:
+def _parameters(shared: Shared, first_bucket: int, row_only: bool) -> Iterator[ParameterLayout]:
     offsets: dict[int, int] = {}
-    for bucket in family.plan.buckets:
+    for bucket in shared.plan.buckets:
         offsets.update(zip(bucket.members, bucket.starts, strict=True))
-    for index, owned in enumerate(family.owned):
-        split, bucket_at = owned.split, family.plan.bucket_of[index]
+    for index, owned in enumerate(shared.owned):
+        split, bucket_at = owned.split, shared.plan.bucket_of[index]
         reduced = split.slice_size * (1 if row_only else split.world_size)
         sizes = (split.padded_numel * owned.dtype.itemsize, reduced * owned.wire_dtype.itemsize)
         yield ParameterLayout(
@@ -262,21 +262,21 @@ def _parameters(family: Shared, first_bucket: int, row_only: bool) -> Iterator[P
             padding=split.padding,
             slice_size=split.slice_size,
             group=owned.group,
-            process_group=family.ranks,
+            process_group=shared.ranks,
             bucket=None if bucket_at < 0 else first_bucket + bucket_at,
             offset=offsets.get(index),
             bytes=RankBytes(*sizes, owned.p32_bytes, owned.state_bytes),
         )
 
 
-def _bucket(bucket: PlannedBucket, family: Shared, first: int, row_only: bool) -> BucketLayout:
-    dtype = family.owned[bucket.members[0]].wire_dtype
-    rows = len(family.ranks)
+def _bucket(bucket: PlannedBucket, shared: Shared, first: int, row_only: bool) -> BucketLayout:
+    dtype = shared.owned[bucket.members[0]].wire_dtype
+    rows = len(shared.ranks)
     return BucketLayout(
         number=first + bucket.position,
-        process_group=family.ranks,
+        process_group=shared.ranks,
         dtype=_name(dtype),
-        members=tuple(family.owned[index].name for index in bucket.members),
+        members=tuple(shared.owned[index].name for index in bucket.members),
         body=bucket.body,
         row=bucket.row,
         rows=rows,

@@ -1,4 +1,4 @@
-"""What ``Booster.boost`` hands out: a ColossalAI model wrapper, and an optimizer of both families."""
+"""What ``Booster.boost`` hands out: a ColossalAI model wrapper, and an optimizer that is ColossalAI's and ours."""
 
 from __future__ import annotations
 

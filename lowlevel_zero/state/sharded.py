@@ -89,7 +89,7 @@ class ShardedState:
         found: dict[str | None, list[str]] = {}
         before: str | None = None
         for p in reversed(group):
-            number = self.parameters.family_of(p)
+            number = self.parameters.shard_group_of(p)
             if number == 0:
                 before = self._names[p]
             elif self.parameters.shard_groups[number].place == 0:
@@ -112,7 +112,7 @@ class ShardedState:
                 if isinstance(value, Tensor):
                     sliced = is_slice(key, value, record)
                     found[f"{self._name(record)}.{key}"] = (
-                        self._shards[record.family].of(record, value) if sliced else value.detach()
+                        self._shards[record.shard_group].of(record, value) if sliced else value.detach()
                     )
         return found
 
@@ -139,11 +139,11 @@ class ShardedState:
         if key in SCALARS or like.shape != (_TRIED,):
             return torch.zeros_like(like)
         own = torch.zeros(record.split.slice_size, dtype=like.dtype, device=like.device)
-        return self._shards[record.family].of(record, own)
+        return self._shards[record.shard_group].of(record, own)
 
     def settings(self) -> State:
         """All that isn't in ``tensors``."""
-        states = self._other_states(self.parameters.families[0])
+        states = self._other_states(self.parameters.by_shard_group[0])
         for told in self._told:
             states.update(told.states)
         return {
@@ -159,7 +159,7 @@ class ShardedState:
 
     def shapes(self) -> dict[str, list[list[int]]]:
         """Shape and strides of every parameter, by name."""
-        found = self._shapes(self.parameters.families[0])
+        found = self._shapes(self.parameters.by_shard_group[0])
         for told in self._told:
             found.update(told.shapes)
         return found
@@ -201,7 +201,7 @@ class ShardedState:
             record, size = records.get(name), getattr(entry, "size", None)
             if record is None or size is None or (key == MASTER and not record.keeps_more):
                 continue
-            dtype, shards = entry.properties.dtype, self._shards[record.family]
+            dtype, shards = entry.properties.dtype, self._shards[record.shard_group]
             if key not in SCALARS and tuple(size) == shards.shape_of(record):
                 found[full] = shards.empty_of(record, dtype, record.p32.device)
             else:
@@ -275,7 +275,7 @@ class ShardedState:
 
     def _with_experts(self, at: int, members: Iterable[Tensor]) -> list[str]:
         names: list[str] = []
-        for shared in (*(self._names[p] for p in members if self.parameters.family_of(p) == 0), None):
+        for shared in (*(self._names[p] for p in members if self.parameters.shard_group_of(p) == 0), None):
             for told in self._told:
                 names += told.members[at].get(shared, ())
             if shared is not None:
@@ -320,5 +320,5 @@ def _global_names(optimizer: ShardedOptimizer) -> dict[Tensor, str]:
     """By the names that parameters have in messages. Communicates where there are several shard groups."""
     parameters = optimizer.sharded_parameters
     own = optimizer.parameter_names()
-    among_all = GlobalNames(parameters.shard_groups, {name: parameters.family_of(p) for p, name in own.items()})
+    among_all = GlobalNames(parameters.shard_groups, {name: parameters.shard_group_of(p) for p, name in own.items()})
     return {p: among_all[name] for p, name in own.items()}

@@ -117,7 +117,7 @@ def state_dict_shard(
         ValueError: ranks have different states, as where a hook of one of them has added some; on all of them.
     """
     optim, parameters = optimizer.optim, optimizer.sharded_parameters
-    for records, group in zip(parameters.families, parameters.shard_groups, strict=True):
+    for records, group in zip(parameters.by_shard_group, parameters.shard_groups, strict=True):
         lines = [line for record in records for line in _gathered_states(optim, record)]
         agree(group, lines, None, "give its state dict", _STATES)
     places = _places(parameters)
@@ -141,7 +141,7 @@ def state_dict_shard(
 
 def _gathered_states(optim: Optimizer, record: ShardedParameter) -> Iterator[str]:
     """What is gathered of a parameter's state, a line each; names of experts may differ between ranks."""
-    name = f"expert parameter {record.index} of group {record.family}" if record.family else record.name
+    name = f"expert parameter {record.index} of group {record.shard_group}" if record.shard_group else record.name
     for key, value in own_state(optim, record).items():
         if is_slice(key, value, record):
             yield f"{key} of {name}, {value.dtype}"

@@ -26,8 +26,8 @@ def always_detect(patch: pytest.MonkeyPatch) -> None:
     """Unused parameters are detected from the start."""
     build = UnusedParameters.__init__
 
-    def built(self: UnusedParameters, parameters: Any, family: int) -> None:
-        build(self, parameters, family)
+    def built(self: UnusedParameters, parameters: Any, number: int) -> None:
+        build(self, parameters, number)
         self.detecting = True
 
     patch.setattr(UnusedParameters, "__init__", built)

@@ -47,10 +47,10 @@ def _layout_of(
             "shared isn't known"
         )
     options = _options(settings, settings.get("stage", checkpoint.manifest.stage), bucket_size)
-    families: dict[Ranks, list[str]] = {}
+    by_ranks: dict[Ranks, list[str]] = {}
     for name in checkpoint.trained(settings):
-        families.setdefault(experts[name].ranks if name in experts else tuple(range(size)), []).append(name)
-    shared = [_shared(checkpoint, ranks, names, _order(settings, names), options) for ranks, names in families.items()]
+        by_ranks.setdefault(experts[name].ranks if name in experts else tuple(range(size)), []).append(name)
+    shared = [_shared(checkpoint, ranks, names, _order(settings, names), options) for ranks, names in by_ranks.items()]
     return layout_of(shared, options)
 
 
