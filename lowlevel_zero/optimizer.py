@@ -485,7 +485,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         self._guard.enter("zero_grad")
         for each in self.sharded_groups:
-            each.reducer.settle()
+            each.reducer.discard()
         self._observer.cleared()
         for each in self.sharded_groups:
             if set_to_none:

@@ -146,11 +146,11 @@ class Bucket:
         self._parts = None
         self.shard.hold(total if self.rows is None else total[rank])
 
-    def settle(self, row: Tensor) -> None:
+    def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""
         self.rows = self._parts = None
         self.scale = 1.0
-        self.shard.settle(row)
+        self.shard.hold_for_step(row)
 
     def sums(self) -> Tensor:
         """What ``hold`` was given, where the parameters are."""

@@ -152,7 +152,7 @@ class GradientStore:
         """Make gradients of sums, averaged and unscaled by ``scale``, and show each ``p32`` its own as ``p32.grad``."""
         for bucket in self.sums():
             row = at_least_fp32(bucket.shard.to_step()).mul_(scale)
-            bucket.settle(row.to(bucket.records[0].p32.dtype))
+            bucket.hold_for_step(row.to(bucket.records[0].p32.dtype))
             for record in bucket.working():
                 record.p32.grad = bucket.part_of(record)
         self.exposed = True
@@ -175,7 +175,7 @@ class GradientStore:
         self._drop_empty()
         for bucket in self._buckets:
             self._clear_padding(bucket)
-            bucket.shard.settle(bucket.shard.row)
+            bucket.shard.hold_for_step(bucket.shard.row)
 
     def _edited(self) -> dict[int, Tensor]:
         """By index, what callers have assigned in place of the gradients that they were shown."""
@@ -193,7 +193,7 @@ class GradientStore:
         bucket = _bucket_apart([record])
         bucket.state = BucketState.REDUCED
         self._enter(bucket)
-        bucket.settle(gradient.clone())
+        bucket.hold_for_step(gradient.clone())
         record.worked = True
         record.p32.grad = bucket.part_of(record)
 
