@@ -107,14 +107,14 @@ class Bucket:
         """
         may = how.keeps_row_only and how.group.size > 1 and how.divisor == 1.0
         gradient = gradients[0] if may else None
-        if gradient is None or gradient.dtype != self.records[0].wire_dtype:
+        if gradient is None or gradient.dtype != self.records[0].communication_dtype:
             return None
         return gradient.detach().view(how.group.size, self.planned.row)
 
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
         """A fresh buffer with the gradients, and zeros for those that aren't there."""
         lead, planned = self.records[0], self.planned
-        buffer = how.group.new_wire(planned.row, lead.wire_dtype, lead.padded.device, planned.fp8)
+        buffer = how.group.new_wire(planned.row, lead.communication_dtype, lead.padded.device, planned.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
         flats = [
             gradient if gradient is not None else zero.expand(record.split.numel)
