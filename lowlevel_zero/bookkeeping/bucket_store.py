@@ -131,12 +131,12 @@ class Bucket:
         return self.work.done()
 
     def finish_reduce(self) -> Tensor:
-        """The sum, when it is there: this rank's row, ``[body]``, or all, ``[world_size, body]``."""
+        """The sum, when it is there: this rank's row, ``[body]``, or several ranks', ``[world_size, body]``."""
         assert self.work is not None, "not started"
         total = self.work.wait()
         self.work = None
         self.state = BucketState.REDUCED
-        return total[..., : self.planned.body]
+        return (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
 
     # ---- what it leaves ----
 
