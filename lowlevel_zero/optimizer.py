@@ -391,7 +391,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _new_norm(self) -> GlobalNorm:
         """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
         several = len(self.sharded_parameters.shard_groups) > 1
-        double = several and any(record.wire_dtype == torch.float64 for record in self.sharded_parameters)
+        double = several and any(record.communication_dtype == torch.float64 for record in self.sharded_parameters)
         return GlobalNorm(self.shard_group, self.device, self._unit(), torch.float64 if double else torch.float32)
 
     # ---- step: norm, clip, step the slices, gather them ----
@@ -489,7 +489,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         self._guard.enter("zero_grad")
         for each in self.sharded_groups:
-            each.reducer.settle()
+            each.reducer.discard()
         self._observer.cleared()
         for each in self.sharded_groups:
             if set_to_none:

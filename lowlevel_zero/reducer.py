@@ -413,7 +413,7 @@ class Reducer:
                 "or pass overlap_communication=False"
             )
 
-    def settle(self) -> None:
+    def discard(self) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
 
         Communicates where this rank has run syncs that others may know nothing of: on the host any (there it tells who

@@ -235,11 +235,11 @@ class LearntPlan:
 
     def fill(self, order: Sequence[int]) -> None:
         """Fill buckets with these parameters in this order."""
+        self._alignments = [alignment_of(record.communication_dtype, self._wide_rows) for record in self._records]
         items = [
-            Item(r.split, r.kind, r.wire_dtype == r.p.dtype, r.fp8, alignment_of(r.wire_dtype, self._wide_rows))
-            for r in self._records
+            Item(record.split, record.kind, record.communication_dtype == record.p.dtype, record.fp8, alignment)
+            for record, alignment in zip(self._records, self._alignments, strict=True)
         ]
-        self._alignments = [item.alignment for item in items]
         self._narrowed.clear()
         self.whole = make_plan(items, order, self._bucket_size)
 

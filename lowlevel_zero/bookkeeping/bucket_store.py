@@ -107,14 +107,14 @@ class Bucket:
         """
         may = how.keeps_row_only and how.group.size > 1 and how.divisor == 1.0
         gradient = gradients[0] if may else None
-        if gradient is None or gradient.dtype != self.records[0].wire_dtype:
+        if gradient is None or gradient.dtype != self.records[0].communication_dtype:
             return None
         return gradient.detach().view(how.group.size, self.planned.row)
 
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
         """A fresh buffer with the gradients, and zeros for those that aren't there."""
         lead, planned = self.records[0], self.planned
-        buffer = how.group.new_buffer(planned.row, lead.wire_dtype, lead.padded.device, planned.fp8)
+        buffer = how.group.new_buffer(planned.row, lead.communication_dtype, lead.padded.device, planned.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
         flats = [
             gradient if gradient is not None else zero.expand(record.split.numel)
@@ -131,12 +131,12 @@ class Bucket:
         return self.work.done()
 
     def finish_reduce(self) -> Tensor:
-        """The sum, when it is there: this rank's row, ``[body]``, or all, ``[world_size, body]``."""
+        """The sum, when it is there: this rank's row, ``[body]``, or several ranks', ``[world_size, body]``."""
         assert self.work is not None, "not started"
         total = self.work.wait()
         self.work = None
         self.state = BucketState.REDUCED
-        return total[..., : self.planned.body]
+        return (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
 
     # ---- what it leaves ----
 
@@ -146,11 +146,11 @@ class Bucket:
         self._parts = None
         self.shard.hold(total if self.rows is None else total[rank])
 
-    def settle(self, row: Tensor) -> None:
+    def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""
         self.rows = self._parts = None
         self.scale = 1.0
-        self.shard.settle(row)
+        self.shard.hold_for_step(row)
 
     def sums(self) -> Tensor:
         """What ``hold`` was given, where the parameters are."""

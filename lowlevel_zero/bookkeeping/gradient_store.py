@@ -50,17 +50,15 @@ class GradientStore:
 
     def accumulate(self, bucket: Bucket, total: Tensor) -> None:
         """Take a reduced bucket as one more micro-batch: its sum, this rank's row or all."""
-        before = dict.fromkeys(map(self._bucket_of.get, bucket.planned.members))
-        if len(before) > 1:
-            self._merge(bucket, total)
-            return
-        (kept,) = before
-        if kept is None:
+        before = list(dict.fromkeys(map(self._bucket_of.get, bucket.planned.members)))
+        kept = before[0]
+        if len(before) > 1 or (kept is not None and kept.planned.members != bucket.planned.members):
+            self._merge(bucket, total, before)
+        elif kept is None:
             self._keep(bucket, total)
-        elif kept.planned.members == bucket.planned.members:
-            self._add(kept, total)
         else:
-            self._merge(bucket, total)
+            sums = self._raw(kept)
+            kept.hold(sums.add_(self._like(sums, total)), self._rank)
 
     def _keep(self, bucket: Bucket, total: Tensor) -> None:
         self._enter(bucket)
@@ -71,23 +69,17 @@ class GradientStore:
         self._buckets.append(bucket)
         self._bucket_of.update(dict.fromkeys(bucket.planned.members, bucket))
 
-    def _add(self, kept: Bucket, total: Tensor) -> None:
-        sums = self._raw(kept)
-        kept.hold(sums.add_(self._like(sums, total)), self._rank)
-
-    def _merge(self, bucket: Bucket, total: Tensor) -> None:
-        """Add, member by member, a bucket of other members than those that the sums so far are of."""
-        fresh = []
-        parts = {record.index: part for record, part in zip(bucket.records, bucket.split(total), strict=True)}
-        for record in bucket.records:
-            kept = self._bucket_of.get(record.index)
-            if kept is None:
-                fresh.append(record)
-            else:
+    def _merge(self, bucket: Bucket, total: Tensor, before: Sequence[Bucket | None]) -> None:
+        """Add, member by member, a bucket of other members than those that the sums ``before`` are of."""
+        parts = dict(zip(bucket.planned.members, bucket.split(total), strict=True))
+        for kept in before:
+            if kept is not None:
                 sums = self._raw(kept)
-                mine = kept.split(sums)[kept.planned.members.index(record.index)]
-                mine.add_(self._like(sums, parts[record.index]))
+                for index, part in zip(kept.planned.members, kept.split(sums), strict=True):
+                    if index in parts:
+                        part.add_(self._like(sums, parts[index]))
                 kept.hold(sums, self._rank)
+        fresh = [record for record in bucket.records if record.index not in self._bucket_of]
         if fresh:
             self._keep(_bucket_apart(fresh), torch.cat([parts[record.index] for record in fresh], dim=-1))
 
@@ -152,7 +144,7 @@ class GradientStore:
         """Make gradients of sums, averaged and unscaled by ``scale``, and show each ``p32`` its own as ``p32.grad``."""
         for bucket in self.sums():
             row = at_least_fp32(bucket.shard.to_step()).mul_(scale)
-            bucket.settle(row.to(bucket.records[0].p32.dtype))
+            bucket.hold_for_step(row.to(bucket.records[0].p32.dtype))
             for record in bucket.working():
                 record.p32.grad = bucket.part_of(record)
         self.exposed = True
@@ -175,7 +167,7 @@ class GradientStore:
         self._drop_empty()
         for bucket in self._buckets:
             self._clear_padding(bucket)
-            bucket.shard.settle(bucket.shard.row)
+            bucket.shard.hold_for_step(bucket.shard.row)
 
     def _edited(self) -> dict[int, Tensor]:
         """By index, what callers have assigned in place of the gradients that they were shown."""
@@ -193,7 +185,7 @@ class GradientStore:
         bucket = _bucket_apart([record])
         bucket.state = BucketState.REDUCED
         self._enter(bucket)
-        bucket.settle(gradient.clone())
+        bucket.hold_for_step(gradient.clone())
         record.worked = True
         record.p32.grad = bucket.part_of(record)
 

@@ -39,7 +39,7 @@ class DeviceShard:
         """Take another row, which is where the parameters are."""
         self.row = row
 
-    def settle(self, row: Tensor) -> None:
+    def hold_for_step(self, row: Tensor) -> None:
         """Take another row, which is where steps are taken."""
         self.row = row
 
@@ -74,7 +74,7 @@ class HostShard(DeviceShard):
         self._norm = _l2_norm(row)
         self.row, self._arrived = self._copies.down(row)
 
-    def settle(self, row: Tensor) -> None:
+    def hold_for_step(self, row: Tensor) -> None:
         """It is there."""
         self.row, self._arrived = row, Passed()
         self._norm = _l2_norm(row).to(self._device)

@@ -56,7 +56,7 @@ class ShardedParameter:
         is_empty: ``p`` has no elements, so that nothing of it travels.
         split: how its elements are shared.
         rank: the rank whose row is ours.
-        wire_dtype: the dtype of its bucket's buffer, or, with ``fp8``, of its sum.
+        communication_dtype: the dtype of its bucket's buffer, or, with ``fp8``, of its sum.
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
         worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
         arrived: ``p.grad`` holds what a backward has left there, if anything.
@@ -72,6 +72,7 @@ class ShardedParameter:
         "_offered",
         "address",
         "arrived",
+        "communication_dtype",
         "fp8",
         "group",
         "index",
@@ -89,7 +90,6 @@ class ShardedParameter:
         "split",
         "stepped",
         "version",
-        "wire_dtype",
         "worked",
     )
 
@@ -99,7 +99,7 @@ class ShardedParameter:
         p: nn.Parameter,
         split: EvenSplit,
         rank: int,
-        wire_dtype: torch.dtype | None = None,
+        communication_dtype: torch.dtype | None = None,
         fp8: bool = False,
     ) -> None:
         self.index, self.group, self.name, self.shard_group = place
@@ -108,7 +108,7 @@ class ShardedParameter:
         self.is_empty = p.numel() == 0
         self.split = split
         self.rank = rank
-        self.wire_dtype = wire_dtype or p.dtype
+        self.communication_dtype = communication_dtype or p.dtype
         self.fp8 = fp8
         self.padded = rehome(p, split)
         self.address = p.data_ptr()
@@ -125,7 +125,7 @@ class ShardedParameter:
     @property
     def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
         """What parameters must have in common to share a bucket."""
-        return self.padded.device, self.padded.dtype, self.wire_dtype, self.fp8
+        return self.padded.device, self.padded.dtype, self.communication_dtype, self.fp8
 
     @property
     def keeps_more(self) -> bool:

@@ -21,7 +21,7 @@ class Owned(NamedTuple):
     Attributes:
         name: as messages call it.
         shape: of ``p``.
-        dtype, wire_dtype: of ``p``, and of its gradient's way.
+        dtype, communication_dtype: of ``p``, and of its gradient's way.
         split: its elements over the ranks.
         group: index of its param group.
         p32_bytes, state_bytes: of this rank's master slice where it isn't its parameter's own row, and of its state.
@@ -30,7 +30,7 @@ class Owned(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    wire_dtype: torch.dtype
+    communication_dtype: torch.dtype
     split: EvenSplit
     group: int
     p32_bytes: int
@@ -253,7 +253,7 @@ def _parameters(shared: Shared, first_bucket: int, row_only: bool) -> Iterator[P
     for index, owned in enumerate(shared.owned):
         split, bucket_at = owned.split, shared.plan.bucket_of[index]
         reduced = split.slice_size * (1 if row_only else split.world_size)
-        sizes = (split.padded_numel * owned.dtype.itemsize, reduced * owned.wire_dtype.itemsize)
+        sizes = (split.padded_numel * owned.dtype.itemsize, reduced * owned.communication_dtype.itemsize)
         yield ParameterLayout(
             name=owned.name,
             shape=owned.shape,
@@ -270,7 +270,7 @@ def _parameters(shared: Shared, first_bucket: int, row_only: bool) -> Iterator[P
 
 
 def _bucket(bucket: PlannedBucket, shared: Shared, first: int, row_only: bool) -> BucketLayout:
-    dtype = shared.owned[bucket.members[0]].wire_dtype
+    dtype = shared.owned[bucket.members[0]].communication_dtype
     rows = len(shared.ranks)
     return BucketLayout(
         number=first + bucket.position,

@@ -46,7 +46,7 @@ def _owned(optimizer: ShardedOptimizer, group: ShardedGroup) -> list[Owned]:
             name=record.name,
             shape=tuple(record.p.shape),
             dtype=record.p.dtype,
-            wire_dtype=record.wire_dtype,
+            communication_dtype=record.communication_dtype,
             split=record.split,
             group=record.group,
             p32_bytes=0 if record.shares_storage else record.p32.nbytes,

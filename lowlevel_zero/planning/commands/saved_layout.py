@@ -83,9 +83,9 @@ def _order(settings: Settings, names: list[str]) -> list[int]:
 
 
 def _item(owned: Owned, options: ZeroOptions) -> Item:
-    wire, fp8 = owned.wire_dtype, options.in_fp8(owned.split.numel, owned.split.world_size)
-    alignment = alignment_of(wire, options.pad_buckets_for_high_nccl_busbw)
-    return Item(owned.split, (owned.dtype, wire, fp8), owned.dtype == wire, fp8, alignment)
+    dtype, fp8 = owned.communication_dtype, options.in_fp8(owned.split.numel, owned.split.world_size)
+    alignment = alignment_of(dtype, options.pad_buckets_for_high_nccl_busbw)
+    return Item(owned.split, (owned.dtype, dtype, fp8), owned.dtype == dtype, fp8, alignment)
 
 
 def _owned(checkpoint: WholeCheckpoint, name: str, world_size: int, options: ZeroOptions) -> Owned:
@@ -98,7 +98,7 @@ def _owned(checkpoint: WholeCheckpoint, name: str, world_size: int, options: Zer
         name=name,
         shape=entry.shape,
         dtype=dtype,
-        wire_dtype=options.communication_dtype or dtype,
+        communication_dtype=options.communication_dtype or dtype,
         split=split,
         group=entry.group or 0,
         p32_bytes=split.slice_size * master.itemsize if copied else 0,
