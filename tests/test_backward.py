@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.internals import as_on_a_device, with_and_without_detection
+from tests.support.numbers import trained
 from tests.support.oracle import check_close, worst
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
@@ -116,13 +117,10 @@ class Case(NamedTuple):
 
 
 def check_each(cases: Mapping[str, Case], subtests: pytest.Subtests) -> None:
-    """``check`` of each, those of one world size in one launch."""
-    for world_size in sorted({case.world_size for case in cases.values()}):
-        named = {name: case for name, case in cases.items() if case.world_size == world_size}
-        done = run_cases(train_both, world_size, [(case,) for case in named.values()], timeout=TIMEOUT)
-        for name, ((case,), ran) in zip(named, done, strict=True):
-            with subtests.test(name):
-                judge(case, ran.values())
+    """``check`` of each."""
+    for name, case, ran in trained(cases, train_both, timeout=TIMEOUT):
+        with subtests.test(name):
+            judge(case, ran.values())
 
 
 def check(script: Script, world_size: int = 2, **options: Any) -> None:
@@ -1075,11 +1073,11 @@ def test_training_goes_on_after_loading_the_own_state(subtests: pytest.Subtests)
 
 
 def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(subtests: pytest.Subtests) -> None:
-    def live(rank: int, world_size: int, way: str, trained: bool) -> tuple[bool, bool, bool]:
+    def live(rank: int, world_size: int, way: str, used: bool) -> tuple[bool, bool, bool]:
         model = net()
         side = Together(rank, **WAYS[way])
         optimizer = side.wrap(momentum(model), model)
-        if trained:
+        if used:
             side.backward(optimizer, loss_at(model, 0)(rank))
             optimizer.step()
         gc.collect()
@@ -1094,8 +1092,8 @@ def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along
         assert all(p.grad is not None for p in model.parameters())
         return gone
 
-    for (way, trained), ran in run_cases(live, 2, product(WAYS, (True, False))):
-        with subtests.test(way=way, trained=trained):
+    for (way, used), ran in run_cases(live, 2, product(WAYS, (True, False))):
+        with subtests.test(way=way, used=used):
             assert ran.values() == [(True, True, True)] * 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,28 +19,36 @@ from tests.support.experts import (
     Mixture,
     Run,
     check,
+    judge,
     lay_out,
     loss_of,
     prepare,
     sgd,
+    train_spread,
     train_step,
     whole_name,
     wrap,
 )
-from tests.support.patching import patch_rank
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.numbers import trained
+from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
 LAYOUTS = {"2 ranks, 2 experts each": (2, 2), "2x2 ranks, 2 experts each": (4, 2), "4 ranks, 1 expert each": (4, 4)}
 
 SCALING = {"initial_scale": 2.0**7, "hysteresis": 1, "growth_interval": 1}
 
 
-@pytest.mark.parametrize("stage_2", [False, True], ids=["stage 1", "stage 2"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_train_as_in_one_process(layout: str, stage_2: bool) -> None:
-    world_size, size = LAYOUTS[layout]
-    run = Run(world_size, size, clip=0.1, options={"partition_grad": stage_2, "reduce_bucket_size": 60})
-    check(run, 2e-5)
+STAGES = {"stage 1": {"partition_grad": False}, "stage 2": {"partition_grad": True}}
+
+
+def test_experts_train_as_in_one_process(subtests: pytest.Subtests) -> None:
+    def of(layout: str, stage: str) -> Run:
+        world_size, size = LAYOUTS[layout]
+        return Run(world_size, size, clip=0.1, options={"reduce_bucket_size": 60, **STAGES[stage]})
+
+    runs = {f"{layout}, {stage}": of(layout, stage) for layout, stage in product(LAYOUTS, STAGES)}
+    for name, run, ran in trained(runs, train_spread):
+        with subtests.test(name):
+            judge(run, ran.values(), 2e-5)
 
 
 def drops(step: int, rank: int) -> set[int]:
@@ -71,16 +80,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_to_train(way: str) -> None:
-    check(Run(4, 2, **WAYS[way]), 2e-5)
+def test_other_ways_to_train(subtests: pytest.Subtests) -> None:
+    for name, run, ran in trained({way: Run(4, 2, **settings) for way, settings in WAYS.items()}, train_spread):
+        with subtests.test(name):
+            judge(run, ran.values(), 2e-5)
 
 
-@pytest.mark.parametrize("stage_2", [False, True], ids=["stage 1", "stage 2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bit_experts(dtype: torch.dtype, stage_2: bool) -> None:
-    options = {"partition_grad": stage_2, "initial_scale": 2.0**7}
-    check(Run(4, 2, dtype=dtype, options=options), 4 * torch.finfo(dtype).eps)
+def test_sixteen_bit_experts(subtests: pytest.Subtests) -> None:
+    def of(dtype: torch.dtype, stage: str) -> Run:
+        return Run(4, 2, dtype=dtype, options={"initial_scale": 2.0**7, **STAGES[stage]})
+
+    cases = product((torch.bfloat16, torch.float16), STAGES)
+    for name, run, ran in trained({f"{dtype}, {stage}": of(dtype, stage) for dtype, stage in cases}, train_spread):
+        with subtests.test(name):
+            judge(run, ran.values(), 4 * torch.finfo(run.dtype).eps)
 
 
 def test_gradients_of_an_optimizer_without_a_kernel_of_its_own() -> None:
@@ -184,12 +197,10 @@ def test_experts_without_twins_send_nothing() -> None:
         assert min(dense.values()) > max(experts.values()) == 0
 
 
-@pytest.mark.parametrize("as_on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("bare", [False, True], ids=["driven", "bare"])
-def test_on_a_device_groups_take_turns(bare: bool, as_on_device: bool) -> None:
+def test_on_a_device_groups_take_turns(subtests: pytest.Subtests) -> None:
     """Its communicators want one order on all ranks, whose gradients may come in another one on each."""
 
-    def rank(rank: int, world_size: int) -> list[int]:
+    def rank(rank: int, world_size: int, bare: bool, as_on_device: bool) -> list[int]:
         started: list[int] = []
         start = ShardGroup.all_reduce
 
@@ -197,16 +208,19 @@ def test_on_a_device_groups_take_turns(bare: bool, as_on_device: bool) -> None:
             started.append(group.ranks)
             return start(group, *arguments)
 
-        patch_rank(ShardGroup, "all_reduce", noted)
         run = Run(2, 2, bare=bare, as_on_device=as_on_device, options={"reduce_bucket_size": 1})
-        trained = prepare(rank, run)
-        train_step(trained, run, 0, rank)
-        trained.optimizer.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShardGroup, "all_reduce", noted)
+            trained = prepare(rank, run)
+            train_step(trained, run, 0, rank)
+            trained.optimizer.step()
         return started
 
-    for started in run_ranks(rank, 2):
-        assert set(started) == {1, 2}
-        assert (started == sorted(started, reverse=True)) == as_on_device
+    for (bare, as_on_device), ran in run_cases(rank, 2, product((False, True), (False, True))):
+        with subtests.test(bare=bare, as_on_device=as_on_device):
+            for started in ran.values():
+                assert set(started) == {1, 2}
+                assert (started == sorted(started, reverse=True)) == as_on_device
 
 
 # ---- state ----
@@ -364,12 +378,17 @@ MISTAKES: dict[str, tuple[Callable[[int, Mixture, Any], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_bad_mapping(mistake: str) -> None:
-    change, error, message = MISTAKES[mistake]
-    for raised in run_ranks_expecting(_bad(change), 2, timeout=20):
-        assert raised.type == error
-        assert message in raised.message
+def test_a_bad_mapping(subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, mistake: str) -> None:
+        change, _, _ = MISTAKES[mistake]
+        _bad(change)(rank, world_size)
+
+    for (mistake,), ran in run_cases_expecting(rank, 2, [(mistake,) for mistake in MISTAKES], timeout=20):
+        with subtests.test(mistake):
+            _, error, message = MISTAKES[mistake]
+            for raised in ran.raised():
+                assert raised.type == error
+                assert message in raised.message
 
 
 def test_what_one_rank_has_wrong_all_refuse() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,12 +13,11 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.judging import check_run, check_share
-from tests.support.numbers import joined, share_of
+from tests.support.numbers import joined, share_of, trained
 from tests.support.oracle import Result, Run, build, emulate, groups, loss_of, train_alone, train_sharded
-from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
-over_stages = pytest.mark.parametrize("stage", STAGES)
 
 Edit = Callable[[LowLevelZeroOptimizer], None]
 
@@ -106,9 +106,15 @@ def test_edited_slices_are_what_is_stepped(world_size: int, edit: Edit, subtests
             check_run(edited, [(parameters, norms) for parameters, _, norms in ran.values()], by=squashed)
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind", "options"),
-    [
+def kernel(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
+    if kind == "momentum":
+        return lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+    settings = {"fused": kind == "fused", "foreach": kind == "foreach"}
+    return lambda params: torch.optim.AdamW(params, lr=1e-2, **settings)
+
+
+def test_with_every_option_and_kernel(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[str, str, dict[str, Any]]] = [
         ("stage 1", "fused", {"overlap_allgather": True}),
         ("stage 2", "momentum", {"overlap_allgather": True, "reduce_bucket_size": 1}),
         ("stage 1", "momentum", {"cpu_offload": True}),
@@ -116,62 +122,66 @@ def test_edited_slices_are_what_is_stepped(world_size: int, edit: Edit, subtests
         ("stage 1", "foreach", {"overlap_communication": False, "reduce_bucket_size": 1}),
         ("stage 2", "momentum", {"communication_dtype": torch.bfloat16}),
         ("stage 2", "fused", {"gradient_predivide_factor": 3, "pad_buckets_for_high_nccl_busbw": True}),
-    ],
-)
-def test_with_every_option_and_kernel(stage: str, kind: str, options: dict[str, Any]) -> None:
-    def make(params: Any) -> torch.optim.Optimizer:
-        if kind == "momentum":
-            return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
-        return torch.optim.AdamW(params, lr=1e-2, fused=kind == "fused", foreach=kind == "foreach")
+    ]
+    runs = {
+        f"{stage}, {kind}, {options}": Run(2, 4, drop=dropping, optimizer=kernel(kind), options=options).with_options(
+            **STAGES[stage]
+        )
+        for stage, kind, options in cases
+    }
+    for name, run, ran in trained(runs, train, in_place):
+        with subtests.test(name):
+            ranks = [(parameters, norms) for parameters, _, norms in ran.values()]
+            if "communication_dtype" in run.options:
+                check_share(run, ranks, share_of(torch.bfloat16, 2), by=squashed)
+            else:
+                check_run(run, ranks, by=squashed)
 
-    run = Run(2, 4, drop=dropping, optimizer=make)
-    got = run_ranks(train, 2, run.with_options(**options, **STAGES[stage]), in_place)
-    ranks = [(parameters, norms) for parameters, _, norms in got]
-    if "communication_dtype" in options:
-        check_share(run, ranks, share_of(torch.bfloat16, 2), by=squashed)
-    else:
-        check_run(run, ranks, by=squashed)
 
-
-@pytest.mark.parametrize(
-    ("world_size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (2, torch.float16)], ids=str
-)
-@over_stages
-def test_unedited_ones_are_what_a_step_would_have_taken(stage: str, world_size: int, dtype: torch.dtype) -> None:
+def test_unedited_ones_are_what_a_step_would_have_taken(subtests: pytest.Subtests) -> None:
     """Bit for bit; the norm to the rounding of the average."""
     foreach = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=True)  # noqa: E731
-    run = Run(world_size, 4, 2, dtype, dropping, optimizer=foreach).with_options(initial_scale=2.0**8, **STAGES[stage])
 
-    def both(rank: int, world_size: int) -> tuple[Any, Any]:
+    def of(world_size: int, dtype: torch.dtype, stage: str) -> Run:
+        run = Run(world_size, 4, 2, dtype, dropping, optimizer=foreach)
+        return run.with_options(initial_scale=2.0**8, **STAGES[stage])
+
+    def both(rank: int, world_size: int, run: Run) -> tuple[Any, Any]:
         return train(rank, world_size, run, untouched), train_sharded(rank, world_size, run)
 
-    for (got, _, norms), (expected, expected_norms) in run_ranks(both, world_size):
-        assert all(torch.equal(got[name], value) for name, value in expected.items())
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
+    places = [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (2, torch.float16)]
+    cases = product(places, STAGES)
+    runs = {f"{size} ranks, {dtype}, {stage}": of(size, dtype, stage) for (size, dtype), stage in cases}
+    for name, _, ran in trained(runs, both):
+        with subtests.test(name):
+            for (got, _, norms), (expected, expected_norms) in ran.values():
+                assert all(torch.equal(got[key], value) for key, value in expected.items())
+                assert norms == pytest.approx(expected_norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("master_weights", [True, False])
-def test_16_bit_models_edit_slices_of_their_masters_dtype(dtype: torch.dtype, master_weights: bool) -> None:
-    options = {"initial_scale": 2.0**10, "partition_grad": True, "master_weights": master_weights}
-    run = Run(2, 4, 2, dtype, dropping, seed=1, options=options)  # of which each parameter goes somewhere
-    ranks = run_ranks(train, 2, run, in_place)
-    masters = joined([slices for _, slices, _ in ranks], dict(build(run).named_parameters()))
-    assert {own.dtype for own in masters.values()} == {torch.float32 if master_weights else dtype}
-    share = share_of(dtype, 2) * (1 if master_weights else 2)  # one more rounding a step
-    check_share(run, [(masters, norms) for _, _, norms in ranks], share, by=lambda run: squashed(run, emulate))
+def test_16_bit_models_edit_slices_of_their_masters_dtype(subtests: pytest.Subtests) -> None:
+    def of(dtype: torch.dtype, master_weights: bool) -> Run:
+        options = {"initial_scale": 2.0**10, "partition_grad": True, "master_weights": master_weights}
+        return Run(2, 4, 2, dtype, dropping, seed=1, options=options)  # of which each parameter goes somewhere
+
+    cases = product((torch.bfloat16, torch.float16), (True, False))
+    runs = {f"{dtype}, masters {masters}": of(dtype, masters) for dtype, masters in cases}
+    for name, run, ran in trained(runs, train, in_place):
+        with subtests.test(name):
+            ranks = ran.values()
+            masters = joined([slices for _, slices, _ in ranks], dict(build(run).named_parameters()))
+            wide = run.options["master_weights"]
+            assert {own.dtype for own in masters.values()} == {torch.float32 if wide else run.dtype}
+            share = share_of(run.dtype, 2) * (1 if wide else 2)  # one more rounding a step
+            check_share(run, [(masters, norms) for _, _, norms in ranks], share, by=lambda run: squashed(run, emulate))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "offload"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
-    ids=str,
-)
-@over_stages
-def test_slices_have_the_averaged_unscaled_gradient(stage: str, dtype: torch.dtype, offload: bool) -> None:
-    run = Run(2, 1, 2, dtype, dropping).with_options(cpu_offload=offload, initial_scale=2.0**8, **STAGES[stage])
+def test_slices_have_the_averaged_unscaled_gradient(subtests: pytest.Subtests) -> None:
+    def of(dtype: torch.dtype, offload: bool, stage: str) -> Run:
+        run = Run(2, 1, 2, dtype, dropping)
+        return run.with_options(cpu_offload=offload, initial_scale=2.0**8, **STAGES[stage])
 
-    def look(rank: int, world_size: int) -> None:
+    def look(rank: int, world_size: int, run: Run) -> None:
         model = build(run)
         optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **run.options)
         for micro in range(2):
@@ -190,13 +200,18 @@ def test_slices_have_the_averaged_unscaled_gradient(stage: str, dtype: torch.dty
             flat = torch.zeros(own.numel() * world_size)
             flat[: p.numel()] = optimizer.sharded_parameters[p].flatten(whole)
             torch.testing.assert_close(
-                own, flat.chunk(world_size)[rank], rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
+                own, flat.chunk(world_size)[rank], rtol=1e-2 if run.dtype != torch.float32 else 1e-6, atol=1e-6
             )
             assert torch.equal(optimizer.get_param_grad(p), whole)
         dropped = [name for name, gradient in before.items() if gradient is None]
         assert "layers.2.weight" in dropped
 
-    run_ranks(look, 2)
+    kinds = [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+    cases = product(kinds, STAGES)
+    runs = {f"{dtype}, offload {offload}, {stage}": of(dtype, offload, stage) for (dtype, offload), stage in cases}
+    for name, _, ran in trained(runs, look):
+        with subtests.test(name):
+            ran.values()
 
 
 # Editing
@@ -222,9 +237,8 @@ def two(rank: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[
     return model, optimizer
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_gradients_may_be_taken_away_added_and_exchanged(offload: bool) -> None:
-    def work(rank: int, world_size: int) -> None:
+def test_gradients_may_be_taken_away_added_and_exchanged(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, offload: bool) -> None:
         model, optimizer = two(rank, cpu_offload=offload)
         optimizer.synchronize()
         used, other, dropped = slices(optimizer)
@@ -250,13 +264,13 @@ def test_gradients_may_be_taken_away_added_and_exchanged(offload: bool) -> None:
         assert model.other.tolist() == [value - 3.5 for value in range(5)]
         assert optimizer.get_grad_norm() == pytest.approx(20**0.5)
 
-    run_ranks(work, 2)
+    for (offload,), ran in run_cases(work, 2, [(False,), (True,)]):
+        with subtests.test(offload=offload):
+            ran.values()
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("by_option", [False, True])
-def test_edited_gradients_are_clipped_by_their_global_norm(by_option: bool, offload: bool) -> None:
-    def work(rank: int, world_size: int) -> None:
+def test_edited_gradients_are_clipped_by_their_global_norm(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, by_option: bool, offload: bool) -> None:
         clip = {"clip_grad_norm": 1.0} if by_option else {}
         model, optimizer = two(rank, cpu_offload=offload, **clip)
         optimizer.synchronize()
@@ -274,15 +288,14 @@ def test_edited_gradients_are_clipped_by_their_global_norm(by_option: bool, offl
         torch.testing.assert_close(model.used.detach(), torch.arange(5.0) - 3 * 125**-0.5)
         torch.testing.assert_close(model.other.detach(), torch.arange(5.0) - 4 * 125**-0.5)
 
-    run_ranks(work, 2)  # five elements: the sixth is padding, which an edit may reach and nobody may count
+    # Five elements on two ranks: the sixth is padding, which an edit may reach and nobody may count.
+    for (by_option, offload), ran in run_cases(work, 2, product((False, True), (False, True))):
+        with subtests.test(by_option=by_option, offload=offload):
+            ran.values()
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload", "fused"),
-    [("stage 1", False, True), ("stage 2", False, True), ("stage 2", False, False), ("stage 1", True, False)],
-)
-def test_an_overflow_skips_the_step_whatever_became_of_it(stage: str, offload: bool, fused: bool) -> None:
-    def work(rank: int, world_size: int) -> None:
+def test_an_overflow_skips_the_step_whatever_became_of_it(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, stage: str, offload: bool, fused: bool) -> None:
         model = Two().half()
         adam = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
         options = {"initial_scale": 4, "hysteresis": 1, "cpu_offload": offload, **STAGES[stage]}
@@ -306,7 +319,10 @@ def test_an_overflow_skips_the_step_whatever_became_of_it(stage: str, offload: b
         assert not torch.equal(before[0], model.used)
         assert torch.equal(before[2], model.dropped)
 
-    run_ranks(work, 2)
+    cases = [("stage 1", False, True), ("stage 2", False, True), ("stage 2", False, False), ("stage 1", True, False)]
+    for (stage, offload, fused), ran in run_cases(work, 2, cases):
+        with subtests.test(stage=stage, offload=offload, fused=fused):
+            ran.values()
 
 
 # What begins anew
@@ -407,7 +423,9 @@ def without_sync(model: Two, optimizer: LowLevelZeroOptimizer) -> None:
         optimizer.synchronize()
 
 
-MISTAKES: list[tuple[Callable[[Two, LowLevelZeroOptimizer], None], str]] = [
+Mistake = Callable[[Two, LowLevelZeroOptimizer], None]
+
+MISTAKES: list[tuple[Mistake, str]] = [
     (twice, "expected step or zero_grad after synchronize(), got another synchronize()"),
     (step_that_synchronizes, "with optimizer.skip_synchronize(): optimizer.step()"),
     (driven_backward, "call synchronize() after the last backward of a step"),
@@ -418,11 +436,19 @@ MISTAKES: list[tuple[Callable[[Two, LowLevelZeroOptimizer], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("mistake", "message"), MISTAKES)
-def test_a_mistake_is_refused_on_all_ranks(mistake: Any, message: str) -> None:
-    for error in run_ranks_expecting(lambda rank, _: mistake(*two(rank)), 2):
-        assert error.type == "RuntimeError"
-        assert message in error.message
+def test_a_mistake_is_refused_on_all_ranks(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, mistake: Mistake, message: str) -> None:
+        model, optimizer = two(rank)
+        try:
+            mistake(model, optimizer)
+        finally:
+            optimizer.zero_grad()  # ends what is under way
+
+    for (mistake, message), ran in run_cases_expecting(work, 2, MISTAKES):
+        with subtests.test(mistake.__name__):
+            for error in ran.raised():
+                assert error.type == "RuntimeError"
+                assert message in error.message
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

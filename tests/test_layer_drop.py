@@ -18,7 +18,7 @@ from tests.support.internals import with_and_without_detection
 from tests.support.judging import check_norms, check_run
 from tests.support.numbers import trained
 from tests.support.oracle import Odd, Result, Run, batch, check_close, groups
-from tests.support.ranks import Ran, run_cases, run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 STAGES: dict[str, dict[str, Any]] = {
@@ -123,21 +123,13 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def each(runs: Mapping[str, Training], do: Callable[..., Any], *args: Any) -> Iterator[tuple[str, Training, Ran]]:
-    """``do`` each, those of one world size in one launch; give each with its name and what became of it."""
-    for world_size in sorted({run.world_size for run in runs.values()}):
-        named = [(name, run) for name, run in runs.items() if run.world_size == world_size]
-        done = run_cases(do, world_size, [(run, *args) for _, run in named], timeout=TIMEOUT)
-        yield from ((name, run, ran) for (name, run), (_, ran) in zip(named, done, strict=True))
-
-
 def in_all_stages(run: Training) -> dict[str, Training]:
     return {stage: replace(run, options={**run.options, **options}) for stage, options in STAGES.items()}
 
 
 def check(runs: Mapping[str, Training], subtests: pytest.Subtests, tolerance: float = 2e-6) -> None:
     """The oracle's numbers, whether the ranks find out beforehand what a backward will use or not."""
-    for name, run, ran in each(runs, with_and_without_detection(sharded)):
+    for name, run, ran in trained(runs, with_and_without_detection(sharded), timeout=TIMEOUT):
         with subtests.test(name):
             expected, norms = alone(run)
             for ranks in zip(*ran.values(), strict=True):
@@ -262,7 +254,9 @@ def test_a_bare_backward_after_the_optimizer_s_own_on_one_rank_alone(subtests: p
         return Training(rounds, world_size, steps=3, options=STAGES[stage])
 
     cases = [(1, "stage1"), (2, "stage1"), (3, "stage2")]
-    for name, run, ran in each({f"{size} ranks, {stage}": of(size, stage) for size, stage in cases}, train):
+    for name, run, ran in trained(
+        {f"{size} ranks, {stage}": of(size, stage) for size, stage in cases}, train, timeout=TIMEOUT
+    ):
         with subtests.test(name):
             check_close(alone(run)[0], ran.values(), 2e-6)
 
@@ -289,9 +283,9 @@ def test_gradients_of_one_rank_alone_can_be_discarded(subtests: pytest.Subtests)
         (replace(run, bare=WAYS[way], options=STAGES[stage]), when, set_to_none)
         for (way, when, stage), set_to_none in product(starts, (True, False))
     ]
-    for (each_run, when, set_to_none), ran in run_cases(train, 2, cases, timeout=TIMEOUT):
-        with subtests.test(bare=each_run.bare, options=each_run.options, when=when, set_to_none=set_to_none):
-            check_close(alone(each_run)[0], ran.values(), 2e-6)
+    for (own, when, set_to_none), ran in run_cases(train, 2, cases, timeout=TIMEOUT):
+        with subtests.test(bare=own.bare, options=own.options, when=when, set_to_none=set_to_none):
+            check_close(alone(own)[0], ran.values(), 2e-6)
 
 
 def test_a_group_can_be_added_while_one_rank_alone_has_gradients(subtests: pytest.Subtests) -> None:
@@ -310,7 +304,7 @@ def test_a_group_can_be_added_while_one_rank_alone_has_gradients(subtests: pytes
     backwards_alone(run, expected, 0)
     torch.optim.SGD([*expected.layers.parameters(), expected.scale], lr=0.1).step()
     runs = {stage: replace(run, options=STAGES[stage]) for stage in ("stage1", "stage2")}
-    for name, _, ran in each(runs, with_and_without_detection(train)):
+    for name, _, ran in trained(runs, with_and_without_detection(train), timeout=TIMEOUT):
         with subtests.test(name):
             for ranks in zip(*ran.values(), strict=True):
                 check_close(parameters_of(expected), ranks, 2e-6)
@@ -330,7 +324,7 @@ def test_clipping_by_hand_when_one_rank_alone_has_gradients(subtests: pytest.Sub
     backwards_alone(run, expected, 0)
     norm = float(torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1))
     run.optimizer(expected).step()
-    for name, _, ran in each(in_all_stages(run), train):
+    for name, _, ran in trained(in_all_stages(run), train, timeout=TIMEOUT):
         with subtests.test(name):
             ranks = ran.values()
             assert [got for _, got in ranks] == pytest.approx([norm] * 3, rel=1e-5)
@@ -387,7 +381,7 @@ def test_a_layer_that_nobody_used_stays_bit_for_bit(subtests: pytest.Subtests) -
     places = [(1, "stage2"), (2, "stage1"), (3, "stage1-scatter"), (3, "stage2"), (4, "stage1")]
     cases = product(places, (torch.float32, torch.bfloat16))
     runs = {f"{size} ranks, {stage}, {dtype}": of(size, stage, dtype) for (size, stage), dtype in cases}
-    for name, _, ran in each(runs, train_and_watch, "layers.1"):
+    for name, _, ran in trained(runs, train_and_watch, "layers.1", timeout=TIMEOUT):
         with subtests.test(name):
             for seen in ran.values():
                 check_still_when_absent(seen)
@@ -408,7 +402,7 @@ def test_a_layer_that_was_never_used_has_no_state(subtests: pytest.Subtests) -> 
         return Training(rounds, 2, bare=WAYS[way], weight_decay=0.5, options=STAGES[stage])
 
     runs = {f"{stage}, {way}": of(way, stage) for way, stage in product(WAYS, STAGES)}
-    for name, _, ran in each(runs, train_and_watch, "layers.2"):
+    for name, _, ran in trained(runs, train_and_watch, "layers.2", timeout=TIMEOUT):
         with subtests.test(name):
             for start, held in ((seen[0], held) for seen in ran.values() for held in seen):
                 for key, tensors in held.items():
@@ -434,7 +428,7 @@ def test_a_layer_that_was_never_used_is_not_in_the_state_dict() -> None:
 
 def test_what_one_rank_used_moves_on_all(subtests: pytest.Subtests) -> None:
     run = Training(lambda step, rank: [set() if rank == 1 else {2}], 3, steps=2, kind=ADAMW)
-    for name, _, ran in each(in_all_stages(run), train_and_watch, "layers.2.weight"):
+    for name, _, ran in trained(in_all_stages(run), train_and_watch, "layers.2.weight", timeout=TIMEOUT):
         with subtests.test(name):
             for seen in ran.values():
                 for before, after in pairwise(seen):
@@ -444,7 +438,7 @@ def test_what_one_rank_used_moves_on_all(subtests: pytest.Subtests) -> None:
 
 def test_nobody_used_anything(subtests: pytest.Subtests) -> None:
     run = Training(lambda step, rank: [None], 2, steps=3)
-    for name, _, ran in each(in_all_stages(run), train_and_watch, ""):
+    for name, _, ran in trained(in_all_stages(run), train_and_watch, "", timeout=TIMEOUT):
         with subtests.test(name):
             for start, held in ((seen[0], held) for seen in ran.values() for held in seen):
                 assert all(same_bits(tensors, start[key]) for key, tensors in held.items())
@@ -493,7 +487,7 @@ def test_gradient_of_a_parameter_is_the_oracle_s_or_none(subtests: pytest.Subtes
 
     cases = product((2, 3), STAGES, WAYS)
     runs = {f"{size} ranks, {stage}, {way}": of(size, stage, way) for size, stage, way in cases}
-    for name, run, ran in each(runs, sharded_gradients):
+    for name, run, ran in trained(runs, sharded_gradients, timeout=TIMEOUT):
         with subtests.test(name):
             expected = gradients_alone(run)
             nobodys = {key for key, gradient in expected.items() if gradient is None}
@@ -509,7 +503,9 @@ def test_gradient_of_a_sixteen_bit_parameter_is_unscaled_and_in_its_dtype(subtes
         return Training(PARTLY, 2, dtype=dtype, options={**STAGES[stage], "initial_scale": 256.0})
 
     cases = product(STAGES, (torch.bfloat16, torch.float16))
-    for name, run, ran in each({f"{stage}, {dtype}": of(stage, dtype) for stage, dtype in cases}, sharded_gradients):
+    for name, run, ran in trained(
+        {f"{stage}, {dtype}": of(stage, dtype) for stage, dtype in cases}, sharded_gradients, timeout=TIMEOUT
+    ):
         with subtests.test(name):
             expected = gradients_alone(run)
             for after_backward, _, _ in ran.values():
@@ -520,7 +516,7 @@ def test_gradient_of_a_sixteen_bit_parameter_is_unscaled_and_in_its_dtype(subtes
 def test_gradient_when_one_rank_alone_has_any(subtests: pytest.Subtests) -> None:
     run = Training(lambda step, rank: [{1}] if rank == 1 else [None], 2, bare=True)
     expected = gradients_alone(run)
-    for name, _, ran in each(in_all_stages(run), sharded_gradients):
+    for name, _, ran in trained(in_all_stages(run), sharded_gradients, timeout=TIMEOUT):
         with subtests.test(name):
             for after_backward, _, _ in ran.values():
                 check_gradients(expected, after_backward, 1e-6)

@@ -29,7 +29,7 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import Mark, Streams
 from tests.support.judging import check_run, off_the_way
-from tests.support.numbers import DROPS, STAGES, adagrad, check_sixteen_bits, share_of
+from tests.support.numbers import DROPS, STAGES, adagrad, check_masters, masters_of, share_of, trained
 from tests.support.oracle import (
     Run,
     Trained,
@@ -42,7 +42,7 @@ from tests.support.oracle import (
     train_rank,
     train_sharded,
 )
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 from tests.support.two_devices import DEVICE, HOST, TwoDevices
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -57,53 +57,52 @@ WAYS: dict[str, dict[str, Any]] = {
 OFFLOADED = {"cpu_offload": True, "reduce_bucket_size": 50}
 
 
-@pytest.mark.parametrize(("way", "stage"), list(product(WAYS, STAGES)))
-def test_fp32(way: str, stage: str) -> None:
-    run = Run(**WAYS[way]).with_options(**STAGES[stage], **OFFLOADED)
-    check_run(run, run_ranks(train_sharded, run.world_size, run))
+def test_fp32(subtests: pytest.Subtests) -> None:
+    def of(way: str, stage: str) -> Run:
+        return Run(**WAYS[way]).with_options(**STAGES[stage], **OFFLOADED)
+
+    for name, run, ran in trained({f"{way}, {stage}": of(way, stage) for way, stage in product(WAYS, STAGES)}):
+        with subtests.test(name):
+            check_run(run, ran.values())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "stage", "way"),
-    [
-        (1, "bfloat16", "stage1", "thrice"),
-        (2, "bfloat16", "stage2", "adamw-clip"),
-        (2, "float16", "stage1", "thrice"),
-        (3, "float16", "stage2", "adamw-clip"),
-        (3, "bfloat16", "stage1-scatter", "drop"),
-    ],
-)
-def test_sixteen_bits(world_size: int, dtype: str, stage: str, way: str) -> None:
-    run = Run(world_size=world_size, dtype=getattr(torch, dtype), **WAYS[way])
-    run = run.with_options(**STAGES[stage], **OFFLOADED, initial_scale=256.0)
-    check_sixteen_bits(run, share_of(run.dtype, world_size))
+def test_sixteen_bits(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, dtype: torch.dtype, stage: str, way: str) -> Run:
+        run = Run(world_size=world_size, dtype=dtype, **WAYS[way])
+        return run.with_options(**STAGES[stage], **OFFLOADED, initial_scale=256.0)
+
+    cases = [
+        (1, torch.bfloat16, "stage1", "thrice"),
+        (2, torch.bfloat16, "stage2", "adamw-clip"),
+        (2, torch.float16, "stage1", "thrice"),
+        (3, torch.float16, "stage2", "adamw-clip"),
+        (3, torch.bfloat16, "stage1-scatter", "drop"),
+    ]
+    for name, run, ran in trained({str(case): of(*case) for case in cases}, masters_of):
+        with subtests.test(name):
+            check_masters(run, ran.values(), share_of(run.dtype, run.world_size))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"partition_grad": True},
-        {"overlap_allgather": True},
-        {"communication_dtype": torch.bfloat16},
-        {"dtype": torch.bfloat16, "master_weights": False},
-        {"dtype": torch.float64, "clip": 0.3},
-        {"overlap_communication": False},
-    ],
-    ids=str,
-)
-def test_not_a_bit_differs_from_a_run_without(options: dict[str, Any]) -> None:
+def test_not_a_bit_differs_from_a_run_without(subtests: pytest.Subtests) -> None:
     """With the kernel that offloading would choose, everything is the same arithmetic in the same order."""
-    options = dict(options)
-    run = Run(dtype=options.pop("dtype", torch.float32), clip=options.pop("clip", 0.0), micro_batches=2)
-    run = replace(run, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True)).with_options(
-        reduce_bucket_size=50, **options
-    )
 
-    def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    def train(rank: int, world_size: int, run: Run) -> list[dict[str, Tensor]]:
         return [train_sharded(rank, world_size, each)[0] for each in (run, run.with_options(cpu_offload=True))]
 
-    for plain, offloaded in run_ranks(train, 2):
-        check_close(plain, [plain, offloaded], 0.0)
+    run = Run(micro_batches=2, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True))
+    runs = {
+        "stage 2": run.with_options(partition_grad=True),
+        "overlapped gather": run.with_options(overlap_allgather=True),
+        "bf16 communicated": run.with_options(communication_dtype=torch.bfloat16),
+        "bf16 without masters": replace(run, dtype=torch.bfloat16).with_options(master_weights=False),
+        "fp64, clipped": replace(run, dtype=torch.float64, clip=0.3),
+        "no overlap": run.with_options(overlap_communication=False),
+    }
+    runs = {name: each.with_options(reduce_bucket_size=50) for name, each in runs.items()}
+    for name, _, ran in trained(runs, train):
+        with subtests.test(name):
+            for plain, offloaded in ran.values():
+                check_close(plain, [plain, offloaded], 0.0)
 
 
 def test_masters_are_copies_and_gradients_arrive_beside_them() -> None:
@@ -168,34 +167,40 @@ def on_two_devices(monkeypatch: pytest.MonkeyPatch, mode: TwoDevices) -> None:
     monkeypatch.setattr(ShardedParameter, "row_for_master", mode.crossing(HOST, ShardedParameter.row_for_master))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_no_operation_mixes_tensors_of_two_devices(monkeypatch: pytest.MonkeyPatch, dtype: str, stage: str) -> None:
-    def work(rank: int, world_size: int) -> None:
-        mode = TwoDevices()
-        on_two_devices(monkeypatch, mode)
-        run = Run(dtype=getattr(torch, dtype)).with_options(**STAGES[stage], **OFFLOADED, clip_grad_norm=0.3)
-        model = build(run)
-        for p in model.parameters():
-            mode.put(p, DEVICE)
-        with mode:
-            optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, initial_scale=64.0, **run.options)
-            masters = optimizer.get_working_to_master_map()
-            for step in range(3):
-                for micro in range(2):
-                    optimizer.backward(loss_of(model, run, step, micro, rank))
-                optimizer.clip_grad_norm_(1.0)
-                optimizer.step()
-                seen = [optimizer.get_param_grad(p) for p in model.parameters() if id(p) in masters]
-                assert {mode.side(grad) for grad in seen if grad is not None and grad.numel()} == {DEVICE}
-                optimizer.zero_grad(set_to_none=step == 0)
-        assert {mode.side(p) for p in model.parameters()} == {DEVICE}
-        assert {mode.side(master) for master in masters.values()} == {HOST}
-        states = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
-        assert {mode.side(value) for value in states if value.numel()} == {HOST}
-        assert mode.crossings > 100
+def test_no_operation_mixes_tensors_of_two_devices(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, dtype: torch.dtype, stage: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            mode = TwoDevices()
+            on_two_devices(patch, mode)
+            run = Run(dtype=dtype).with_options(**STAGES[stage], **OFFLOADED, clip_grad_norm=0.3)
+            train_on_two_devices(rank, run, mode)
 
-    run_ranks(work, 2)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for (dtype, stage), ran in run_cases(work, 2, product(dtypes, STAGES)):
+        with subtests.test(dtype=dtype, stage=stage):
+            ran.values()
+
+
+def train_on_two_devices(rank: int, run: Run, mode: TwoDevices) -> None:
+    model = build(run)
+    for p in model.parameters():
+        mode.put(p, DEVICE)
+    with mode:
+        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, initial_scale=64.0, **run.options)
+        masters = optimizer.get_working_to_master_map()
+        for step in range(3):
+            for micro in range(2):
+                optimizer.backward(loss_of(model, run, step, micro, rank))
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            seen = [optimizer.get_param_grad(p) for p in model.parameters() if id(p) in masters]
+            assert {mode.side(grad) for grad in seen if grad is not None and grad.numel()} == {DEVICE}
+            optimizer.zero_grad(set_to_none=step == 0)
+    assert {mode.side(p) for p in model.parameters()} == {DEVICE}
+    assert {mode.side(master) for master in masters.values()} == {HOST}
+    states = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
+    assert {mode.side(value) for value in states if value.numel()} == {HOST}
+    assert mode.crossings > 100
 
 
 class Late(Streams):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lowlevel_zero import LowLevelZeroOptimizer, unused_parameters
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.unused_parameters import Message, UnusedParameters
 from tests.support.internals import as_on_a_device, with_and_without_detection
+from tests.support.numbers import trained
 from tests.support.oracle import check_close
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -25,6 +27,8 @@ from tests.support.ranks import run_ranks
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)
 on_host_and_device = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+HOST_AND_DEVICE = {"host": False, "device": True}
+CALLS = ("driven", "bare")
 LAYERS = 6
 TIMEOUT = 30.0
 
@@ -238,10 +242,19 @@ def sizes_of(*names: str) -> Iterator[list[int]]:
 
 def check(run: Training, tolerance: float = 2e-6) -> list[Seen]:
     """The oracle's numbers on all ranks, which detect unused parameters at the same steps."""
-    ranks: list[Seen] = run_ranks(sharded, run.world_size, run, timeout=TIMEOUT)
+    return judge(run, run_ranks(sharded, run.world_size, run, timeout=TIMEOUT), tolerance)
+
+
+def judge(run: Training, ranks: list[Seen], tolerance: float = 2e-6) -> list[Seen]:
     check_close(alone(run), [seen.parameters for seen in ranks], tolerance)
     assert all(seen.detecting == ranks[0].detecting for seen in ranks)
     return ranks
+
+
+def check_each(runs: Mapping[str, Training], subtests: pytest.Subtests, tolerance: float = 2e-6) -> None:
+    for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
+        with subtests.test(name):
+            judge(run, ran.values(), tolerance)
 
 
 def everything(step: int, at: int, rank: int) -> set[int]:
@@ -263,27 +276,31 @@ def random_kept(seed: int, nothing: float = 0.0) -> Kept:
 # What it spares
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_host_and_device
-@over_stages
 @pytest.mark.usefixtures("unaligned")
-def test_bytes_shrink_by_exactly_the_dropped_share(stage: str, on_device: bool, world_size: int) -> None:
+def test_bytes_shrink_by_exactly_the_dropped_share(subtests: pytest.Subtests) -> None:
     """Buckets of several parameters, of which one may lose some."""
     dropped = {1, 2, 5}
 
     def kept(step: int, at: int, rank: int) -> set[int]:
         return set(range(LAYERS)) - (dropped if step else set())
 
-    options = {"reduce_bucket_size": 6000, **STAGES[stage]}
-    run = Training(kept, world_size, steps=5, width=60, on_device=on_device, options=options)
+    def of(world_size: int, stage: str, place: str) -> Training:
+        options = {"reduce_bucket_size": 6000, **STAGES[stage]}
+        return Training(kept, world_size, steps=5, width=60, on_device=HOST_AND_DEVICE[place], options=options)
+
+    cases = product((1, 2, 3), STAGES, HOST_AND_DEVICE)
+    runs = {f"{size} ranks, {stage}, {place}": of(size, stage, place) for size, stage, place in cases}
     layer = 60 * 60 + 60
-    for seen in check(run, 2e-5):
-        whole, *_, spared = map(sum, seen.reduced)
-        assert whole == sum(-(-p.numel() // world_size) * world_size for p in run.model().parameters())
-        assert whole - spared == len(dropped) * layer
-        assert sum(seen.gathered[0]) - sum(seen.gathered[-1]) == len(dropped) * layer
-        # The drop shows in step 1; a device's host looks at what it was told in step 2.
-        assert seen.detecting == ([False, False, True, True, True] if on_device else [False, True, True, True, True])
+    for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
+        with subtests.test(name):
+            for seen in judge(run, ran.values(), 2e-5):
+                whole, *_, spared = map(sum, seen.reduced)
+                size = run.world_size
+                assert whole == sum(-(-p.numel() // size) * size for p in run.model().parameters())
+                assert whole - spared == len(dropped) * layer
+                assert sum(seen.gathered[0]) - sum(seen.gathered[-1]) == len(dropped) * layer
+                # The drop shows in step 1; a device's host looks at what it was told in step 2.
+                assert seen.detecting == [False, not run.on_device, True, True, True]
 
 
 @over_stages
@@ -373,54 +390,68 @@ def no_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unused_parameters, "_leaves", refuse)
 
 
-@on_host_and_device
-@pytest.mark.parametrize("call", ["driven", "bare"])
-def test_a_run_without_drops_never_walks_the_graph(call: str, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_drops_never_walks_the_graph(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     no_walks(monkeypatch)
-    run = Training(everything, 2, steps=4, backwards=2, call=lambda step, at, rank: call, on_device=on_device)
-    travelling = len(list(run.model().parameters()))
-    for seen in check(run):
-        assert not any(seen.detecting)
-        assert [len(reduced) for reduced in seen.reduced] == [2 * travelling] * 4
-        assert len(set(map(sum, seen.reduced))) == 1
+
+    def of(call: str, place: str) -> Training:
+        return Training(everything, 2, 4, 2, call=lambda *_: call, on_device=HOST_AND_DEVICE[place])
+
+    runs = {f"{call}, {place}": of(call, place) for call, place in product(CALLS, HOST_AND_DEVICE)}
+    travelling = len(list(Tower().parameters()))
+    for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
+        with subtests.test(name):
+            for seen in judge(run, ran.values()):
+                assert not any(seen.detecting)
+                assert [len(reduced) for reduced in seen.reduced] == [2 * travelling] * 4
+                assert len(set(map(sum, seen.reduced))) == 1
 
 
-@on_host_and_device
-@over_stages
-def test_plain_backwards_alone_carry_everything(stage: str, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_stages_and_places(run: Training) -> dict[str, Training]:
+    return {
+        f"{stage}, {place}": replace(run, on_device=HOST_AND_DEVICE[place], options=STAGES[stage])
+        for stage, place in product(STAGES, HOST_AND_DEVICE)
+    }
+
+
+def test_plain_backwards_alone_carry_everything(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     """However many each rank runs: who has run fewer joins with zeros."""
     no_walks(monkeypatch)
     kept = random_kept(3, nothing=0.4)
-    run = Training(kept, 3, 6, 3, call=lambda *_: "bare", on_device=on_device, options=STAGES[stage])
+    runs = in_stages_and_places(Training(kept, 3, 6, 3, call=lambda *_: "bare"))
     syncs = [[sum(kept(step, at, rank) is not None for at in range(3)) for rank in range(3)] for step in range(6)]
     assert any(len(set(by_rank)) > 1 for by_rank in syncs)
-    travelling = len(list(run.model().parameters()))
-    for seen in check(run, 5e-6):
-        assert not any(seen.detecting)
-        assert [len(reduced) for reduced in seen.reduced] == [max(by_rank) * travelling for by_rank in syncs]
+    travelling = len(list(Tower().parameters()))
+    for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
+        with subtests.test(name):
+            for seen in judge(run, ran.values(), 5e-6):
+                assert not any(seen.detecting)
+                assert [len(reduced) for reduced in seen.reduced] == [max(by_rank) * travelling for by_rank in syncs]
 
 
-@over_stages
-def test_without_drops_detection_changes_no_bit(stage: str) -> None:
-    run = Training(everything, 3, steps=4, options={"reduce_bucket_size": 50, **STAGES[stage]})
-    whole, detected = zip(*run_ranks(with_and_without_detection(sharded), 3, run), strict=True)
-    assert not any(whole[0].detecting)
-    assert all(detected[0].detecting)
-    assert whole[0].reduced == detected[0].reduced
-    for name, value in whole[0].parameters.items():
-        assert torch.equal(value, detected[0].parameters[name]), name
+def test_without_drops_detection_changes_no_bit(subtests: pytest.Subtests) -> None:
+    run = Training(everything, 3, steps=4)
+    runs = {stage: replace(run, options={"reduce_bucket_size": 50, **own}) for stage, own in STAGES.items()}
+    for name, _, ran in trained(runs, with_and_without_detection(sharded), timeout=TIMEOUT):
+        with subtests.test(name):
+            whole, detected = zip(*ran.values(), strict=True)
+            assert not any(whole[0].detecting)
+            assert all(detected[0].detecting)
+            assert whole[0].reduced == detected[0].reduced
+            for key, value in whole[0].parameters.items():
+                assert torch.equal(value, detected[0].parameters[key]), key
 
 
-@on_host_and_device
-@over_stages
-def test_one_drop_on_one_rank_switches_detection_on_everywhere_for_good(stage: str, on_device: bool) -> None:
+def test_one_drop_on_one_rank_switches_detection_on_everywhere_for_good(subtests: pytest.Subtests) -> None:
     def kept(step: int, at: int, rank: int) -> set[int]:
         return {0, 2} if (step, rank) == (1, 2) else everything(step, at, rank)
 
-    before, steps = (2 if on_device else 1), 24
-    for seen in check(Training(kept, 3, steps, on_device=on_device, options=STAGES[stage]), 2e-5):
-        assert seen.detecting == [False] * before + [True] * (steps - before)
-        assert len(set(map(sum, seen.reduced))) == 1  # and all of them carried everything, which somebody used
+    steps = 24
+    for name, run, ran in trained(in_stages_and_places(Training(kept, 3, steps)), sharded, timeout=TIMEOUT):
+        with subtests.test(name):
+            before = 2 if run.on_device else 1
+            for seen in judge(run, ran.values(), 2e-5):
+                assert seen.detecting == [False] * before + [True] * (steps - before)
+                assert len(set(map(sum, seen.reduced))) == 1  # and all of them carried everything, which somebody used
 
 
 # Who had a gradient
@@ -433,63 +464,55 @@ PARTLY_USED: dict[str, Kept] = {
 }
 
 
-@pytest.mark.parametrize("call", ["driven", "bare"])
-@on_host_and_device
-@over_stages
-def test_a_parameter_is_present_if_one_rank_used_it_in_one_micro_batch(stage: str, on_device: bool, call: str) -> None:
-    def train(rank: int, world_size: int) -> list[Seen]:
-        return [sharded(rank, world_size, run) for run in runs]
+def test_a_parameter_is_present_if_one_rank_used_it_in_one_micro_batch(subtests: pytest.Subtests) -> None:
+    def of(who: str, call: str) -> Training:
+        return Training(PARTLY_USED[who], 3, 4, 3, call=lambda *_: call)
 
-    runs = [
-        Training(kept, 3, 4, 3, call=lambda *_: call, on_device=on_device, options=STAGES[stage])
-        for kept in PARTLY_USED.values()
-    ]
-    start = runs[0].model().state_dict()
-    for run, *ranks in zip(runs, *run_ranks(train, 3, timeout=TIMEOUT), strict=True):
-        check_close(alone(run), [seen.parameters for seen in ranks], 2e-6)
-        for seen in ranks:
-            for name in ("layers.3.weight", "layers.5.bias"):  # which decay would have moved
-                assert torch.equal(seen.parameters[name], start[name])
-            assert not torch.equal(seen.parameters["layers.4.weight"], start["layers.4.weight"])
+    start = Tower().state_dict()
+    for name, run, ran in trained(in_all_ways(PARTLY_USED, of), sharded, timeout=TIMEOUT):
+        with subtests.test(name):
+            ranks = ran.values()
+            check_close(alone(run), [seen.parameters for seen in ranks], 2e-6)
+            for seen in ranks:
+                for still in ("layers.3.weight", "layers.5.bias"):  # which decay would have moved
+                    assert torch.equal(seen.parameters[still], start[still])
+                assert not torch.equal(seen.parameters["layers.4.weight"], start["layers.4.weight"])
 
 
-@pytest.mark.parametrize("call", ["driven", "bare"])
-@on_host_and_device
-@over_stages
-def test_a_dropped_parameter_has_no_gradient_when_gradients_become_zeros(
-    stage: str, on_device: bool, call: str
-) -> None:
+def in_all_ways(whats: Iterable[str], of: Callable[[str, str], Training]) -> dict[str, Training]:
+    """``of(what, call)`` for each call, by all stages and places."""
+    return {
+        f"{what}, {call}, {where}": run
+        for what, call in product(whats, CALLS)
+        for where, run in in_stages_and_places(of(what, call)).items()
+    }
+
+
+def test_a_dropped_parameter_has_no_gradient_when_gradients_become_zeros(subtests: pytest.Subtests) -> None:
     """A parameter that had one goes on having one, of zeros, so that momentum and decay move it; as in torch."""
 
     def kept(step: int, at: int, rank: int) -> set[int]:
         return {0, 1} if (step, rank) == (1, 1) else {0}
 
-    runs = [
-        Training(kept, 2, 4, to_none=False),
-        Training(random_kept(5), 2, 4, to_none=False),
-        Training(random_kept(6), 2, 4, backwards=2, to_none=False, discarded=True),
-        Training(random_kept(7), 2, 4, backwards=2, discarded=True),
-    ]
-    runs = [replace(run, call=lambda *_: call, on_device=on_device, options=STAGES[stage]) for run in runs]
-
-    def train(rank: int, world_size: int) -> list[Seen]:
-        return [sharded(rank, world_size, run) for run in runs]
-
-    start = runs[0].model().state_dict()
-    for run, *ranks in zip(runs, *run_ranks(train, 2, timeout=TIMEOUT), strict=True):
-        check_close(alone(run), [seen.parameters for seen in ranks], 2e-6)
-        if run is runs[0]:
-            for seen in ranks:
+    whats = {
+        "one, once": Training(kept, 2, 4, to_none=False),
+        "any": Training(random_kept(5), 2, 4, to_none=False),
+        "any, cleared to zeros in between": Training(random_kept(6), 2, 4, 2, to_none=False, discarded=True),
+        "any, cleared to None in between": Training(random_kept(7), 2, 4, 2, discarded=True),
+    }
+    start = Tower().state_dict()
+    runs = in_all_ways(whats, lambda what, call: replace(whats[what], call=lambda *_: call))
+    for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
+        with subtests.test(name):
+            ranks = ran.values()
+            check_close(alone(run), [seen.parameters for seen in ranks], 2e-6)
+            for seen in ranks if run.kept is kept else ():
                 assert torch.equal(seen.parameters["layers.2.weight"], start["layers.2.weight"])
                 assert not torch.equal(seen.parameters["layers.1.weight"], start["layers.1.weight"])
 
 
-@on_host_and_device
-@over_stages
-def test_whoever_looks_at_gradients_sees_those_that_another_rank_had(stage: str, on_device: bool) -> None:
-    run = Training(lambda step, at, rank: {0, 4} if rank else {0}, 2, 4, on_device=on_device, options=STAGES[stage])
-
-    def train(rank: int, world_size: int) -> dict[str, Tensor]:
+def test_whoever_looks_at_gradients_sees_those_that_another_rank_had(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, run: Training) -> dict[str, Tensor]:
         model = run.model()
         optimizer = wrapped(run, model)
         for step in range(run.steps):
@@ -501,7 +524,10 @@ def test_whoever_looks_at_gradients_sees_those_that_another_rank_had(stage: str,
             optimizer.zero_grad()
         return parameters_of(model)
 
-    check_close(alone(run), run_ranks(train, 2, timeout=TIMEOUT), 2e-6)
+    runs = in_stages_and_places(Training(lambda step, at, rank: {0, 4} if rank else {0}, 2, 4))
+    for name, run, ran in trained(runs, train, timeout=TIMEOUT):
+        with subtests.test(name):
+            check_close(alone(run), ran.values(), 2e-6)
 
 
 # What the graph doesn't show
@@ -510,22 +536,26 @@ def test_whoever_looks_at_gradients_sees_those_that_another_rank_had(stage: str,
 WAYS = ["reentrant", "non-reentrant", "hidden", "swallowed"]
 
 
-@on_host_and_device
-@pytest.mark.parametrize("way", WAYS)
-@over_stages
-def test_what_the_graph_hides_or_shows_in_vain(stage: str, way: str, on_device: bool, forecasting: None) -> None:
-    run = Training(random_kept(1), 2, way=lambda *_: way, on_device=on_device, options=STAGES[stage])
-    check(run)
+def test_what_the_graph_hides_or_shows_in_vain(forecasting: None, subtests: pytest.Subtests) -> None:
+    def of(way: str) -> Training:
+        return Training(random_kept(1), 2, way=lambda *_: way)
+
+    runs = {f"{way}, {where}": run for way in WAYS for where, run in in_stages_and_places(of(way)).items()}
+    check_each(runs, subtests)
 
 
-@pytest.mark.parametrize("backwards", [1, 3])
-@pytest.mark.parametrize("world_size", [2, 3])
-@over_stages
-def test_ways_that_change_by_rank_and_step(stage: str, world_size: int, backwards: int) -> None:
+def test_ways_that_change_by_rank_and_step(subtests: pytest.Subtests) -> None:
     def way(step: int, at: int, rank: int) -> str:
         return draw(7, step, at, rank).choice([*WAYS, "plain"])
 
-    check(Training(random_kept(2), world_size, backwards=backwards, way=way, options=STAGES[stage]), 5e-6)
+    def of(stage: str, world_size: int, backwards: int) -> Training:
+        return Training(random_kept(2), world_size, backwards=backwards, way=way, options=STAGES[stage])
+
+    cases = product(STAGES, (2, 3), (1, 3))
+    runs = {
+        f"{stage}, {size} ranks, {backwards} backwards": of(stage, size, backwards) for stage, size, backwards in cases
+    }
+    check_each(runs, subtests, 5e-6)
 
 
 @pytest.mark.parametrize("way", ["reentrant", "hidden"])
@@ -557,57 +587,64 @@ def random_calls(seed: int, names: list[str]) -> Callable[[int, int, int], str]:
     return lambda step, at, rank: draw(seed, step, at, rank, 5).choice(names)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_drops(seed: int) -> None:
-    rng = random.Random(seed)
-    options = {
-        "partition_grad": seed % 2 == 0,
-        "reduce_bucket_size": rng.choice([1, 40, 100, 2000]),
-        "overlap_communication": rng.random() < 0.7,
-    }
-    run = Training(
-        random_kept(seed, nothing=0.2),
-        world_size=2 + seed % 3,
-        steps=10,
-        backwards=1 + seed % 3,
-        clip=rng.choice([0.0, 0.1]),
-        options=options,
-    )
-    seen, *_ = check(run, 5e-6)
-    assert seen.detecting[2:] == [True] * 8
+def test_random_drops(subtests: pytest.Subtests) -> None:
+    def of(seed: int) -> Training:
+        rng = random.Random(seed)
+        options = {
+            "partition_grad": seed % 2 == 0,
+            "reduce_bucket_size": rng.choice([1, 40, 100, 2000]),
+            "overlap_communication": rng.random() < 0.7,
+        }
+        return Training(
+            random_kept(seed, nothing=0.2),
+            world_size=2 + seed % 3,
+            steps=10,
+            backwards=1 + seed % 3,
+            clip=rng.choice([0.0, 0.1]),
+            options=options,
+        )
+
+    for name, run, ran in trained({f"seed {seed}": of(seed) for seed in range(6)}, sharded, timeout=TIMEOUT):
+        with subtests.test(name):
+            seen, *_ = judge(run, ran.values(), 5e-6)
+            assert seen.detecting[2:] == [True] * 8
 
 
-@on_host_and_device
-@pytest.mark.parametrize("seed", range(3))
-def test_random_drops_under_no_sync(seed: int, on_device: bool, forecasting: None) -> None:
+def test_random_drops_under_no_sync(forecasting: None, subtests: pytest.Subtests) -> None:
     """Leftovers count as used, also where the last backward of a step is under no_sync."""
-    calls = random_calls(seed, ["driven", "no_sync"])
-    same_on_all = lambda step, at, rank: calls(step, at, 0)  # noqa: E731
-    run = Training(
-        random_kept(seed, nothing=0.1),
-        2 + seed % 2,
-        backwards=3,
-        call=same_on_all,
-        on_device=on_device,
-        options=STAGES["stage2" if seed % 2 else "stage1"],
-    )
-    check(run, 5e-6)
+
+    def of(seed: int, place: str) -> Training:
+        calls = random_calls(seed, ["driven", "no_sync"])
+        return Training(
+            random_kept(seed, nothing=0.1),
+            2 + seed % 2,
+            backwards=3,
+            call=lambda step, at, rank: calls(step, at, 0),  # the same on all
+            on_device=HOST_AND_DEVICE[place],
+            options=STAGES["stage2" if seed % 2 else "stage1"],
+        )
+
+    cases = product(range(3), HOST_AND_DEVICE)
+    check_each({f"seed {seed}, {place}": of(seed, place) for seed, place in cases}, subtests, 5e-6)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@over_stages
-def test_any_mixture_of_calls_on_any_rank(stage: str, world_size: int, forecasting: None) -> None:
+def test_any_mixture_of_calls_on_any_rank(forecasting: None, subtests: pytest.Subtests) -> None:
     """Driven here, bare there, under no_sync or not at all elsewhere; buckets are small, and waited for in stage 2."""
-    calls = random_calls(world_size, ["driven", "bare", "no_sync", "none"])
-    kept = random_kept(world_size, nothing=0.2)
 
-    def kept_if_called(step: int, at: int, rank: int) -> set[int] | None:
-        return None if calls(step, at, rank) == "none" else kept(step, at, rank)
+    def of(world_size: int, stage: str) -> Training:
+        calls = random_calls(world_size, ["driven", "bare", "no_sync", "none"])
+        kept = random_kept(world_size, nothing=0.2)
 
-    def call(step: int, at: int, rank: int) -> str:
-        return "bare" if calls(step, at, rank) == "none" else calls(step, at, rank)
+        def kept_if_called(step: int, at: int, rank: int) -> set[int] | None:
+            return None if calls(step, at, rank) == "none" else kept(step, at, rank)
 
-    check(Training(kept_if_called, world_size, backwards=3, call=call, options=STAGES[stage]), 5e-6)
+        def call(step: int, at: int, rank: int) -> str:
+            return "bare" if calls(step, at, rank) == "none" else calls(step, at, rank)
+
+        return Training(kept_if_called, world_size, backwards=3, call=call, options=STAGES[stage])
+
+    cases = product((2, 3, 4), STAGES)
+    check_each({f"{size} ranks, {stage}": of(size, stage) for size, stage in cases}, subtests, 5e-6)
 
 
 # The walk

@@ -309,9 +309,13 @@ def check(run: Run, tolerance: float) -> None:
     Gradients to ``tolerance`` of their size, parameters of the way that they went: a factor 2 or a lost micro-batch is
     off by half of that or more, a rank left out or a skipped step by a quarter.
     """
+    judge(run, run_ranks(train_spread, run.world_size, run), tolerance)
+
+
+def judge(run: Run, ranks: list[Trace], tolerance: float) -> None:
+    """As ``check``, of ``ranks`` that have run."""
     expected = train_alone(run)
     start = dict(Mixture(behind=run.behind).to(run.dtype).named_parameters())
-    ranks: list[Trace] = run_ranks(train_spread, run.world_size, run)
     assert {name for trace in ranks for name in trace.parameters} == expected.parameters.keys()
     for trace in ranks:
         assert trace.norms == pytest.approx(expected.norms, rel=tolerance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,13 +34,24 @@ Masters = tuple[dict[str, Tensor], dict[str, Tensor], list[float]]
 """A rank's master slices, its parameters, and the norm of each step's gradients."""
 
 
+class _Sized(Protocol):
+    @property
+    def world_size(self) -> int: ...
+
+
+R = TypeVar("R", bound=_Sized)
+
+
 def trained(
-    runs: Mapping[str, Run], by: Callable[[int, int, Run], Any] = train_sharded
-) -> Iterator[tuple[str, Run, Ran]]:
-    """Do the runs, those of one world size in one launch of ranks; give each with its name and what became of it."""
+    runs: Mapping[str, R], by: Callable[..., Any] = train_sharded, *args: Any, timeout: float = 60.0
+) -> Iterator[tuple[str, R, Ran]]:
+    """Do ``by(rank, world_size, run, *args)`` for each run, those of one world size in one launch of ranks.
+
+    Gives each with its name and what became of it, to be looked at in a subtest.
+    """
     for world_size in sorted({run.world_size for run in runs.values()}):
         named = [(name, run) for name, run in runs.items() if run.world_size == world_size]
-        done = run_cases(by, world_size, [(run,) for _, run in named])
+        done = run_cases(by, world_size, [(run, *args) for _, run in named], timeout=timeout)
         yield from ((name, run, ran) for (name, run), (_, ran) in zip(named, done, strict=True))
 
 
