@@ -34,16 +34,17 @@ peers: $(PEERS_INSTALLED)  ## install what the benchmarks compare with
 bench: $(PEERS_INSTALLED)  ## measure speed and memory beside others, 25 minutes (a look: make bench ARGS=--quick)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 
-house: $(INSTALLED)  ## lines by room, arrows that climb, functions called in one step
+house: $(LINTERS_INSTALLED)  ## lines by room, arrows that climb, functions called in one step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.house $(ARGS)
 
-lint: $(LINTERS_INSTALLED)  ## check style, format and types
+lint: $(LINTERS_INSTALLED)  ## check style, format, types and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict lowlevel_zero examples
+	$(BIN)/lint-imports --no-logo
 
 clean:  ## remove .venv and all that was built or cached
-	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps live in .venv, so that they go with it; they are written last, so that a failed install is retried.

@@ -1,18 +1,16 @@
 """The house in figures: lines by room, arrows that climb, functions called in one step. ``python -m benchmarks.house``.
 
-A file of the package may import files of its own floor and of those below. The story is what stands at the top of the
-package and in ``bookkeeping/``; every other folder is a room.
+The story is what stands at the top of the package and in ``bookkeeping/``; every other folder is a room.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -25,20 +23,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 
 PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
-
-# From the ground up: files at the top of the package by name, and whole folders.
-FLOORS = (
-    ("ground", ("partition", "streams", "loss_scaler", "options", "version")),
-    ("communication", ("communication/",)),
-    ("bookkeeping", ("bookkeeping/",)),
-    ("story", ("optimizer", "sharded_optimizer", "construction", "reducer", "unused_parameters", "stepper")),
-    ("rooms", ("optim/", "state/", "diagnostics/")),
-    ("rooms over the state", ("checkpoint/", "deepspeed/", "planning/")),
-    ("rooms over all", ("plugin/", "trainers/", "__init__", "__main__", "accessors")),
-)
-
-# The one file of the story that may name rooms: it assembles an optimizer of them.
-DOOR = Path("construction.py")
+_LINTER = Path(sys.executable).parent / "lint-imports"
 
 # Lines that a room is to have at most; the story: files at the top and bookkeeping.
 BUDGETS = {
@@ -74,50 +59,10 @@ def lines_by_room() -> dict[str, int]:
     return dict(lines)
 
 
-def climbs(package: Path = PACKAGE) -> list[str]:
-    """Imports that go up, or into a file that has no floor, a line each."""
-    floor = {place: number for number, (_, places) in enumerate(FLOORS) for place in places}
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        own = path.relative_to(package)
-        here = floor.get(place_of(own))
-        if here is None:
-            found.append(f"{own}: has no floor: enter it in FLOORS of benchmarks/house.py")
-            continue
-        for line, target in imports(path, package):
-            there = floor.get(place_of(target))
-            if there is not None and there > here and own != DOOR:
-                found.append(f"{own}:{line}: {FLOORS[here][0]} imports {target} of {FLOORS[there][0]}")
-    return found
-
-
-def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[int, Path]]:
-    """Line and target, within the package, of all that ``path`` imports of it."""
-    folder = path.relative_to(package).parent
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.ImportFrom) or (node.level == 0 and not _is_ours(node.module)):
-            continue
-        if node.level:
-            base = [*folder.parts, "-"][: len(folder.parts) - node.level + 1]
-            dotted = [*base, *(node.module.split(".") if node.module else [])]
-        else:
-            dotted = (node.module or "").split(".")[1:]
-        for alias in node.names:
-            yield node.lineno, _file([*dotted, alias.name], package)
-
-
-def _is_ours(module: str | None) -> bool:
-    return (module or "").split(".")[0] == PACKAGE.name
-
-
-def _file(dotted: list[str], package: Path) -> Path:
-    """The file that a dotted name is, or stands in."""
-    for length in range(len(dotted), -1, -1):
-        folder = Path(*dotted[:length])
-        for file in (folder.with_suffix(".py") if length else folder, folder / "__init__.py"):
-            if (package / file).is_file():
-                return file
-    raise FileNotFoundError(".".join(dotted))
+def climbing() -> list[str]:
+    """What import-linter says of the contracts in pyproject.toml that are broken; empty: all imports fall."""
+    done = subprocess.run([_LINTER, "--no-logo"], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
+    return [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()
 
 
 class Calls(NamedTuple):
@@ -194,8 +139,8 @@ def report(calls: Calls | None = None) -> str:
     rows += [(name, count, 0) for name, count in rooms.items() if name not in BUDGETS]
     rows += [("the package", sum(rooms.values()), TOTAL), ("files at the top", top, TOP_FILES)]
     lines = ["lines".rjust(32) + "at most".rjust(10), *(_row(*row) for row in rows)]
-    climbing = climbs()
-    lines += ["", "arrows that climb: " + ("none" if not climbing else str(len(climbing))), *climbing]
+    found = climbing()
+    lines += ["", *(found or ["arrows that climb: none"])]
     if calls is not None:
         lines += ["", "functions of the package called".ljust(32) + "at most".rjust(10)]
         lines += [_row(name, round(figure, 1), CALLS[name]) for name, figure in calls.figures().items()]
