@@ -1,8 +1,9 @@
-"""The arithmetic of ``[world_size, -1]``: which elements of a flat parameter each rank owns, and who may step them."""
+"""The arithmetic of ``[world_size, -1]``: which elements each rank owns, how wide rows are, and who may step slices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,10 @@ ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
     *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
 )
+# A cache line of a GPU, and what its memory is read by.
+ROW_BYTES = 128
+# Elements. NCCL reaches its bandwidth with messages that are multiples of large powers of 2 (Megatron-LM's measure).
+WIDE_ROW = 2**16
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,32 @@ class EvenSplit:
         """First and one-past-last element of the flat parameter that ``rank`` owns, padding left out."""
         start = min(rank * self.slice_size, self.numel)
         return start, min(start + self.slice_size, self.numel)
+
+
+# ---- how wide a row of a bucket buffer is, so that copies and collectives begin at round addresses ----
+
+
+class Alignment(NamedTuple):
+    """What the width of a row is a multiple of, in elements.
+
+    Attributes:
+        short: of a row that is no wider than ``wide``.
+        wide: of a wider one.
+    """
+
+    short: int = 1
+    wide: int = 1
+
+    def padded(self, columns: int) -> int:
+        """The width of a row that holds so many elements."""
+        unit = self.wide if columns > self.wide else self.short
+        return -(-columns // unit) * unit
+
+
+END_TO_END = Alignment()
+
+
+def alignment_of(dtype: torch.dtype, wide_rows: bool = False) -> Alignment:
+    """That of a buffer of ``dtype``; ``wide_rows``: for NCCL's bandwidth."""
+    unit = ROW_BYTES // dtype.itemsize
+    return Alignment(unit, WIDE_ROW if wide_rows else unit)

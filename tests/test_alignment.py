@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.alignment import ROW_BYTES, WIDE_ROW, Alignment, alignment_of
 from lowlevel_zero.bookkeeping.bucket_plan import BucketPlan, Item, PlannedBucket, make_plan, narrowed
 from lowlevel_zero.bookkeeping.bucket_store import Bucket, Reduction
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.partition import EvenSplit
+from lowlevel_zero.partition import ROW_BYTES, WIDE_ROW, Alignment, EvenSplit, alignment_of
 from tests.support.judging import check_run
 from tests.support.oracle import Run, train_sharded
 from tests.support.ranks import run_ranks
@@ -182,7 +181,7 @@ def test_alignment_changes_no_bit(stage: str, world_size: int, request: pytest.F
 @over_stages
 def test_wide_rows_change_no_number(stage: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows of a multiple of 64 elements in place of 65,536."""
-    monkeypatch.setattr("lowlevel_zero.alignment.WIDE_ROW", 64)
+    monkeypatch.setattr("lowlevel_zero.partition.WIDE_ROW", 64)
     run = of_each_kind(world_size).with_options(
         reduce_bucket_size=300, pad_buckets_for_high_nccl_busbw=True, **STAGES[stage]
     )

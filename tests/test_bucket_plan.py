@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from lowlevel_zero.alignment import END_TO_END, Alignment
 from lowlevel_zero.bookkeeping.bucket_plan import BucketPlan, Item, PlannedBucket, completed, make_plan, narrowed
-from lowlevel_zero.partition import EvenSplit
+from lowlevel_zero.partition import END_TO_END, Alignment, EvenSplit
 
 
 class Row(NamedTuple):

@@ -18,9 +18,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..alignment import END_TO_END, Alignment, alignment_of
 from ..communication.shard_group import ShardGroup
-from ..partition import EvenSplit
+from ..partition import END_TO_END, Alignment, EvenSplit, alignment_of
 from .parameter_store import ShardedParameter
 
 # Narrowed plans that are kept: few sets of parameters come again and again, or ever new ones.

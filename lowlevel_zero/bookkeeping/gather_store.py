@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..alignment import alignment_of
 from ..communication.progress import About
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
+from ..partition import alignment_of
 from ..streams import Mark, Streams
 from .awaited import arrived, can_be_awaited, let_await
 from .bucket_store import Bucket, BucketState

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alignment import END_TO_END, Alignment
+from ..partition import END_TO_END, Alignment
 from .backends.backend import AGREED, PRESENT
 from .communicator import Communicator
 from .fp8 import encoded_size

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import pytest
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.alignment import Alignment
 from lowlevel_zero.bookkeeping import bucket_plan, gather_store
+from lowlevel_zero.partition import Alignment
 from lowlevel_zero.unused_parameters import UnusedParameters
 from tests.support.patching import patch_rank
 

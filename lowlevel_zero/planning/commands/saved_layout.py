@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ...alignment import alignment_of
 from ...bookkeeping.bucket_plan import Item, completed, make_plan
 from ...bookkeeping.sharding import SCALARS
 from ...checkpoint.manifest import SavedTensor
 from ...checkpoint.objects import Settings
 from ...checkpoint.whole import StoredTensor, WholeCheckpoint
 from ...options import ZeroOptions
-from ...partition import EvenSplit
+from ...partition import EvenSplit, alignment_of
 from ...state.global_names import Ranks
 from ...state.whole import MASTER
 from ..layout import Layout, Owned, Shared, joined, layout_of
