@@ -245,14 +245,14 @@ class BucketStore:
         first if the bucket hasn't started, else it is late.
         """
         index = record.index
-        first = index not in self.arrivals
-        expected = self._expected is None or index in self._expected
-        waited_for = first and expected and index not in self.repeats
-        self.arrivals[index] = None
-        if not first:
+        waited_for = index not in self.repeats
+        if index in self.arrivals:
             self.repeats.add(index)
-        elif not expected:
+            waited_for = False
+        elif self._expected is not None and index not in self._expected:
             self.unexpected.append(index)
+            waited_for = False
+        self.arrivals[index] = None
         if not self.travels:
             return True
         position = self._bucket_of[index]

@@ -53,6 +53,7 @@ class ShardedParameter:
         group: index of its param group.
         shard_group: index of the shard group whose ranks share it.
         is_contiguous: ``p`` is, so its elements lie in their own order.
+        is_flat: ``p`` is 1-D.
         is_empty: ``p`` has no elements, so that nothing of it travels.
         split: how its elements are shared.
         rank: the rank whose row is ours.
@@ -78,6 +79,7 @@ class ShardedParameter:
         "index",
         "is_contiguous",
         "is_empty",
+        "is_flat",
         "name",
         "p",
         "p32",
@@ -105,6 +107,7 @@ class ShardedParameter:
         self.index, self.group, self.name, self.shard_group = place
         self.p = p
         self.is_contiguous = p.is_contiguous()
+        self.is_flat = p.dim() == 1
         self.is_empty = p.numel() == 0
         self.split = split
         self.rank = rank
@@ -247,6 +250,8 @@ class ShardedParameter:
         self.p.grad = None
         self.worked = True
         self.arrived = False
+        if self.is_flat:
+            return gradient
         return gradient.reshape(-1) if self.is_contiguous else self.flatten(gradient)
 
     def check_gradient(self, gradient: Tensor) -> None:
