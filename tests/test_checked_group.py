@@ -130,12 +130,12 @@ def test_a_rank_that_steps_twice_is_an_error_on_all_at_once() -> None:
         optimizer.step()
         if rank == 1:
             optimizer.step()
-        optimizer.zero_grad()
+        optimizer.verify()
 
     message = refused(run_ranks_expecting(live, 3, timeout=20.0))
     assert "expected the same call on every rank" in message
     assert "ranks 0, 2" in message or "rank 0 came to" in message
-    assert "in zero_grad" in message
+    assert "in verify)" in message
     assert "rank 1 to «agreement (step 2, in step)" in message
 
 
@@ -188,7 +188,7 @@ def test_a_rank_that_never_comes_is_named_and_told_later() -> None:
 
     message = refused(run_ranks_expecting(live, 3))
     assert re.search(r"rank [01] came to «agreement \(step 2, in step\)", message)
-    assert "has waited 2 s: rank 2 last came to «presence map (step 2, in zero_grad)" in message
+    assert "has waited 2 s: rank 2 last came to «agreement (step 1, in step)" in message
 
 
 def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
