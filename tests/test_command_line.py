@@ -222,26 +222,27 @@ from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import consolidate
 consolidate._MAPPED_FROM = int(sys.argv[1])
 held = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (held + 3 * 8 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_DATA, (held + 6 * 8 * 2**20,) * 2)
 sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_memory_of_its_own_is_no_more_than_a_tensor_or_two(tmp_path: Path) -> None:
-    """The rest is in mapped files, of which the system keeps in memory what fits."""
+def test_memory_of_its_own_is_less_than_a_file(tmp_path: Path) -> None:
+    """A few tensors of 8 MiB in passing. The rest is in mapped files, of which the system keeps in memory what fits."""
     run_ranks(wide, 1, tmp_path / "step-1")
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # a thread's stack counts too
 
-    def consolidated(mapped_from: int, out: Path) -> int:
+    def consolidated(mapped_from: int, out: Path) -> str:
         command = [sys.executable, "-c", LIMITED, str(mapped_from), "consolidate", str(tmp_path / "step-1"), str(out)]
-        return subprocess.run(command, capture_output=True, timeout=60, check=False, env=alone).returncode
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=alone)
+        return done.stdout or done.stderr
 
-    assert consolidated(2**20, tmp_path / "out") == 0
-    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > 4 * 3 * 8 * 2**20
-    assert consolidated(2**40, tmp_path / "other") != 0
-    assert [
-        path.name for path in (tmp_path / "out").iterdir() if path.name not in ("model.safetensors", "optimizer.pt")
-    ] == []
+    assert consolidated(2**20, tmp_path / "out").startswith("wrote ")
+    assert {file.name: file.stat().st_size // 2**20 for file in (tmp_path / "out").iterdir()} == {
+        "model.safetensors": 4 * 8,
+        "optimizer.pt": 4 * 2 * 8,
+    }
+    assert "allocate" in consolidated(2**40, tmp_path / "other")  # there is no room for them in memory
 
 
 def test_a_run_stands_for_its_newest_checkpoint(
