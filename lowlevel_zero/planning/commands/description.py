@@ -13,7 +13,7 @@ from torch import Tensor
 from ...checkpoint.manifest import TRAINABLE
 from ...checkpoint.optimizers import Name
 from ...checkpoint.whole import StoredTensor, WholeCheckpoint
-from ..text import aligned, counted, ranks_text, shape_text
+from ..text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
 def describe(checkpoint: WholeCheckpoint) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _heading(found: Mapping[str, Any]) -> list[str]:
 
 def _amount(lines: list[dict[str, Any]]) -> str:
     parameters = [math.prod(line["tensor"]["shape"]) for line in lines if line["kind"] != "buffer"]
-    model, state = (f"{size / 2**20:,.2f} MiB" for size in _bytes(lines))
+    model, state = map(in_bytes, _bytes(lines))
     return f"{sum(parameters):,} elements in {len(parameters)} parameters, {model}, and {state} of optimizer state"
 
 
