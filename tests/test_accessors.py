@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,12 +37,13 @@ from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.state import values
 from tests.support.grid import Grid
 from tests.support.judging import mistakes
+from tests.support.numbers import trained
 from tests.support.oracle import Run, adamw, build, groups, loss_of, summed_gradients
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
-STAGES = [False, True]
+STAGES = ("stage 1", "stage 2")
 STEPS = 3  # until layers that were dropped are foreseen
-both_stages = pytest.mark.parametrize("stage_2", STAGES, ids=["stage-1", "stage-2"])
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def one_each(step: int, rank: int) -> set[int]:
@@ -110,8 +113,7 @@ def read_gradients(rank: int, world_size: int, run: Run) -> Seen:
     return Seen(weights, full, single, local)
 
 
-def check_gradients(run: Run, tolerance: float) -> None:
-    ranks = run_ranks(read_gradients, run.world_size, run)
+def check_gradients(run: Run, ranks: list[Seen], tolerance: float) -> None:
     model = build(run)
     model.load_state_dict(ranks[0].weights)
     sums = summed_gradients(model, run, STEPS)
@@ -158,22 +160,30 @@ WAYS: dict[str, Run] = {
 }
 
 
-@both_stages
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_one_process_s(way: str, stage_2: bool) -> None:
-    check_gradients(WAYS[way].with_options(partition_grad=stage_2), 1e-5)
+def in_both_stages(runs: Mapping[str, Run]) -> dict[str, Run]:
+    return {
+        f"{name}, {stage}": run.with_options(partition_grad=stage == "stage 2")
+        for name, run in runs.items()
+        for stage in STAGES
+    }
 
 
-@both_stages
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_sixteen_bits_are_unscaled(dtype: torch.dtype, stage_2: bool) -> None:
-    options = {"partition_grad": stage_2, "initial_scale": 2.0**10}
-    check_gradients(Run(2, micro_batches=2, drop=one_each, dtype=dtype, options=options), 2 * torch.finfo(dtype).eps)
+def test_gradients_are_one_process_s(subtests: pytest.Subtests) -> None:
+    for name, run, ran in trained(in_both_stages(WAYS), read_gradients):
+        with subtests.test(name):
+            check_gradients(run, ran.values(), 1e-5)
 
 
-@both_stages
-def test_a_gradient_that_is_set_is_stepped(stage_2: bool) -> None:
-    def rank(rank: int, world_size: int) -> None:
+def test_gradients_of_sixteen_bits_are_unscaled(subtests: pytest.Subtests) -> None:
+    run = Run(2, micro_batches=2, drop=one_each, options={"initial_scale": 2.0**10})
+    runs = {str(dtype): replace(run, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)}
+    for name, each, ran in trained(in_both_stages(runs), read_gradients):
+        with subtests.test(name):
+            check_gradients(each, ran.values(), 2 * torch.finfo(each.dtype).eps)
+
+
+def test_a_gradient_that_is_set_is_stepped(subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, stage_2: bool) -> None:
         run = Run(optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
         for offload in (False, True):
             model, optimizer = wrapped(run, partition_grad=stage_2, cpu_offload=offload)
@@ -199,16 +209,16 @@ def test_a_gradient_that_is_set_is_stepped(stage_2: bool) -> None:
             ):
                 torch.testing.assert_close(p.detach(), before[name] - 0.5 * gradient)
 
-    run_ranks(rank, 3)
+    for (stage_2,), ran in run_cases(rank, 3, [(False,), (True,)]):
+        with subtests.test(stage_2=stage_2):
+            ran.values()
 
 
 # Masters
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap_allgather": True}, {"cpu_offload": True}, {"master_weights": False}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masters_are_whole_and_round_to_the_parameter(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
+def test_masters_are_whole_and_round_to_the_parameter(subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
         run = Run(dtype=dtype, options=options)
         model, optimizer = wrapped(run)
         train(optimizer, model, run, 2, rank)
@@ -232,10 +242,13 @@ def test_masters_are_whole_and_round_to_the_parameter(dtype: torch.dtype, option
         )
         return found
 
-    slices = run_ranks(rank, 3)
-    for name, p in build(Run()).named_parameters():
-        if p.requires_grad:
-            without_padding([each[name] for each in slices], p)
+    ways: list[dict[str, Any]] = [{}, {"overlap_allgather": True}, {"cpu_offload": True}, {"master_weights": False}]
+    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways)):
+        with subtests.test(dtype=dtype, options=options):
+            slices = ran.values()
+            for name, p in build(Run()).named_parameters():
+                if p.requires_grad:
+                    without_padding([each[name] for each in slices], p)
 
 
 def test_edits_are_seen_before_the_next_step() -> None:
@@ -251,10 +264,8 @@ def test_edits_are_seen_before_the_next_step() -> None:
     run_ranks(rank, 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap_allgather": True, "partition_grad": True}, {"cpu_offload": True}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    def rank(rank: int, world_size: int) -> None:
+def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
         run = Run(dtype=dtype, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), options=options)
         model, optimizer = wrapped(run)
         train(optimizer, model, run, 1, rank)
@@ -281,7 +292,10 @@ def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(dtype: torch.dt
         )
         assert not safe_get_local_fp32_param(model.inward)[slice(*_padding(model.inward, rank, world_size))].any()
 
-    run_ranks(rank, 3)
+    ways: list[dict[str, Any]] = [{}, {"overlap_allgather": True, "partition_grad": True}, {"cpu_offload": True}]
+    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways)):
+        with subtests.test(dtype=dtype, options=options):
+            ran.values()
 
 
 def _padding(p: Tensor, rank: int, world_size: int) -> tuple[int, int]:
@@ -303,10 +317,8 @@ def test_a_write_between_forward_and_backward_is_noticed() -> None:
 # Optimizer state
 
 
-@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_the_state_dict_s(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    def rank(rank: int, world_size: int) -> dict[str, Any]:
+def test_states_are_the_state_dict_s(subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
         run = Run(dtype=dtype, drop=always_the_second, optimizer=adamw, options=options)
         model, optimizer = wrapped(run)
         named = dict(model.named_parameters())
@@ -334,10 +346,14 @@ def test_states_are_the_state_dict_s(dtype: torch.dtype, options: dict[str, Any]
         assert full["layers.1.weight"] is None
         return {"local": local, "full": full_optimizer_states(model, "exp_avg")}
 
-    ranks = run_ranks(rank, 3)
-    for name, p in build(Run()).named_parameters():
-        if name in ranks[0]["local"]:
-            assert torch.equal(without_padding([each["local"][name] for each in ranks], p), ranks[0]["full"][name])
+    ways: list[dict[str, Any]] = [{}, {"cpu_offload": True}]
+    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways)):
+        with subtests.test(dtype=dtype, options=options):
+            ranks = ran.values()
+            full = ranks[0]["full"]
+            for name, p in build(Run()).named_parameters():
+                if name in ranks[0]["local"]:
+                    assert torch.equal(without_padding([each["local"][name] for each in ranks], p), full[name])
 
 
 def test_a_state_that_is_set_is_stepped_with() -> None:

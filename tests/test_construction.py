@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.loss_scaler import LossScaler
 from lowlevel_zero.options import ZeroOptions
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases_expecting, run_ranks, run_ranks_expecting
 
 
 def net() -> nn.Sequential:
@@ -71,14 +71,15 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
-def test_a_bad_option(options: dict[str, Any], error: str, message: str) -> None:
-    def rank(rank: int, world_size: int) -> None:
+def test_a_bad_option(subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, options: dict[str, Any], error: str, message: str) -> None:
         wrap(net(), **options)
 
-    for raised in run_ranks_expecting(rank, 2, timeout=20):
-        assert raised.type == error
-        assert message in raised.message
+    for (options, error, message), ran in run_cases_expecting(rank, 2, BAD_OPTIONS, timeout=20):
+        with subtests.test(options=options):
+            for raised in ran.raised():
+                assert raised.type == error
+                assert message in raised.message
 
 
 def frozen(model: nn.Module) -> torch.optim.Optimizer:
@@ -132,16 +133,17 @@ BAD_OPTIMIZERS: list[tuple[Callable[[Any], Any], str, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "words"), BAD_OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_bad_optimizer(make: Callable[[Any], Any], error: str, words: tuple[str, ...]) -> None:
-    def rank(rank: int, world_size: int) -> None:
+def test_a_bad_optimizer(subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, make: Callable[[Any], Any], error: str, words: tuple[str, ...]) -> None:
         model = net()
         optimizer = make(model)
         LowLevelZeroOptimizer(optimizer, model=model)
 
-    for raised in run_ranks_expecting(rank, 2, timeout=20):
-        assert raised.type == error
-        assert all(word in raised.message for word in words), raised.message
+    for (make, error, words), ran in run_cases_expecting(rank, 2, BAD_OPTIMIZERS, timeout=20):
+        with subtests.test(make.__name__):
+            for raised in ran.raised():
+                assert raised.type == error
+                assert all(word in raised.message for word in words), raised.message
 
 
 def test_a_wrapped_optimizer_is_not_wrapped_again() -> None:
@@ -266,16 +268,17 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("make", "words"), DIFFERENCES, ids=lambda value: getattr(value, "__name__", ""))
-def test_models_that_differ(make: Callable[[int], nn.Module], words: tuple[str, ...], world_size: int) -> None:
-    def rank(rank: int, world_size: int) -> None:
+def test_models_that_differ(world_size: int, subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, make: Callable[[int], nn.Module], words: tuple[str, ...]) -> None:
         wrap(make(rank))
 
-    for raised in run_ranks_expecting(rank, world_size, timeout=20):
-        assert raised.type == "ValueError"
-        assert "rank 0" in raised.message
-        assert "rank 1" in raised.message
-        assert all(word in raised.message for word in words), raised.message
+    for (make, words), ran in run_cases_expecting(rank, world_size, DIFFERENCES, timeout=20):
+        with subtests.test(make.__name__):
+            for raised in ran.raised():
+                assert raised.type == "ValueError"
+                assert "rank 0" in raised.message
+                assert "rank 1" in raised.message
+                assert all(word in raised.message for word in words), raised.message
 
 
 def test_options_that_differ() -> None:

@@ -236,12 +236,7 @@ class LateMark:
     synchronize = wait
 
 
-@pytest.mark.parametrize("way", ["thrice", "by_hand-thrice", "no_sync-drop", "adamw-clip"])
-@pytest.mark.parametrize(("stage", "bucket"), [("stage1", 50), ("stage2", 50), ("stage2", 2**20)])
-def test_nobody_reads_a_row_before_it_has_arrived(
-    monkeypatch: pytest.MonkeyPatch, stage: str, bucket: int, way: str
-) -> None:
-    run = Run(**WAYS[way]).with_options(**STAGES[stage], cpu_offload=True, reduce_bucket_size=bucket)
+def test_nobody_reads_a_row_before_it_has_arrived(subtests: pytest.Subtests) -> None:
     made: list[Late] = []
     delayed: list[int] = []
 
@@ -255,16 +250,27 @@ def test_nobody_reads_a_row_before_it_has_arrived(
         made.append(Late())
         return made[-1]
 
-    def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    def train(rank: int, world_size: int, run: Run) -> list[dict[str, Tensor]]:
+        delayed.clear()
         expected = train_sharded(rank, world_size, run)[0]
-        monkeypatch.setattr(optimizer_module, "streams_of", late)
-        monkeypatch.setattr(HostHome, "_copy_down", copy_later)
-        got = train_sharded(rank, world_size, run)[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer_module, "streams_of", late)
+            patch.setattr(HostHome, "_copy_down", copy_later)
+            got = train_sharded(rank, world_size, run)[0]
+        made.clear()
         assert delayed
         return [expected, got]
 
-    for expected, got in run_ranks(train, 2):
-        check_close(expected, [expected, got], 0.0)
+    def of(way: str, stage: str, bucket: int) -> Run:
+        return Run(**WAYS[way]).with_options(**STAGES[stage], cpu_offload=True, reduce_bucket_size=bucket)
+
+    ways = ("thrice", "by_hand-thrice", "no_sync-drop", "adamw-clip")
+    cases = product(ways, (("stage1", 50), ("stage2", 50), ("stage2", 2**20)))
+    runs = {f"{way}, {stage}, buckets of {bucket}": of(way, stage, bucket) for way, (stage, bucket) in cases}
+    for name, _, ran in trained(runs, train):
+        with subtests.test(name):
+            for expected, got in ran.values():
+                check_close(expected, [expected, got], 0.0)
 
 
 def test_a_mixing_operation_would_be_seen() -> None:

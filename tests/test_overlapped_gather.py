@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.optim import AdamW
 from lowlevel_zero import LowLevelZeroOptimizer, stepper
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -69,23 +70,23 @@ def train(rank: int, steps: int, overlap: bool, dtype: torch.dtype, stage: int) 
     return [p.detach().clone() for p in model.parameters()], awaited
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("shared", [True, False])
 def test_training_ends_in_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, shared: bool, world_size: int, dtype: torch.dtype, stage: int
+    monkeypatch: pytest.MonkeyPatch, shared: bool, world_size: int, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(shared)))
 
-    def work(rank: int, _size: int) -> None:
+    def work(rank: int, _size: int, dtype: torch.dtype, stage: int) -> None:
         expected, none = train(rank, 4, False, dtype, stage)
         overlapped, awaited = train(rank, 4, True, dtype, stage)
         assert all(map(torch.equal, overlapped, expected))
         assert none == [0] * 4
         assert awaited == [len(expected)] * 4  # the test would show nothing otherwise
 
-    run_ranks(work, world_size)
+    for (dtype, stage), ran in run_cases(work, world_size, product((torch.float32, torch.bfloat16), (1, 2))):
+        with subtests.test(dtype=dtype, stage=stage):
+            ran.values()
 
 
 READERS: dict[str, Callable[[nn.Linear], Tensor]] = {
@@ -128,9 +129,8 @@ def _faked(layer: nn.Linear) -> Tensor:
     return layer.weight
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_whoever_reads_a_parameter_gets_its_new_values(reader: str) -> None:
-    def work(_rank: int, _size: int) -> None:
+def test_whoever_reads_a_parameter_gets_its_new_values(subtests: pytest.Subtests) -> None:
+    def work(_rank: int, _size: int, reader: str) -> None:
         torch.manual_seed(0)
         layer = nn.Linear(3, 3)
         optimizer = sharded(layer)
@@ -144,7 +144,9 @@ def test_whoever_reads_a_parameter_gets_its_new_values(reader: str) -> None:
             torch.testing.assert_close(seen, layer.weight.detach(), rtol=1e-6, atol=1e-6)
             optimizer.zero_grad()
 
-    run_ranks(work, 2)
+    for (reader,), ran in run_cases(work, 2, [(reader,) for reader in READERS]):
+        with subtests.test(reader):
+            ran.values()
 
 
 def test_looking_at_a_parameter_waits_for_nothing() -> None:
