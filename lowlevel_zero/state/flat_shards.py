@@ -69,11 +69,6 @@ class FlatShards:
         """The state of which this rank holds the slice ``own``."""
         return self.wrap(own, record.split.numel)
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A ``DTensor`` of ``numel`` elements to load into."""
-        start, stop = self.span(numel)
-        return self.wrap(torch.empty(stop - start, dtype=dtype, device=device), numel)
-
     def empty_of(self, record: ShardedParameter, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A ``DTensor`` to load into."""
         return self.wrap(torch.empty(record.split.slice_size, dtype=dtype, device=device), record.split.numel)
