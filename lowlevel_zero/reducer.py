@@ -416,14 +416,13 @@ class Reducer:
     def discard(self) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
 
-        Communicates where this rank has run syncs that others may know nothing of: on the host any (there it tells who
-        makes another call), on a device plain ones; and where the step before had none, or plain ones. Behind a step
-        that was driven on all ranks it doesn't. Who had which gradient, the next presence map tells.
+        Communicates on the host always, since any rank may have run a plain backward alone; on a device where this
+        step's backwards, or the last one's, have been plain. Who had which gradient, the next presence map tells.
         """
         if self._gradients.exposed:
             self._gradients.conceal()
         syncs = self._syncs_before if self._syncs is Syncs.NONE else self._syncs
-        if syncs is not Syncs.DRIVEN or (self._on_host and self._syncs is not Syncs.NONE):
+        if self._on_host or syncs is not Syncs.DRIVEN:
             self.even_out(Call("zero_grad"))
         elif not self.idle:
             self.drain()
