@@ -389,7 +389,6 @@ class Rank:
 
     def __init__(self, rank: int, case: Case, phase: Phase, left: Left | None, path: str) -> None:
         self.rank, self.case, self.phase = rank, case, phase
-        self._clears = any(call.name.startswith("zero_grad") for call in phase.calls)
         self.model = model = Net(case, rank if left is None else 100 + rank)
         self.joined = left is not None and left.joined
         if self.joined:
@@ -445,8 +444,6 @@ class Rank:
             self.optimizer.backward(loss)
         elif loss.requires_grad:
             loss.backward()
-        elif self._clears:  # zero_grad before a step wants a backward of every rank, or of none
-            self.optimizer.backward(loss)
 
     def seen(self) -> Seen:
         parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
