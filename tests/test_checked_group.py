@@ -188,7 +188,7 @@ def test_a_rank_that_never_comes_is_named_and_told_later() -> None:
 
     message = refused(run_ranks_expecting(live, 3))
     assert re.search(r"rank [01] came to «agreement \(step 2, in step\)", message)
-    assert "has waited 2 s: rank 2 last came to «agreement (step 1, in step)" in message
+    assert "has waited 2 s: rank 2 last came to «presence map (step 2, in zero_grad)" in message
 
 
 def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,30 +49,29 @@ def agree(
 ) -> None:
     """Raise on every rank if one has an error, or if their ``lines`` differ.
 
-    One small exchange where all is well: a flag and a digest. Only when it shows that something is wrong do
-    the ranks exchange what.
+    One small exchange where all is well: a flag and a digest, as many numbers as a ``Call`` exchanges, since a rank may
+    have come to one. Only when it shows that something is wrong do the ranks exchange what.
 
     Raises:
         Exception: this rank's own ``error``.
-        RuntimeError: another rank's error, by its rank.
+        RuntimeError: another rank's error, by its rank; or who was called for what.
         ValueError: the first line that differs, by its ranks.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    values = [int(error is not None), *(int.from_bytes(digest[at : at + 7], "big") for at in (0, 7))]
+    parts = [int.from_bytes(digest[at : at + 7], "big") for at in (0, 7, 14)]
     if error is None and group.ranks == 1:
         return
-    if group.alike(values) and error is None:
+    failed, *most = group.all_reduce_max([error is not None, *parts, *(-part for part in parts)])
+    if not failed and most[:3] == [-least for least in most[3:]] == parts:
         return
-    told = group.all_gather_object((None if error is None else f"{type(error).__name__}: {error}", list(lines)))
+    told = _gather(group, _Told(doing, group.number, _reason(error), lines=list(lines)))
     if error is not None:
         try:
             raise error
         finally:
             error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
-    for rank, (message, _) in enumerate(told):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} could not {doing}: {message}")
-    raise ValueError(_first_difference([theirs for _, theirs in told], alike))
+    _raise_others(told)
+    raise ValueError(_first_difference([each.lines or [] for each in told], alike))
 
 
 @contextmanager
@@ -170,20 +169,10 @@ class Call(NamedTuple):
         return Progress(most_syncs, bool(any_plain), steps)
 
     def _raise(self, group: ShardGroup, steps: int) -> NoReturn:
-        error = self.error
-        reason = None if error is None else f"{type(error).__name__}: {error}"
-        told: list[_Told] = group.all_gather_object(_Told(self.name, group.number, reason, steps))
-        if error is not None:
-            raise error
-        for rank, each in enumerate(told):
-            if each.reason is not None:
-                raise RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
-        raise RuntimeError(
-            "expected the same call on every rank, got "
-            + "; ".join(f"rank {rank} to {call}" for rank, call in enumerate(_came_to(told)))
-            + ": let every rank make the same calls in the same order, and begin the step anew with "
-            "optimizer.zero_grad() on all"
-        )
+        told = _gather(group, _Told(self.name, group.number, _reason(self.error), steps))
+        self.check()
+        _raise_others(told)
+        raise _different_calls(_came_to(told))
 
 
 class Progress(NamedTuple):
@@ -201,12 +190,47 @@ class Progress(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank tells of its call: name, number of the optimizer, why it can't be done, steps since the clearing."""
+    """What a rank tells of its call.
+
+    Attributes:
+        name: of the call.
+        optimizer: its number.
+        reason: why the call can't be done; None: it can.
+        steps: since gradients were cleared.
+        lines: what has to be alike on all ranks; None: the call is one of a few that compare nothing more.
+    """
 
     name: str
     optimizer: int
     reason: str | None
-    steps: int
+    steps: int = 0
+    lines: list[str] | None = None
+
+
+def _reason(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _gather(group: ShardGroup, mine: _Told) -> list[_Told]:
+    return group.all_gather_object(mine)
+
+
+def _raise_others(told: Sequence[_Told]) -> None:
+    """Raise another rank's error, or that some compare lines where others do something else."""
+    for rank, each in enumerate(told):
+        if each.reason is not None:
+            raise RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
+    if len({each.lines is None for each in told}) > 1:
+        raise _different_calls([each.name for each in told])
+
+
+def _different_calls(calls: Sequence[str]) -> RuntimeError:
+    return RuntimeError(
+        "expected the same call on every rank, got "
+        + "; ".join(f"rank {rank} to {call}" for rank, call in enumerate(calls))
+        + ": let every rank make the same calls in the same order, and begin the step anew with "
+        "optimizer.zero_grad() on all"
+    )
 
 
 def _came_to(told: Sequence[_Told]) -> list[str]:

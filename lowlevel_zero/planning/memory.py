@@ -177,7 +177,7 @@ def _pieces(
     ``micro_batches``: how many are summed, in at least fp32; None: by DDP, which sums in place and keeps it.
     """
     sizes = cache(lambda master: state_sizes(optimizer, master))
-    row_only = options.keeps_row_only
+    row_only = ranks == 1 or options.keeps_row_only
     for shape in shapes:
         if not (shape.trained and shape.numel):
             yield shape.numel * shape.dtype.itemsize, 0, 0, 0, 0

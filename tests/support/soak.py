@@ -179,9 +179,20 @@ def train_rank(rank: int, world_size: int, soak: Soak, folder: str) -> Report:
         os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = "0"
     logging.disable()  # pytest keeps every record, and torch's checkpoints make many
     _once(rank, world_size, soak, f"{folder}/once")  # what torch keeps for good, it has now
-    before = Held.now()
+    before = _settled()
     outcome, memory, during = _once(rank, world_size, soak, f"{folder}/soak", soak.steps)
     return Report(outcome, memory, before, during, _held_at_last(before))
+
+
+def _settled(patience: float = 20.0) -> Held:
+    """What is held when this package's threads and memory of an earlier process group have gone by themselves."""
+    deadline = time.monotonic() + patience
+    while True:
+        held = Held.now()
+        ours = held.mapped or [name for name in held.python_threads if name.startswith("lowlevel_zero")]
+        if not ours or time.monotonic() > deadline:
+            return held
+        time.sleep(0.05)
 
 
 def _held_at_last(before: Held, patience: float = 20.0) -> Held:
