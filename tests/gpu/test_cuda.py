@@ -1,7 +1,7 @@
 """On a GPU: the oracle's numbers, nothing that waits for the device, streams that wait for each other, and overlap.
 
 Collected where there is one (see ``conftest.py``). One is enough: one rank talks to itself through NCCL, and several
-share it through gloo. Run it in a process of its own (``make test ARGS=tests/test_cuda.py``): ranks are forked, so
+share it through gloo. Run it in a process of its own (``make test ARGS=tests/gpu/test_cuda.py``): ranks are forked, so
 nothing may have touched the device before.
 """
 

@@ -476,7 +476,7 @@ def test_every_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_commands_of_its_page(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     commands = re.findall(r"^python -m lowlevel_zero (.+)$", page, flags=re.MULTILINE)
     assert {command.split()[0] for command in commands} == {command.name for command in COMMANDS}
     checkpoint.rename(checkpoint.with_name("step-100"))
@@ -487,7 +487,7 @@ def test_the_commands_of_its_page(checkpoint: Path, monkeypatch: pytest.MonkeyPa
 
 def test_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lowlevel_zero", "inspect", str(tmp_path)]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
     assert done.returncode == 2
     assert done.stdout == ""

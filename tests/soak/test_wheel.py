@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = ("lowlevel_zero", "pyproject.toml", "README.md", "LICENSE")
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]

@@ -20,7 +20,7 @@ from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.diagnostics.later_read import LaterRead
 from tests.support.ranks import run_ranks
 
-PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
+PACKAGE = Path(__file__).parents[2] / "lowlevel_zero"
 CURRENT, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
 

@@ -20,7 +20,7 @@ from lowlevel_zero import LowLevelZeroOptimizer, checkpoint
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 

@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 # Ranks inherit the tests' filters; what a peer is warned of is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("default")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = "--size=tiny --rounds=1 --steps=1 --warm-up=3 --patience=0".split()  # noqa: SIM905
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.mortal import AGENT_DIES, BACKWARD, SAVE, Task, train
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # A store that outlives a start has the addresses of the ranks that were.
 FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **FRESH_STORES}

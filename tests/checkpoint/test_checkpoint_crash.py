@@ -268,7 +268,7 @@ save_checkpoint("{tmp_path}/a", model, optimizer, extra="there", async_save=True
 print("the end")
 """
     command = [sys.executable, "-c", script]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "the end\n"

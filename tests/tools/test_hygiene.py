@@ -16,7 +16,7 @@ from lowlevel_zero import partition
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 REMEDY = "use monkeypatch.setattr, or tests.support.patching in a forked rank"
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
+PACKAGE = Path(__file__).parents[2] / "lowlevel_zero"
 # What talks to other ranks or makes groups.
 TALK = re.compile(
     r"\bdist\.(all_reduce|all_gather\w*|all_to_all\w*|reduce\w*|broadcast\w*|gather\w*|scatter\w*"

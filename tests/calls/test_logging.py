@@ -13,7 +13,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_ranks
 
-PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
+PACKAGE = Path(__file__).parents[2] / "lowlevel_zero"
 # Programs, which talk to who has started them.
 PROGRAMS = ("__main__.py", "planning/commands/")
 

@@ -1,0 +1,1 @@
+"""What callers do: any order of calls, mistakes, ranks that differ."""

@@ -1,0 +1,1 @@
+"""Whole and sharded state, and files of it."""

@@ -1,0 +1,1 @@
+"""Process groups, backends and what the ranks agree on."""

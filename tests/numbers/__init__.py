@@ -1,0 +1,1 @@
+"""Numbers, held against the oracle."""

@@ -1,0 +1,1 @@
+"""ColossalAI's Booster and its callers."""
