@@ -81,7 +81,7 @@ def conclude(options: Options, model: nn.Module, history: History, text: Tensor,
     summary = {**asdict(history), "world_size": size, "ngrams": levels, "ddp": ddp, "sample": sample(model, options)}
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     losses = {**levels, "GPT at first": history.validation[0][1], "GPT at last": history.validation[-1][1]}
-    ddp["wires"] = ddp["gradients"]  # its buckets are a second set of them
+    ddp["bucket_buffers"] = ddp["gradients"]  # its buckets are a second set of them
     held = [(owner, in_bytes(ours), in_bytes(ddp[owner])) for owner, ours in history.held.items()]
     ours, theirs = sum(history.held.values()), sum(ddp[owner] for owner in history.held)
     held.append(("together", in_bytes(ours), in_bytes(theirs)))

@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .planning.commands.checkpoints import CONSOLIDATE, INSPECT
-from .planning.commands.plan import PLAN
+from .planning.commands import COMMANDS
 
 RUN = "python -m "
 
 # Exit codes: argparse's own for what can't be done, a shell's for Ctrl-C.
 REFUSED, INTERRUPTED = 2, 130
-
-COMMANDS = (CONSOLIDATE, INSPECT, PLAN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,64 +1,19 @@
-"""The layout: who owns what of every parameter, and where it lies in the wires; as records, text and JSON."""
+"""The layout: who owns what of every parameter, and where it lies in bucket buffers; as records, text and JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..bookkeeping.bucket_plan import BucketPlan, PlannedBucket
 from ..options import ZeroOptions
 from ..partition import EvenSplit
+from .memory import RankBytes, rank_bytes
 from .text import aligned, counted, in_bytes, ranks_text, shape_text
-
-
-class Owned(NamedTuple):
-    """A parameter that is shared, before it has its place.
-
-    Attributes:
-        name: as messages call it.
-        shape: of ``p``.
-        dtype, communication_dtype: of ``p``, and of its gradient's way.
-        split: its elements over the ranks.
-        group: index of its param group.
-        p32_bytes, state_bytes: of this rank's master slice where it isn't its parameter's own row, and of its state.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    communication_dtype: torch.dtype
-    split: EvenSplit
-    group: int
-    p32_bytes: int
-    state_bytes: int
-
-
-class Shared(NamedTuple):
-    """Parameters that the same ranks share: the global ``ranks``, and their bucket plan, which counts as ``owned``."""
-
-    ranks: tuple[int, ...]
-    owned: Sequence[Owned]
-    plan: BucketPlan
-
-
-class RankBytes(NamedTuple):
-    """What one rank holds of one parameter, in bytes.
-
-    Attributes:
-        p: the whole parameter, padded.
-        g: the gradient, once it is reduced: the slice in stage 2, all that travels of it in stage 1.
-        p32: the master slice; 0: it is a row of ``p``.
-        state: the optimizer's state of the slice; 0 before the first step.
-    """
-
-    p: int
-    g: int
-    p32: int
-    state: int
 
 
 @dataclass(frozen=True)
@@ -67,27 +22,29 @@ class ParameterLayout:
 
     Attributes:
         name, shape, dtype: the parameter's.
+        communication_dtype: in which its gradient travels.
         numel: its elements.
         padding: elements at the end of its storage that are nobody's.
         slice_size: elements that a rank owns, padding included.
         group: index of its param group.
         process_group: the global ranks that share it, in the order in which they own it (of replicas this rank's).
-        bucket: number of its bucket; None: it is empty, and never travels.
-        offset: where its slice starts in that bucket's row, in elements.
         bytes: what a rank holds of it.
+        bucket: number of its bucket; None: it is empty, and never travels, or it is a checkpoint's.
+        offset: where its slice starts in that bucket's row, in elements.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    communication_dtype: str
     numel: int
     padding: int
     slice_size: int
     group: int
     process_group: tuple[int, ...]
-    bucket: int | None
-    offset: int | None
     bytes: RankBytes
+    bucket: int | None = None
+    offset: int | None = None
 
     @property
     def split(self) -> EvenSplit:
@@ -115,13 +72,13 @@ class BucketLayout:
 
     Attributes:
         number: its place in the plan; further process groups' plans count on.
-        process_group: the global ranks that share it: the wire's rows.
+        process_group: the global ranks that share it: the buffer's rows.
         dtype: in which gradients travel.
-        members: names of its parameters, in the order of the wire.
+        members: names of its parameters, in the order of the buffer.
         body: columns of one rank's row that the slices take.
         row: all columns, those that only fill it included.
-        rows: of the wire: one a rank.
-        wire_bytes: of all of them.
+        rows: of the buffer: one a rank.
+        buffer_bytes: of all of them.
         in_place: its one gradient is reduced where it is.
     """
 
@@ -132,7 +89,7 @@ class BucketLayout:
     body: int
     row: int
     rows: int
-    wire_bytes: int
+    buffer_bytes: int
     in_place: bool
 
 
@@ -144,7 +101,7 @@ class Layout:
         rank: the global rank that tells; None: none of them (a checkpoint's).
         stage: 1 or 2.
         parameters: the trained ones, in order of registration, process group by process group.
-        buckets: in the order of their numbers.
+        buckets: in the order of their numbers; a checkpoint has none.
     """
 
     rank: int | None
@@ -182,16 +139,18 @@ class Layout:
         return json.dumps(self.as_dict(), indent=1)
 
     def table(self) -> str:
-        """A heading, a line a parameter, and a line a bucket."""
-        return "\n\n".join((self._heading(), self._parameter_table(), self._bucket_table()))
+        """A heading, a line a parameter, and, of an optimizer, a line a bucket."""
+        parts = [self._heading(), self._parameter_table(), *([self._bucket_table()] if self.buckets else [])]
+        return "\n\n".join(parts)
 
     # ---- text ----
 
     def _heading(self) -> str:
         numel, padding = sum(p.numel for p in self.parameters), sum(p.padding for p in self.parameters)
-        over = f"over {counted(self.world_size, 'rank')}, stage {self.stage}, {counted(len(self.buckets), 'bucket')}"
+        over = f"over {counted(self.world_size, 'rank')}, stage {self.stage}"
+        buckets = f", {counted(len(self.buckets), 'bucket')}" if self.buckets else ""
         padded = f"padding {padding / max(1, numel):.2%}"
-        return f"{counted(numel, 'element')} in {counted(len(self.parameters), 'parameter')} {over}, {padded}"
+        return f"{counted(numel, 'element')} in {counted(len(self.parameters), 'parameter')} {over}{buckets}, {padded}"
 
     def _parameter_table(self) -> str:
         own = "span" if self.rank is None else f"span of rank {self.rank}"
@@ -215,72 +174,68 @@ class Layout:
         return f"{start:,}:{stop:,}{more}"
 
     def _bucket_table(self) -> str:
-        rows = [("bucket", "ranks", "dtype", "parameters", "slices", "row", "wire", "")]
+        rows = [("bucket", "ranks", "dtype", "parameters", "slices", "row", "buffer", "")]
         for bucket in self.buckets:
             members = counted(len(bucket.members), "parameter")
-            sizes = (f"{bucket.body:,}", f"{bucket.row:,}", in_bytes(bucket.wire_bytes))
+            sizes = (f"{bucket.body:,}", f"{bucket.row:,}", in_bytes(bucket.buffer_bytes))
             note = "reduced in place" if bucket.in_place else ""
             rows.append((str(bucket.number), ranks_text(bucket.process_group), bucket.dtype, members, *sizes, note))
         return aligned(rows, right=(0, 4, 5, 6))
 
 
-def layout_of(shared: Sequence[Shared], options: ZeroOptions, rank: int | None = None) -> Layout:
-    """The layout of these parameters in the wires of their plans; no communication."""
-    parameters: list[ParameterLayout] = []
-    buckets: list[BucketLayout] = []
-    for each in shared:
-        parameters += _parameters(each, len(buckets), options.keeps_row_only)
-        first = len(buckets)
-        buckets += [_bucket(bucket, each, first, options.keeps_row_only) for bucket in each.plan.buckets]
-    return Layout(rank, 2 if options.partition_grad else 1, tuple(parameters), tuple(buckets))
-
-
-def joined(layouts: Sequence[Layout]) -> Layout:
-    """Layouts of optimizers that train a model together, whose buckets count on; the stage is the first's."""
-    parameters: list[ParameterLayout] = []
-    buckets: list[BucketLayout] = []
-    for each in layouts:
-        first = len(buckets)
-        parameters += [replace(p, bucket=None if p.bucket is None else first + p.bucket) for p in each.parameters]
-        buckets += [replace(bucket, number=first + bucket.number) for bucket in each.buckets]
-    return replace(layouts[0], parameters=tuple(parameters), buckets=tuple(buckets))
-
-
-def _parameters(shared: Shared, first_bucket: int, row_only: bool) -> Iterator[ParameterLayout]:
-    offsets: dict[int, int] = {}
-    for bucket in shared.plan.buckets:
-        offsets.update(zip(bucket.members, bucket.starts, strict=True))
-    for index, owned in enumerate(shared.owned):
-        split, bucket_at = owned.split, shared.plan.bucket_of[index]
-        reduced = split.slice_size * (1 if row_only else split.world_size)
-        sizes = (split.padded_numel * owned.dtype.itemsize, reduced * owned.communication_dtype.itemsize)
-        yield ParameterLayout(
-            name=owned.name,
-            shape=owned.shape,
-            dtype=_name(owned.dtype),
-            numel=split.numel,
-            padding=split.padding,
-            slice_size=split.slice_size,
-            group=owned.group,
-            process_group=shared.ranks,
-            bucket=None if bucket_at < 0 else first_bucket + bucket_at,
-            offset=offsets.get(index),
-            bytes=RankBytes(*sizes, owned.p32_bytes, owned.state_bytes),
-        )
-
-
-def _bucket(bucket: PlannedBucket, shared: Shared, first: int, row_only: bool) -> BucketLayout:
-    dtype = shared.owned[bucket.members[0]].communication_dtype
-    rows = len(shared.ranks)
-    return BucketLayout(
-        number=first + bucket.position,
-        process_group=shared.ranks,
+def parameter_layout(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    group: int,
+    ranks: Sequence[int],
+    options: ZeroOptions,
+    state: int,
+) -> ParameterLayout:
+    """That of a parameter which has no place in a bucket yet; ``state``: bytes of its slice's."""
+    split = EvenSplit(torch.Size(shape).numel(), len(ranks))
+    return ParameterLayout(
+        name=name,
+        shape=tuple(shape),
         dtype=_name(dtype),
-        members=tuple(shared.owned[index].name for index in bucket.members),
+        communication_dtype=_name(options.communication_dtype or dtype),
+        numel=split.numel,
+        padding=split.padding,
+        slice_size=split.slice_size,
+        group=group,
+        process_group=tuple(ranks),
+        bytes=rank_bytes(split, dtype, options, state),
+    )
+
+
+def layout_of(
+    groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]], stage: int, rank: int | None = None
+) -> Layout:
+    """The layout of parameters, group by group of those that share a plan, whose buckets count on."""
+    parameters: list[ParameterLayout] = []
+    buckets: list[BucketLayout] = []
+    for members, plan in groups:
+        placed = list(members)
+        for bucket in plan.buckets:
+            for index, start in zip(bucket.members, bucket.starts, strict=True):
+                placed[index] = replace(placed[index], bucket=len(buckets), offset=start)
+            buckets.append(_bucket(len(buckets), bucket, members))
+        parameters += placed
+    return Layout(rank, stage, tuple(parameters), tuple(buckets))
+
+
+def _bucket(number: int, bucket: PlannedBucket, parameters: Sequence[ParameterLayout]) -> BucketLayout:
+    first = parameters[bucket.members[0]]
+    rows = len(first.process_group)
+    return BucketLayout(
+        number=number,
+        process_group=first.process_group,
+        dtype=first.communication_dtype,
+        members=tuple(parameters[index].name for index in bucket.members),
         body=bucket.body,
         row=bucket.row,
         rows=rows,
-        wire_bytes=rows * bucket.row * dtype.itemsize,
+        buffer_bytes=rows * bucket.row * getattr(torch, first.communication_dtype).itemsize,
         in_place=bucket.in_place,
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,12 +16,14 @@ from torch.optim import Optimizer
 from ..bookkeeping.gather_store import IN_FLIGHT
 from ..communication.backends.backend import Backend
 from ..optimizer import LowLevelZeroOptimizer
-from ..options import ZeroOptions, check_floating
+from ..options import Number, ZeroOptions, check_floating
 from ..partition import EvenSplit
 from ..stepper import PART
 from .state_sizes import OptimizerLike, state_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+_COUNT = Number("an int", "at least 1", lambda number: number >= 1, whole=True)
 
 
 def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
@@ -41,6 +44,42 @@ def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
 # ---- what will be held ----
 
 
+class RankBytes(NamedTuple):
+    """What one rank holds of one parameter, in bytes.
+
+    Attributes:
+        p: the whole parameter, padded.
+        g: the gradient, once it is reduced: the slice in stage 2, all that travels of it in stage 1.
+        p32: the master slice; 0: it is a row of ``p``.
+        state: the optimizer's state of the slice; 0 before the first step.
+    """
+
+    p: int
+    g: int
+    p32: int
+    state: int
+
+
+def rank_bytes(
+    split: EvenSplit, dtype: torch.dtype, options: ZeroOptions, state: int, reduced: torch.dtype | None = None
+) -> RankBytes:
+    """Those of a parameter of ``dtype``, whose slice has so many bytes of ``state``; ``reduced``: its gradient's."""
+    master = master_dtype(dtype, options)
+    apart = options.cpu_offload or master != dtype or options.in_fp8(split.numel, split.world_size)
+    rows = split.slice_size if options.keeps_row_only else split.padded_numel
+    return RankBytes(
+        p=split.padded_numel * dtype.itemsize,
+        g=rows * (reduced or options.communication_dtype or dtype).itemsize,
+        p32=split.slice_size * master.itemsize if apart else 0,
+        state=state,
+    )
+
+
+def master_dtype(dtype: torch.dtype, options: ZeroOptions) -> torch.dtype:
+    """That of the master slice of a parameter of ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if options.master_weights else dtype
+
+
 @dataclass(frozen=True)
 class Held:
     """Bytes that one rank holds, by owner: the names are ``optimizer.memory_held()``'s."""
@@ -49,12 +88,15 @@ class Held:
     gradients: int = 0
     masters: int = 0
     states: int = 0
-    wires: int = 0
+    bucket_buffers: int = 0
 
     @property
     def total(self) -> int:
         """All owners together."""
-        return self.parameters + self.gradients + self.masters + self.states + self.wires
+        return sum(getattr(self, owner) for owner in OWNERS)
+
+
+OWNERS = tuple(asdict(Held()))
 
 
 @dataclass(frozen=True)
@@ -66,7 +108,7 @@ class Estimate(Held):
         gradients: reduced ones.
         masters: slices that aren't their parameters' own rows.
         states: the optimizer's.
-        wires: bucket buffers that are under way at once, at most.
+        bucket_buffers: those that are under way at once, at most.
         world_size, stage, cpu_offload: what it is an estimate of.
         host: what of it ``cpu_offload`` has on the host; the rest is on the device.
     """
@@ -83,7 +125,7 @@ class Estimate(Held):
 
     def owners(self) -> Held:
         """Those whose sum ``total`` is."""
-        return Held(self.parameters, self.gradients, self.masters, self.states, self.wires)
+        return Held(*(getattr(self, owner) for owner in OWNERS))
 
     def as_dict(self) -> dict[str, Any]:
         """Numbers by name, for JSON."""
@@ -98,19 +140,14 @@ def estimate(
     dtype: torch.dtype | str | None = None,
     optimizer: OptimizerLike = "adamw",
     *,
-    cpu_offload: bool = False,
-    master_weights: bool = True,
-    communication_dtype: torch.dtype | str | None = None,
-    reduce_bucket_size: int = 1024 * 1024,
-    reduce_scatter: bool = False,
     micro_batches: int = 1,
-    fp8_communication: bool = False,
-    fp8_min_numel: int = 2048,
+    communication_dtype: torch.dtype | str | None = None,
+    **options: Any,
 ) -> Estimate:
     """What each of ``world_size`` ranks will hold, without any of them, and without allocating what it counts.
 
-    Of a model (on the meta device too) padding and param groups are those of a run; of a number of elements padding is
-    left out. Stage 0 is DDP with ``gradient_as_bucket_view=True``, where each rank steps all masters, on the host with
+    Of a model (on the meta device too) padding and param groups are those of a run; a number of elements counts as one
+    parameter. Stage 0 is DDP with ``gradient_as_bucket_view=True``, where each rank steps all masters, on the host with
     ``cpu_offload``.
 
     Args:
@@ -120,90 +157,50 @@ def estimate(
         dtype: the parameters', as torch's or as in ``"bf16"``; None: the model's own, of a number fp32.
         optimizer: one, over the model's parameters or others; its class; or a name, as in ``"adamw"`` or
             ``"sgd-momentum"``. The size of its state is found out by a small one that steps.
-        cpu_offload, master_weights, communication_dtype, reduce_bucket_size, reduce_scatter: the options of
-            ``LowLevelZeroOptimizer``.
         micro_batches: backwards before a step; after the first, reduced gradients are summed in fp32.
-        fp8_communication, fp8_min_numel: the options, too; of a number of elements all or nothing travels in fp8.
+        communication_dtype: dtype in which gradients travel, as ``dtype``.
+        options: others of ``LowLevelZeroOptimizer``, such as ``cpu_offload``, ``master_weights``,
+            ``reduce_bucket_size``, ``reduce_scatter`` and ``fp8_communication``.
 
     Raises:
         TypeError, ValueError: what can't be estimated; the message says which argument.
     """
-    forced = as_dtype("dtype", dtype)
-    check_floating("dtype", forced)
-    options = ZeroOptions(
+    chosen = ZeroOptions(
         partition_grad=stage == 2,
-        reduce_scatter=reduce_scatter,
-        reduce_bucket_size=reduce_bucket_size,
+        forced_dtype=as_dtype("dtype", dtype),
         communication_dtype=as_dtype("communication_dtype", communication_dtype),
-        forced_dtype=forced,
-        cpu_offload=cpu_offload,
-        master_weights=master_weights,
-        fp8_communication=fp8_communication,
-        fp8_min_numel=fp8_min_numel,
+        **options,
     )
     for name, number in (("world_size", world_size), ("micro_batches", micro_batches)):
-        _check_count(name, number)
+        _COUNT(name, number)
     if stage not in (0, 1, 2):
         raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")
     inner = optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer
     ranks = 1 if stage == 0 else world_size
-    shapes = _shapes(model_or_numel, inner, forced)
-    pieces = list(_pieces(shapes, options, inner, ranks, None if stage == 0 else micro_batches))
-    parameters, gradients, masters, states, landed = (sum(column) for column in zip(*pieces, strict=True))
-    return Estimate(
-        *(parameters, gradients, masters, states, min(parameters, _under_way(options, ranks))),
-        world_size=world_size,
-        stage=stage,
-        cpu_offload=cpu_offload,
-        host=Held(0, landed, masters, states) if cpu_offload else Held(),
-    )
-
-
-class _Shape(NamedTuple):
-    """One parameter, or a number of elements without padding."""
-
-    numel: int
-    dtype: torch.dtype
-    trained: bool = True
-    group: int = 0
-    padded: bool = True
-
-
-def _pieces(
-    shapes: Iterable[_Shape], options: ZeroOptions, optimizer: OptimizerLike, ranks: int, micro_batches: int | None
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Bytes of each parameter that ``ranks`` share: itself, gradient, master, state, and what is on the host of g.
-
-    ``micro_batches``: how many are summed, in at least fp32; None: by DDP, which sums in place and keeps it.
-    """
-    sizes = cache(lambda master: state_sizes(optimizer, master))
-    row_only = ranks == 1 or options.keeps_row_only
-    for shape in shapes:
-        if not (shape.trained and shape.numel):
-            yield shape.numel * shape.dtype.itemsize, 0, 0, 0, 0
+    sizes = cache(lambda dtype: state_sizes(inner, master_dtype(dtype, chosen)))
+    leaves = stage > 0 and (ranks == 1 or chosen.keeps_row_only)  # the device, for the host
+    held, host = Counter[str](), Counter[str]()
+    for numel, p_dtype, group in _shapes(model_or_numel, inner, chosen.forced_dtype):
+        if group is None or not numel:
+            held["parameters"] += numel * p_dtype.itemsize
             continue
-        own = EvenSplit(shape.numel, ranks).slice_size
-        whole = own * ranks if shape.padded else shape.numel
-        master = torch.promote_types(shape.dtype, torch.float32) if options.master_weights else shape.dtype
-        state = sizes(master)[shape.group]
-        reduced = _gradient_dtype(shape.dtype, options, micro_batches).itemsize
-        landed = own * reduced if options.cpu_offload else 0
-        leaves = options.cpu_offload and row_only and micro_batches is not None  # the device, for the host
-        apart = options.cpu_offload or master != shape.dtype or options.in_fp8(shape.numel, ranks)
-        yield (
-            whole * shape.dtype.itemsize,
-            landed + (0 if leaves else own if row_only else whole) * reduced,
-            own * master.itemsize if apart else 0,
-            own * state.per_element + (state.per_parameter if shape.padded else 0),
-            landed,
-        )
+        split, reduced = EvenSplit(numel, ranks), _reduced_dtype(p_dtype, chosen, micro_batches if stage else 0)
+        own = rank_bytes(split, p_dtype, chosen, sizes(p_dtype)[group].of(split.slice_size), reduced)
+        held.update(parameters=own.p, gradients=own.g, masters=own.p32, states=own.state)
+        if chosen.cpu_offload:
+            landed = split.slice_size * reduced.itemsize
+            held["gradients"] += landed - (own.g if leaves else 0)
+            host.update(gradients=landed, masters=own.p32, states=own.state)
+    held["bucket_buffers"] = min(held["parameters"], _under_way(chosen, ranks))
+    return Estimate(**held, world_size=world_size, stage=stage, cpu_offload=chosen.cpu_offload, host=Held(**host))
 
 
-def _gradient_dtype(dtype: torch.dtype, options: ZeroOptions, micro_batches: int | None) -> torch.dtype:
-    if micro_batches is None:
-        return dtype
+def _reduced_dtype(dtype: torch.dtype, options: ZeroOptions, micro_batches: int) -> torch.dtype:
+    """In which so many are summed: in at least fp32, if there are several; 0: by DDP, in place."""
     sent = options.communication_dtype or dtype
-    return sent if micro_batches == 1 else torch.promote_types(sent, torch.float32)
+    if micro_batches > 1:
+        return torch.promote_types(sent, torch.float32)
+    return sent if micro_batches else dtype
 
 
 def _under_way(options: ZeroOptions, ranks: int) -> int:
@@ -219,35 +216,30 @@ def _under_way(options: ZeroOptions, ranks: int) -> int:
 
 def _shapes(
     model_or_numel: nn.Module | Iterable[Tensor] | float, optimizer: OptimizerLike, dtype: torch.dtype | None
-) -> list[_Shape]:
-    """With their param groups; of an optimizer over other parameters (slices, say) all are in the first."""
+) -> list[tuple[int, torch.dtype, int | None]]:
+    """Elements, dtype and param group of each parameter, None: it isn't trained.
+
+    Of an optimizer over other parameters (slices, say) all are in the first group.
+    """
     if isinstance(model_or_numel, (int, float)):
-        return [_Shape(_count(model_or_numel), dtype or torch.float32, padded=False)]
+        return [(_count(model_or_numel), dtype or torch.float32, 0)]
     tensors = _parameters(model_or_numel)
     groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
     group_of = {p: at for at, group in enumerate(groups) for p in group["params"]}
-    strange = not any(p in group_of for p in tensors)
-    return [
-        _Shape(p.numel(), dtype or p.dtype, p.requires_grad and (strange or p in group_of), group_of.get(p, 0))
-        for p in tensors
-    ]
+    if group_of.keys().isdisjoint(tensors):
+        group_of = dict.fromkeys(tensors, 0)
+    return [(p.numel(), dtype or p.dtype, group_of.get(p) if p.requires_grad else None) for p in tensors]
 
 
 def as_dtype(keyword: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype by its name, as in ``"bf16"`` or ``"bfloat16"``; others as they are."""
-    if not isinstance(dtype, str):
-        return dtype
-    named = DTYPES | {str(known).removeprefix("torch."): known for known in DTYPES.values()}
-    if dtype not in named:
-        raise ValueError(f"{keyword}: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    return named[dtype]
-
-
-def _check_count(keyword: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{keyword}: expected an int, got {type(number).__name__} {number!r}")
-    if number < 1:
-        raise ValueError(f"{keyword}: expected at least 1, got {number}")
+    """A floating-point dtype by its name, as in ``"bf16"`` or ``"bfloat16"``; others as they are."""
+    if isinstance(dtype, str):
+        named = DTYPES | {str(known).removeprefix("torch."): known for known in DTYPES.values()}
+        if dtype not in named:
+            raise ValueError(f"{keyword}: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        return named[dtype]
+    check_floating(keyword, dtype)
+    return dtype
 
 
 def _count(number: float) -> int:

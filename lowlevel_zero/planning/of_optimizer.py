@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..construction import ShardedGroup
+from ..bookkeeping.parameter_store import ShardedParameter
 from ..sharded_optimizer import ShardedOptimizer
-from .layout import Layout, Owned, Shared, layout_of
+from .layout import Layout, ParameterLayout, layout_of, parameter_layout
 from .memory import held_bytes
 
 
@@ -26,34 +26,23 @@ def memory_held(optimizer: ShardedOptimizer) -> dict[str, int]:
             "gradients": gradients,
             "masters": [record.p32 for record in parameters],
             "states": [tensor for state in optimizer.optim.state.values() for tensor in _tensors(state)],
-            "wires": [buffer for ranks in parameters.shard_groups for buffer in ranks.communicator.held()],
+            "bucket_buffers": [buffer for ranks in parameters.shard_groups for buffer in ranks.communicator.held()],
         }
     )
 
 
 def layout(optimizer: ShardedOptimizer) -> Layout:
     """Who owns what: each parameter's slices, place in bucket buffers and bytes."""
-    shared = [
-        Shared(tuple(group.group.slice_ranks), _owned(optimizer, group), group.reducer.plan.whole)
+    groups = [
+        ([_layout_of(optimizer, record, group.group.slice_ranks) for record in group.records], group.reducer.plan.whole)
         for group in optimizer.sharded_groups
     ]
-    return layout_of(shared, optimizer.options, dist.get_rank())
+    return layout_of(groups, 2 if optimizer.options.partition_grad else 1, dist.get_rank())
 
 
-def _owned(optimizer: ShardedOptimizer, group: ShardedGroup) -> list[Owned]:
-    return [
-        Owned(
-            name=record.name,
-            shape=tuple(record.p.shape),
-            dtype=record.p.dtype,
-            communication_dtype=record.communication_dtype,
-            split=record.split,
-            group=record.group,
-            p32_bytes=0 if record.shares_storage else record.p32.nbytes,
-            state_bytes=sum(value.nbytes for value in _tensors(optimizer.optim.state.get(record.p32, {}))),
-        )
-        for record in group.records
-    ]
+def _layout_of(optimizer: ShardedOptimizer, record: ShardedParameter, ranks: list[int]) -> ParameterLayout:
+    p, state = record.p, sum(value.nbytes for value in _tensors(optimizer.optim.state.get(record.p32, {})))
+    return parameter_layout(record.name, p.shape, p.dtype, record.group, ranks, optimizer.options, state)
 
 
 def _tensors(state: Mapping[str, Any]) -> list[Tensor]:

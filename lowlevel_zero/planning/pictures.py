@@ -1,12 +1,19 @@
-"""Pictures: one figure in a file, drawn by matplotlib where that is installed."""
+"""Pictures, drawn by matplotlib where that is installed: a figure in a file, and a plan's bars."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from .memory import OWNERS, Estimate
+from .text import counted, in_bytes, unit_of
+
+_COLORS = dict(zip(OWNERS, ("#1f5fa8", "#d9660a", "#3f8f4f", "#7b5aa6", "#999999"), strict=True))
+_ROOM = 1.35  # of the longest bar, for the numbers at its end
 
 
 @contextmanager
@@ -29,3 +36,34 @@ def figure_in(path: str | os.PathLike[str], width: float, height: float) -> Iter
     figure = plotting.Figure(figsize=(width, height), dpi=150, layout="constrained")
     yield figure
     figure.savefig(path)
+
+
+def draw_estimates(found: Sequence[Estimate], title: str, path: Path) -> None:
+    """Draw a bar for each estimate, cut by owner, one below the other, into the file ``path``."""
+    largest = max(each.total for each in found)
+    scale, unit = unit_of(largest)
+    ends = [0.0] * len(found)
+    with figure_in(path, 9.5, 1.5 + 0.32 * len(found)) as figure:
+        axes = figure.add_subplot()
+        for owner, color in _COLORS.items():
+            sizes = [getattr(each, owner) / scale for each in found]
+            label = owner.replace("_", " ")
+            axes.barh(range(len(found)), sizes, left=ends, color=color, edgecolor="white", linewidth=0.5, label=label)
+            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+        for at, each in enumerate(found):
+            axes.annotate(_amount(each), (ends[at], at), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_yticks(range(len(found)), [_name(each) for each in found], fontsize=9)
+        axes.invert_yaxis()
+        axes.set_xlim(0, largest / scale * _ROOM)
+        axes.set_xlabel(f"{unit} per rank (in brackets: on the device + on the host)")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper left", title=title, ncols=len(_COLORS), frameon=False)
+
+
+def _name(each: Estimate) -> str:
+    return f"{counted(each.world_size, 'rank')}, stage {each.stage}{', offload' if each.cpu_offload else ''}"
+
+
+def _amount(each: Estimate) -> str:
+    where = f" ({in_bytes(each.device)} + {in_bytes(each.host.total)})" if each.cpu_offload else ""
+    return f"{in_bytes(each.total)}{where}"

@@ -36,6 +36,10 @@ class StateSize(NamedTuple):
     per_element: int
     per_parameter: int
 
+    def of(self, numel: int) -> int:
+        """Bytes of a slice of so many elements."""
+        return numel * self.per_element + self.per_parameter
+
 
 def state_sizes(optimizer: OptimizerLike, dtype: torch.dtype) -> list[StateSize]:
     """The size of the state of a ``dtype`` parameter in each of the optimizer's param groups.

@@ -534,7 +534,7 @@ def test_two_hundred_steps_take_no_more_than_twenty() -> None:
                 time.sleep(pause.random() * 0.002)
                 step_once(model, optimizer)
             seen.append((descriptors(), mappings()))
-        return seen[0], seen[1], optimizer.memory_held()["wires"]
+        return seen[0], seen[1], optimizer.memory_held()["bucket_buffers"]
 
     for early, late, held in run_ranks(run, 3):
         assert early == late

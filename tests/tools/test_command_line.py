@@ -21,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lowlevel_zero.__main__ import COMMANDS, main
+from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import save_checkpoint
-from lowlevel_zero.planning.commands import progress
+from lowlevel_zero.planning.commands import COMMANDS
 from tests.support.judging import check_movement
 from tests.support.numbers import share_of
 from tests.support.oracle import Odd, Run, adamw, batch, emulate, groups, train_alone, train_rank, worst
@@ -326,18 +326,19 @@ def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_progress_with_tqdm_and_without(
-    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_progress_is_shown_where_tqdm_is(
+    installed: bool,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(progress, "PAUSE", 0.0)
     if not installed:
         monkeypatch.setitem(sys.modules, "tqdm", None)
-    with progress.Progress(200) as shown:
-        for _ in range(4):
-            shown.add(50)
-    told = capsys.readouterr().err
-    assert "100%" in told
-    assert ("of 200 bytes" in told) is not installed
+    assert main(["consolidate", str(checkpoint), str(tmp_path / "out")]) == 0
+    told = capsys.readouterr()
+    assert ("100%" in told.err) is installed
+    assert told.out.startswith("wrote ")
 
 
 def test_without_safetensors_it_says_what_to_install(

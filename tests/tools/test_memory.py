@@ -145,23 +145,23 @@ def test_stage_0_is_ddp() -> None:
     for told, held in run_ranks(work, 2):
         for owner, size in held.items():
             assert getattr(told, owner) == pytest.approx(size, rel=0.01), owner
-        assert told.masters == told.wires == told.host.total == 0
+        assert told.masters == told.bucket_buffers == told.host.total == 0
 
 
 class Alive:
-    """Counts wires: how many bytes of them were alive at a time, at most."""
+    """Counts buffers: how many bytes of them were alive at a time, at most."""
 
     def __init__(self) -> None:
         self.most = 0
-        self._wires: list[ref[Tensor]] = []
+        self._buffers: list[ref[Tensor]] = []
 
-    def watch(self, wire: Tensor) -> Tensor:
-        self._wires.append(ref(wire))
-        self.most = max(self.most, sum(each.nbytes for known in self._wires if (each := known()) is not None))
-        return wire
+    def watch(self, buffer: Tensor) -> Tensor:
+        self._buffers.append(ref(buffer))
+        self.most = max(self.most, sum(each.nbytes for known in self._buffers if (each := known()) is not None))
+        return buffer
 
 
-def test_wires_under_way() -> None:
+def test_bucket_buffers_under_way() -> None:
     """On 8 ranks with a backend of its own, that isn't done before it is waited for."""
     layer, layers = 64 * 64, 12
     options: dict[str, Any] = {"reduce_bucket_size": 2 * layer, "communication_dtype": FP32}
@@ -171,7 +171,7 @@ def test_wires_under_way() -> None:
         reduced, gathered = Alive(), Alive()
         new_buffer, all_gather = ShardGroup.new_buffer, Native.all_gather
         patch_rank(ShardGroup, "new_buffer", lambda *args: reduced.watch(new_buffer(*args)))
-        patch_rank(Native, "all_gather", lambda group, wire: all_gather(group, gathered.watch(wire)))
+        patch_rank(Native, "all_gather", lambda group, buffer: all_gather(group, gathered.watch(buffer)))
         patch_rank(_Done, "is_completed", lambda work: False)
         with fake_world(8):
             model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).bfloat16()
@@ -179,7 +179,7 @@ def test_wires_under_way() -> None:
             optimizer.backward(model(torch.ones(1, 64, dtype=BF16)).float().sum())
             in_backward = reduced.most
             optimizer.step()
-        told = [estimate(model, 8, stage, "bf16", **options).wires for stage in (2, 1)]
+        told = [estimate(model, 8, stage, "bf16", **options).bucket_buffers for stage in (2, 1)]
         return told[0], told[1], in_backward, gathered.most
 
     ((stage2, stage1, in_backward, in_step),) = run_ranks(work, 1, init=False)
@@ -187,19 +187,19 @@ def test_wires_under_way() -> None:
     assert in_step <= stage1 == stage2 == layers * layer * 2  # no more than there is
 
 
-def test_wires_of_a_large_model() -> None:
+def test_bucket_buffers_of_a_large_model() -> None:
     stage2, stage1 = (estimate(10**10, 64, stage, reduce_bucket_size=10**8) for stage in (2, 1))
-    assert stage2.wires == 4 * 10**8 * 4
-    assert stage1.wires == 3 * 64 * 2**19 * 4  # rows on their way back, which are fewer
+    assert stage2.bucket_buffers == 4 * 10**8 * 4
+    assert stage1.bucket_buffers == 3 * 64 * 2**19 * 4  # rows on their way back, which are fewer
 
 
 # Formulas
 
 
 def per_parameter(stage: int, world_size: int, **options: Any) -> float:
-    """Bytes a parameter, wires left out, of a bf16 model with Adam."""
+    """Bytes a parameter, bucket buffers left out, of a bf16 model with Adam."""
     told = estimate(7e9, world_size, stage, "bf16", "adam", **options)
-    return (told.total - told.wires) / 7e9
+    return (told.total - told.bucket_buffers) / 7e9
 
 
 @pytest.mark.parametrize("world_size", [1, 8, 64, 512])
@@ -212,8 +212,8 @@ def test_the_design_s_table(world_size: int) -> None:
 
 def test_what_lies_on_the_host() -> None:
     told = estimate(10**9, 8, 2, "bf16", "adamw", cpu_offload=True)
-    assert told.host.total == 10**9 // 8 * (2 + 4 + 8)
-    assert told.device == 2 * 10**9 + told.wires
+    assert told.host.total == 10**9 // 8 * (2 + 4 + 8) + 4  # a step counter
+    assert told.device == 2 * 10**9 + told.bucket_buffers
     assert told.owners() == estimate(10**9, 8, 2, "bf16", "adamw").owners()
     alone = estimate(10**9, 8, 1, torch.float32, "adamw", cpu_offload=True)
     assert (alone.masters, alone.gradients) == (4 * 10**9 // 8, 4 * 10**9 + 4 * 10**9 // 8)
@@ -319,7 +319,7 @@ def test_the_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split("  ") for line in told.splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert cells[0] == ["7,000,000,000 parameters, bf16, adamw: GiB per rank"]
-    head = "ranks, stage, offload, parameters, gradients, masters, states, wires, total, on host"
+    head = "ranks, stage, offload, parameters, gradients, masters, states, bucket buffers, total, on host"
     assert cells[2] == head.split(", ")
     assert cells[3] == ["8", "0", "no", "13.04", "13.04", "26.08", "52.15", "-", "104.31", "-"]
     assert cells[7][:7] == ["8", "2", "no", "13.04", "1.63", "3.26", "6.52"]

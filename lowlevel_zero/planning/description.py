@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.manifest import TRAINABLE
-from ...checkpoint.optimizers import Name
-from ...checkpoint.whole import StoredTensor, WholeCheckpoint
-from ..text import aligned, counted, in_bytes, ranks_text, shape_text
+from ..checkpoint.manifest import TRAINABLE
+from ..checkpoint.optimizers import Name
+from ..checkpoint.whole import StoredTensor, WholeCheckpoint
+from .text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
 def describe(checkpoint: WholeCheckpoint) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""Who owns what of a checkpoint: its parameters over the ranks that saved it, or over any other number of them.
+
+Buckets are a run's, which learns them: ``optimizer.layout()`` tells them.
+"""
+
+from __future__ import annotations
+
+from ..bookkeeping.sharding import SCALARS
+from ..checkpoint.objects import Settings
+from ..checkpoint.whole import StoredTensor, WholeCheckpoint
+from ..options import ZeroOptions
+from ..partition import EvenSplit
+from ..state.global_names import Ranks
+from ..state.whole import MASTER
+from .layout import Layout, ParameterLayout, parameter_layout
+from .memory import as_dtype
+
+
+def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None) -> Layout:
+    """The layout after loading it, of all optimizers' parameters; no tensor is read, and no process group needed.
+
+    Args:
+        world_size: ranks; None: as many as shared it when it was saved (replicas aside).
+
+    Raises:
+        ValueError: fewer than one rank; another number of ranks for experts.
+    """
+    optimizers = checkpoint.objects.optimizers.values()
+    parameters = [p for settings in optimizers for p in _parameters(checkpoint, settings, world_size)]
+    return Layout(None, checkpoint.manifest.stage, tuple(parameters), ())
+
+
+def _parameters(checkpoint: WholeCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
+    """One optimizer's, those first that all ranks share."""
+    everyone, experts = _ranks(checkpoint, settings, world_size), checkpoint.manifest.experts
+    options = _options(settings, settings.get("stage", checkpoint.manifest.stage))
+    ranks_of = {name: experts[name].ranks if name in experts else everyone for name in checkpoint.trained(settings)}
+    order = list(dict.fromkeys(ranks_of.values()))
+    names = sorted(ranks_of, key=lambda name: order.index(ranks_of[name]))
+    return [_parameter(checkpoint, name, ranks_of[name], options) for name in names]
+
+
+def _ranks(checkpoint: WholeCheckpoint, settings: Settings, world_size: int | None) -> Ranks:
+    saved_by = settings.get("slices", checkpoint.manifest.world_size)
+    size = saved_by if world_size is None else world_size
+    if size < 1:
+        raise ValueError(f"world size: expected at least 1 rank, got {size}")
+    if checkpoint.manifest.experts and size != saved_by:
+        raise ValueError(
+            f"world size: expected {saved_by}, which saved it, got {size}: by how many of these each expert would be "
+            "shared isn't known"
+        )
+    return tuple(range(size))
+
+
+def _options(settings: Settings, stage: int) -> ZeroOptions:
+    """Those of the run; defaults where the checkpoint, an older one, doesn't tell."""
+    told = {key: value for key, value in settings.get("options", {}).items() if key != "bucket_size"}
+    told["communication_dtype"] = as_dtype("communication_dtype", told.get("communication_dtype"))
+    return ZeroOptions(partition_grad=stage == 2, **told)
+
+
+def _parameter(checkpoint: WholeCheckpoint, name: str, ranks: Ranks, options: ZeroOptions) -> ParameterLayout:
+    entry = checkpoint.manifest.tensors[name]
+    split = EvenSplit(entry.numel, len(ranks))
+    state = 0
+    for key, value in checkpoint.state(name).items():
+        if isinstance(value, StoredTensor) and key != MASTER:
+            sliced = key not in SCALARS and value.shape == entry.shape
+            state += split.slice_size * value.dtype.itemsize if sliced else value.nbytes
+    return parameter_layout(name, entry.shape, entry.torch_dtype, entry.group or 0, ranks, options, state)
