@@ -18,18 +18,18 @@ Raises (each function, on all ranks if on one; nothing has been changed then):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.parameter_store import ShardedParameter
+from ..construction import ShardedGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.values import at_least_fp32, copied_state, fill_slice, whole_gradients, whole_masters, whole_states
 from ..state.whole import is_slice
-from .owners import Records, at_once, is_frozen, owner_of, owners_of, parted
+from .owners import at_once, is_frozen, owner_of, owners_of
 
 __all__ = [
     "full_fp32_params",
@@ -49,10 +49,21 @@ __all__ = [
     "safe_set_local_optimizer_state",
 ]
 
-# Reads whole values of some parameters; all ranks iterate to the end.
-_Values: TypeAlias = Callable[[LowLevelZeroOptimizer, Records], Iterator[Tensor | None]]
+Records: TypeAlias = Sequence[ShardedParameter]
 
-_STATE = "read or write state"
+
+class _Values(NamedTuple):
+    """What is read of parameters.
+
+    Attributes:
+        finish: what has to be over before; communicates.
+        of: the values of those that one group shares; all ranks iterate to the end.
+        key: of a state.
+    """
+
+    finish: Callable[[LowLevelZeroOptimizer], None]
+    of: Callable[[LowLevelZeroOptimizer, ShardedGroup, Records], Iterable[Tensor | None]]
+    key: str | None = None
 
 
 # ---- one parameter, whole ----
@@ -60,20 +71,20 @@ _STATE = "read or write state"
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The fp32 master of a parameter."""
-    master = _read_one(param, "safe_get_full_fp32_param", _masters)
+    master = _read_one(param, "safe_get_full_fp32_param", _MASTERS)
     assert master is not None
     return master
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The gradient of a parameter; None if no rank has one, as of a dropped layer, or it is frozen."""
-    return None if is_frozen(param) else _read_one(param, "safe_get_full_grad", _gradients)
+    return None if is_frozen(param) else _read_one(param, "safe_get_full_grad", _GRADIENTS)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A state of a parameter, as ``exp_avg``; a number, as ``step``, is 0-d. None if there is none yet."""
     call = f"safe_get_full_optimizer_state({optim_state_key!r})"
-    return _read_one(param, call, partial(_states, key=optim_state_key), optim_state_key)
+    return _read_one(param, call, _states(optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -110,7 +121,7 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor:
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's slice of the averaged gradient; every rank calls it, since reductions may have to be finished."""
-    return None if is_frozen(param) else _read_one(param, "safe_get_local_grad", _own_gradients)
+    return None if is_frozen(param) else _read_one(param, "safe_get_local_grad", _OWN_GRADIENTS)
 
 
 @torch.no_grad()
@@ -153,12 +164,12 @@ def full_grads(model: nn.Module, *, device: torch.device | str | None = None) ->
     Returns:
         An entry for each of ``model.named_parameters()``; None where there is no gradient, or no optimizer.
     """
-    return _read_all(model, "full_grads", _gradients, device)
+    return _read_all(model, "full_grads", _GRADIENTS, device)
 
 
 def full_fp32_params(model: nn.Module, *, device: torch.device | str | None = None) -> dict[str, Tensor | None]:
     """``safe_get_full_fp32_param`` of all of a model's parameters, as ``full_grads``; None of frozen ones."""
-    return _read_all(model, "full_fp32_params", _masters, device)
+    return _read_all(model, "full_fp32_params", _MASTERS, device)
 
 
 def full_optimizer_states(
@@ -166,19 +177,41 @@ def full_optimizer_states(
 ) -> dict[str, Tensor | None]:
     """``safe_get_full_optimizer_state`` of all of a model's parameters, as ``full_grads``; None where there is none."""
     call = f"full_optimizer_states({optim_state_key!r})"
-    return _read_all(model, call, partial(_states, key=optim_state_key), device, optim_state_key)
+    return _read_all(model, call, _states(optim_state_key), device)
 
 
 # ---- what is read ----
 
 
-def _read_one(param: Tensor, call: str, values: _Values, key: str | None = None) -> Tensor | None:
+def _finish(optimizer: LowLevelZeroOptimizer) -> None:
+    optimizer.finish_syncs("read or write state")
+    optimizer.finish_gathers()
+
+
+def _masters_of(_: LowLevelZeroOptimizer, group: ShardedGroup, own: Records) -> Iterable[Tensor | None]:
+    for record in own:
+        record.follow_edits()
+    return whole_masters(own, group.group)
+
+
+_GRADIENTS = _Values(LowLevelZeroOptimizer.finish_gradients, lambda _, group, own: whole_gradients(own, group))
+_OWN_GRADIENTS = _Values(
+    LowLevelZeroOptimizer.finish_gradients, lambda _, group, own: map(group.gradients.averaged, own)
+)
+_MASTERS = _Values(_finish, _masters_of)
+
+
+def _states(key: str) -> _Values:
+    return _Values(_finish, lambda optimizer, group, own: whole_states(own, optimizer.optim, key, group.group), key)
+
+
+def _read_one(param: Tensor, call: str, values: _Values) -> Tensor | None:
     optimizer, record = owner_of(param)
-    return _read(optimizer, [record], call, values, None, key)[0]
+    return _read(optimizer, [record], call, values)[record.p]
 
 
 def _read_all(
-    model: nn.Module, call: str, values: _Values, device: torch.device | str | None, key: str | None = None
+    model: nn.Module, call: str, values: _Values, device: torch.device | str | None
 ) -> dict[str, Tensor | None]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -191,51 +224,30 @@ def _read_all(
         )
     found: dict[Tensor, Tensor | None] = {}
     for optimizer, records in held.items():
-        own = _read(optimizer, records, call, values, device, key)
-        found.update(zip((record.p for record in records), own, strict=True))
+        found |= _read(optimizer, records, call, values, device)
     return {name: found.get(p) for name, p in named.items()}
 
 
+@torch.no_grad()
 def _read(
     optimizer: LowLevelZeroOptimizer,
     records: Records,
     call: str,
     values: _Values,
-    device: torch.device | str | None,
-    key: str | None,
-) -> list[Tensor | None]:
-    """Values of some parameters of one optimizer, on ``device``; those of a state have its ``key``."""
+    device: torch.device | str | None = None,
+) -> dict[Tensor, Tensor | None]:
+    """Values of some parameters of one optimizer, on ``device``."""
     with at_once(optimizer, records, call):
-        _check_key(optimizer, records, key)
-    with torch.no_grad(), optimizer.streams.home():
-        return [value if value is None or device is None else value.to(device) for value in values(optimizer, records)]
-
-
-def _gradients(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
-    optimizer.finish_gradients()
-    for group, own in parted(optimizer, records):
-        yield from whole_gradients(own, group)
-
-
-def _own_gradients(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
-    optimizer.finish_gradients()
-    for group, own in parted(optimizer, records):
-        yield from (group.gradients.averaged(record) for record in own)
-
-
-def _masters(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[Tensor | None]:
-    optimizer.finish_syncs(_STATE)
-    optimizer.finish_gathers()
-    for record in records:
-        record.follow_edits()
-    for group, own in parted(optimizer, records):
-        yield from whole_masters(own, group.group)
-
-
-def _states(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> Iterator[Tensor | None]:
-    optimizer.finish_syncs(_STATE)
-    for group, own in parted(optimizer, records):
-        yield from whole_states(own, optimizer.optim, key, group.group)
+        if values.key is not None:
+            _check_key(optimizer, records, values.key)
+    found: dict[Tensor, Tensor | None] = {}
+    with optimizer.streams.home():
+        values.finish(optimizer)
+        for group in optimizer.sharded_groups:
+            own = [record for record in records if record.shard_group == group.number]
+            for record, value in zip(own, values.of(optimizer, group, own), strict=True):
+                found[record.p] = value if value is None or device is None else value.to(device)
+    return found
 
 
 def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[str, Any]:
@@ -252,8 +264,7 @@ def _set_master(param: Tensor, value: Tensor, call: str, is_local: bool) -> None
     optimizer, record = owner_of(param)
     with at_once(optimizer, [record], call):
         own = _slice_of(value, record, is_local)
-    optimizer.finish_syncs(_STATE)
-    optimizer.finish_gathers()
+    _finish(optimizer)
     start, stop = record.split.span(record.rank)
     with optimizer.streams.home():
         master = own[: stop - start].detach().to(record.p32)
@@ -305,10 +316,8 @@ def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool
 # ---- what is refused ----
 
 
-def _check_key(optimizer: LowLevelZeroOptimizer, records: Records, key: str | None) -> None:
-    """Raise unless ``key`` may be a state's: one of those that there are, if there are any. None: no state is meant."""
-    if key is None:
-        return
+def _check_key(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> None:
+    """Raise unless ``key`` may be a state's: one of those that there are, if there are any."""
     known = {name: value for record in records for name, value in _state(optimizer, record).items()}
     if not isinstance(key, str):
         raise TypeError(f"optim_state_key: expected a str, got {type(key).__name__} {key!r}")

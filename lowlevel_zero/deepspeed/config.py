@@ -1,6 +1,6 @@
-"""DeepSpeed's JSON read: what has an equal here becomes keywords; a warning names what isn't read.
+"""DeepSpeed's JSON as options of ``LowLevelZeroOptimizer``.
 
-Names and defaults are those of DeepSpeed 0.19. What a config leaves out, or leaves to be filled in (``"auto"``,
+Names and meanings are those of DeepSpeed 0.19. What a config leaves out, or leaves to be filled in (``"auto"``,
 ``null``), keeps this package's default. There is one exception: of an fp16 loss scale every number is DeepSpeed's,
 since training depends on it. Keys that are the caller's own code here (optimizer, scheduler, batch sizes,
 accumulation), that only move work or that print are passed by. (There, divide a loss by
@@ -15,18 +15,17 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 _log = logging.getLogger("lowlevel_zero")
 
 Options: TypeAlias = dict[str, Any]
 
 _NO_LIMIT = 2.0**127  # DeepSpeed's loss scale has none
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Options:
@@ -34,7 +33,6 @@ def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -
 
     Stages 0 and 1 are stage 1 here, whose numbers are those of stage 0. ``fp16`` and ``bf16`` become
     ``forced_dtype``, which converts the optimizer's parameters; convert the model too if it has more.
-    ``prescale_gradients`` becomes a ``gradient_predivide_factor`` of as many ranks as the default process group has.
     One warning names the keys that aren't read and aren't off: they change nothing here.
 
     Args:
@@ -52,7 +50,7 @@ def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -
     given = dict(_entries(_loaded(config)))
     options = {keyword: convert(path, given[path]) for path, (keyword, convert) in _KEYWORDS.items() if path in given}
     _warn_of_unread(given)
-    return {**options, **_precision(given), **_prescaling(given)}
+    return {**options, **_precision(given)}
 
 
 # ---- values ----
@@ -78,13 +76,16 @@ def _count(path: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
-def _one_of(values: Mapping[str, Any]) -> Callable[[str, Any], Any]:
-    def convert(path: str, value: Any) -> Any:
-        if not isinstance(value, str) or value.lower() not in values:
-            raise ValueError(f"{path}: expected {', '.join(values)} or null, got {value!r}")
-        return values[value.lower()]
+def _factor(path: str, value: Any) -> float:
+    if _number(path, value) == 0:
+        raise ValueError(f"{path}: expected a number above 0, got {value!r}")
+    return float(value)
 
-    return convert
+
+def _one_of(values: Mapping[str, Any], path: str, value: Any) -> Any:
+    if not isinstance(value, str) or value.lower() not in values:
+        raise ValueError(f"{path}: expected {', '.join(values)} or null, got {value!r}")
+    return values[value.lower()]
 
 
 def _is_stage_2(path: str, value: Any) -> bool:
@@ -96,33 +97,27 @@ def _is_stage_2(path: str, value: Any) -> bool:
     return value == 2
 
 
-def _factor(path: str, value: Any) -> float:
-    if _number(path, value) == 0:
-        raise ValueError(f"{path}: expected a number above 0, got {value!r}")
-    return float(value)
-
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 # What is one of our keywords, and how its value becomes that keyword's.
 _KEYWORDS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "zero_optimization": ("partition_grad", lambda path, value: _flag(path, value) and False),  # once said: stage 1
     "zero_optimization.stage": ("partition_grad", _is_stage_2),
     "zero_optimization.reduce_bucket_size": ("reduce_bucket_size", _count),
     "zero_optimization.overlap_comm": ("overlap_communication", _flag),
     "zero_optimization.reduce_scatter": ("reduce_scatter", _flag),
     "zero_optimization.cpu_offload": ("cpu_offload", _flag),
-    "zero_optimization.offload_optimizer.device": ("cpu_offload", _one_of({"cpu": True, "none": False})),
+    "zero_optimization.offload_optimizer.device": ("cpu_offload", partial(_one_of, {"cpu": True, "none": False})),
     "gradient_clipping": ("clip_grad_norm", _number),
-    "communication_data_type": ("communication_dtype", _one_of(_DTYPES)),
+    "communication_data_type": ("communication_dtype", partial(_one_of, _DTYPES)),
     "gradient_predivide_factor": ("gradient_predivide_factor", _factor),
-    "gradient_allreduce_op": ("reduction", _one_of({"mean": "mean", "sum": "sum"})),
+    "gradient_allreduce_op": ("reduction", partial(_one_of, {"mean": "mean", "sum": "sum"})),
 }
 
 
-# What several keys say together.
-_TOGETHER = (
+# What says together which dtype and loss scale there are.
+_PRECISION = (
     *("fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
-    *("fp16.min_loss_scale", "fp16.consecutive_hysteresis", "bf16.enabled", "bf16.bf16_master_weights_and_grads"),
-    *("bf16.bf16_optimizer_states", "prescale_gradients"),
+    *("fp16.min_loss_scale", "bf16.enabled"),
 )
 # What is the caller's own code here, only moves work, or prints: by how the path starts.
 _PASSED_BY = (
@@ -135,7 +130,7 @@ _OFF = (False, 0, "none")
 
 
 def _warn_of_unread(given: Mapping[str, Any]) -> None:
-    known = [*_KEYWORDS, *_TOGETHER, *_PASSED_BY]
+    known = [*_KEYWORDS, *_PRECISION, *_PASSED_BY]
     off = {path.rpartition(".")[0] for path, value in given.items() if path.endswith(".enabled") and not value}
     unread = [
         path
@@ -148,21 +143,11 @@ def _warn_of_unread(given: Mapping[str, Any]) -> None:
         _log.warning("options_from_deepspeed: these keys aren't read, and change nothing here: %s", told)
 
 
-# ---- what several keys say together ----
-
-
 def _precision(given: Mapping[str, Any]) -> Options:
     """dtype and loss scale."""
     half, brain = (_flag(f"{name}.enabled", given.get(f"{name}.enabled", False)) for name in ("fp16", "bf16"))
     if half and brain:
         raise ValueError("bf16.enabled: expected one of fp16 and bf16 to be enabled, got both")
-    if brain and given.get("bf16.bf16_master_weights_and_grads", False):
-        if not given.get("bf16.bf16_optimizer_states", False):
-            raise ValueError(
-                "bf16.bf16_optimizer_states: expected true along with bf16 masters, got false, which has no equal "
-                "here: states have their masters' dtype"
-            )
-        return {"forced_dtype": torch.bfloat16, "master_weights": False}
     if brain:
         return {"forced_dtype": torch.bfloat16}
     return {"forced_dtype": torch.float16, **_loss_scale(given)} if half else {}
@@ -175,14 +160,9 @@ def _loss_scale(given: Mapping[str, Any]) -> Options:
     static = _number("fp16.loss_scale", given.get("fp16.loss_scale", 0))
     if static:
         return {"initial_scale": static, "min_scale": static, "max_scale": static}
-    power, hysteresis = count("initial_scale_power", 16, least=0), count("hysteresis", 2)
+    power = count("initial_scale_power", 16, least=0)
     if power > 127:
         raise ValueError(f"fp16.initial_scale_power: expected at most 127, got {power!r}")
-    if given.get("fp16.consecutive_hysteresis", False) and hysteresis > 1:
-        raise ValueError(
-            "fp16.consecutive_hysteresis: expected false, got true, which has no equal here: overflows are counted "
-            "since the scale last grew"
-        )
     return {
         "initial_scale": 2.0**power,
         "min_scale": float(count("min_loss_scale", 1)),
@@ -190,19 +170,8 @@ def _loss_scale(given: Mapping[str, Any]) -> Options:
         "growth_factor": 2.0,
         "backoff_factor": 0.5,
         "growth_interval": count("loss_scale_window", 1000),
-        "hysteresis": hysteresis,
+        "hysteresis": count("hysteresis", 2),
     }
-
-
-def _prescaling(given: Mapping[str, Any]) -> Options:
-    if not given.get("prescale_gradients", False):
-        return {}
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            "prescale_gradients: expected an initialised process group, whose size it divides by, got none: call "
-            "torch.distributed.init_process_group() first"
-        )
-    return {"gradient_predivide_factor": float(dist.get_world_size())} if dist.get_world_size() > 1 else {}
 
 
 # ---- reading ----
@@ -228,7 +197,7 @@ def _entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         path = f"{prefix}{'bf16' if key == 'bfloat16' else key}"
         if isinstance(value, Mapping):
             yield from _entries(value, f"{path}.")
-        elif path in ("fp16", "bf16"):
+        elif path in ("fp16", "bf16", "zero_optimization"):
             raise TypeError(f"{path}: expected an object, got {type(value).__name__} {value!r}")
         elif value is not None and value != "auto":
             yield path, value

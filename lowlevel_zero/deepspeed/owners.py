@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..communication.agreement import Alike, together
-from ..construction import ShardedGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..sharded_optimizer import alive
-
-Records: TypeAlias = Sequence[ShardedParameter]
 
 _CALLS = Alike("the same call", "call it for the same parameters on every rank, in the same order")
 
@@ -61,16 +57,8 @@ def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[Shar
     return dict(reversed(held.items()))
 
 
-def parted(optimizer: LowLevelZeroOptimizer, records: Records) -> Iterator[tuple[ShardedGroup, Records]]:
-    """Records by the ranks that share them, in ``owners_of``'s order."""
-    for group in optimizer.sharded_groups:
-        own = [record for record in records if record.shard_group == group.number]
-        if own:
-            yield group, own
-
-
 @contextmanager
-def at_once(optimizer: LowLevelZeroOptimizer, records: Records, call: str) -> Iterator[list[str]]:
+def at_once(optimizer: LowLevelZeroOptimizer, records: Sequence[ShardedParameter], call: str) -> Iterator[list[str]]:
     """Every rank makes this ``call``, of these parameters; the body, which doesn't communicate, checks it.
 
     The body may add to the lines that have to be alike on all ranks.
