@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from colossalai.booster.plugin import LowLevelZeroPlugin as ColossalAIsPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from colossalai.cluster import ProcessGroupMesh
 from colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -27,7 +28,7 @@ from .lora import add_lora_parameters
 PRECISIONS = ["fp16", "bf16", "fp32"]
 
 
-class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ships no types
+class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI ships no types
     """A plugin for ``colossalai.booster.Booster`` that trains with this package's ZeRO, on CUDA, NPU or CPU.
 
     Keywords, meanings and defaults are those of ColossalAI 0.5.0's ``LowLevelZeroPlugin``. On a machine without
@@ -107,7 +108,7 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
         }
         _check_options(self.zero_optim_kwargs)
         _check_process_group(extra_dp_size)
-        super().__init__()
+        DPPluginBase.__init__(self)  # ColossalAI's own plugin would set up its optimizer's options
         complete_cpu_accelerator()
         if extra_dp_size > 1:
             self.pg_mesh = ProcessGroupMesh(extra_dp_size, self.world_size // extra_dp_size)
@@ -124,29 +125,9 @@ class LowLevelZeroPlugin(DPPluginBase):  # type: ignore[misc]  # ColossalAI ship
         """Yes, in both stages."""
         return True
 
-    def support_lora(self) -> bool:
-        """Yes."""
-        return True
-
-    def control_precision(self) -> bool:
-        """The plugin converts the model."""
-        return True
-
-    def supported_precisions(self) -> list[str]:
-        """What ``precision`` may be."""
-        return list(PRECISIONS)
-
-    def control_device(self) -> bool:
-        """The plugin moves the model."""
-        return True
-
     def supported_devices(self) -> list[str]:
         """Where it runs."""
         return ["cuda", "npu", "cpu"]
-
-    def control_checkpoint_io(self) -> bool:
-        """The plugin saves and loads."""
-        return True
 
     def get_checkpoint_io(self) -> BoostedCheckpointIO:
         """What saves and loads boosted models and optimizers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,12 @@ def check_boosted(thing: object, kind: type, word: str) -> None:
         )
 
 
-def check_async(use_async: bool) -> None:
-    """Raise where asynchronous saving is wanted and can't be."""
-    if use_async and importlib.util.find_spec("tensornvme") is None:
-        raise RuntimeError("use_async=True needs the package tensornvme, which isn't installed: leave use_async out")
-
-
 def check_suffix(checkpoint: str, use_safetensors: bool) -> None:
-    """Raise for a name that ColossalAI would not know as safetensors."""
+    """Raise for a name that ColossalAI would not know as safetensors, which asynchronous saves are too."""
     if use_safetensors and not checkpoint.endswith(".safetensors"):
-        raise ValueError(f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True")
+        raise ValueError(
+            f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True or use_async=True"
+        )
 
 
 def check_is_file(checkpoint: str) -> None:
@@ -50,7 +45,7 @@ def check_is_file(checkpoint: str) -> None:
 
 
 def read_optimizer_file(path: str) -> Any:
-    """An optimizer's file; ColossalAI's asynchronous writers leave a flat one."""
+    """An optimizer's file; asynchronous saves leave a flat one."""
     if path.endswith(".safetensors"):
         return load_flat(path)
     return torch.load(path, map_location="cpu", weights_only=True)

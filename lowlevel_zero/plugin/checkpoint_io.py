@@ -5,11 +5,14 @@ The model half is ColossalAI's own, the optimizer half this package's. What one 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO
@@ -18,19 +21,20 @@ from colossalai.checkpoint_io.utils import (
     get_model_base_filenames,
     get_optimizer_base_filenames,
     get_shard_filename,
+    save_config_file,
     save_param_groups,
     save_state_dict,
+    shard_model_checkpoint,
 )
-from colossalai.interface.model import PeftUnwrapMixin
 from colossalai.utils import get_current_device
-from colossalai.utils.safetensors import save_nested
+from colossalai.utils.safetensors import _flatten_optim_state_dict
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..state.whole import load_state_shards, packed_groups, scale_as_numbers
 from .boosted import BoostedModel, BoostedOptimizer
 from .checkpoint_checks import (
-    check_async,
     check_boosted,
     check_is_file,
     check_same_model,
@@ -38,7 +42,14 @@ from .checkpoint_checks import (
     read_optimizer_file,
     shapes_in,
 )
-from .files import all_or_none, check_file_target, check_folder_target, file_beside, folder_beside
+from .files import (
+    all_or_none,
+    check_file_target,
+    check_folder_target,
+    file_beside,
+    files_beside,
+    folder_beside,
+)
 
 # Among an index's metadata, of which ColossalAI reads its own keys alone.
 LOSS_SCALE = "lowlevel_zero.loss_scale"
@@ -52,12 +63,41 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     weights of 16-bit parameters are saved with the optimizer's state, as ``master_param``, and come back exactly,
     whichever of model and optimizer is loaded first.
 
+    With ``use_async`` values are copied to the host, and a thread writes them while training goes on: in safetensors'
+    format, one save after the other. The next ``save_model``, or a load, waits for it, and raises what it met with.
+
     Raises (each method, on every rank):
         TypeError: what is to be saved or loaded isn't boosted.
         ValueError: the checkpoint is another model's; the message names the first difference.
         OSError: a directory where a file is meant, or the reverse, or no such place. Nothing has been written.
-        RuntimeError: another rank's error, or ``use_async`` without tensornvme.
+        RuntimeError: another rank's error.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(1)
+        self._writes: list[Future[None]] = []
+
+    def _sync_io(self) -> None:
+        while self._writes:
+            self._writes.pop(0).result()
+
+    def _check_target(self, checkpoint: str, index_name: str | None, use_safetensors: bool) -> None:
+        """Raise, on the rank that writes, unless a checkpoint can be written there: with an index, or to one file."""
+        if not self.coordinator.is_master():
+            return
+        if index_name is not None:
+            check_folder_target(checkpoint, index_name)
+        else:
+            check_file_target(checkpoint)
+            check_suffix(checkpoint, use_safetensors)
+
+    def _do(self, write: Callable[[], None], use_async: bool) -> None:
+        """Write now, or on the thread."""
+        if use_async:
+            self._writes.append(self._thread.submit(write))
+        else:
+            write()
 
     # ---- models ----
 
@@ -73,45 +113,23 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         use_async: bool = False,
     ) -> None:
         """Save a model: to a file, or with ``shard`` to a directory in pieces of ``size_per_shard`` MiB."""
+        use_safetensors = use_safetensors or use_async
+        weights_name, index_name = get_model_base_filenames(prefix, use_safetensors)
         with all_or_none("save its model"):
             check_boosted(model, BoostedModel, "model")
-            check_async(use_async)
-            if self.coordinator.is_master() and shard:
-                check_folder_target(checkpoint, get_model_base_filenames(prefix, use_safetensors or use_async)[1])
-            elif self.coordinator.is_master():
-                check_file_target(checkpoint)
-                check_suffix(checkpoint, use_safetensors or use_async)
-        with all_or_none("save its model"), _apart(model, use_safetensors or use_async):
-            super().save_model(
-                model, checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors, use_async
-            )
-
-    def save_unsharded_model(
-        self, model: BoostedModel, checkpoint: str, gather_dtensor: bool, use_safetensors: bool, use_async: bool = False
-    ) -> None:
-        """Save a model to a file."""
-        alone = self.coordinator.is_master() and not use_async
-        with file_beside(checkpoint) if alone else nullcontext(checkpoint) as path:
-            super().save_unsharded_model(model, path, gather_dtensor, use_safetensors, use_async)
-
-    def save_sharded_model(
-        self,
-        model: BoostedModel,
-        checkpoint_path: str,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
-        max_shard_size: int = 1024,
-        use_safetensors: bool = False,
-        use_async: bool = False,
-    ) -> None:
-        """Save a model to a directory."""
-        if not self.coordinator.is_master():
-            return
-        index_name = get_model_base_filenames(prefix, use_safetensors)[1]
-        with nullcontext(checkpoint_path) if use_async else folder_beside(checkpoint_path, index_name) as folder:
-            super().save_sharded_model(
-                model, folder, gather_dtensor, prefix, max_shard_size, use_safetensors, use_async
-            )
+            self._check_target(checkpoint, index_name if shard else None, use_safetensors)
+        model._force_wait_all_gather()
+        with all_or_none("save its model"):
+            self._sync_io()
+            if self.coordinator.is_master():
+                state_dict = _to_write(model, use_safetensors, use_async)
+                form = partial(save_state_dict, use_safetensors=use_safetensors)
+                write = partial(_write_file, state_dict, checkpoint, form)
+                if shard:
+                    pieces = shard_model_checkpoint(state_dict, size_per_shard)
+                    config = partial(save_config_file, model.unwrap())
+                    write = partial(_write_folder, pieces, checkpoint, weights_name, index_name, form, config, {})
+                self._do(write, use_async)
 
     def load_model(
         self,
@@ -122,6 +140,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         num_threads: int = 1,
     ) -> BoostedModel:
         """Load a model from a file, a directory or its index, and refresh the master weights."""
+        with all_or_none("load its model"):
+            self._sync_io()
         with all_or_none("load its model"):
             check_boosted(model, BoostedModel, "model")
             super().load_model(model, checkpoint, strict, _low_memory(low_cpu_mem_mode), num_threads)
@@ -152,8 +172,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
                 raise NotADirectoryError(f"{checkpoint}: expected a directory for the adapters, got a file")
-        with all_or_none("save its adapters"):
-            super().save_lora_as_pretrained(model, checkpoint, use_safetensors, state_dict)
+        alone = self.coordinator.is_master()
+        with all_or_none("save its adapters"), files_beside(checkpoint) if alone else nullcontext(checkpoint) as folder:
+            super().save_lora_as_pretrained(model, folder, use_safetensors, state_dict)
 
     # ---- optimizers ----
 
@@ -167,87 +188,34 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         size_per_shard: int = 1024,
         use_async: bool = False,
     ) -> None:
-        """Save an optimizer as plain torch would: to a file, or with ``shard`` to a directory in pieces."""
+        """Save the state dict of a plain torch optimizer over whole parameters: to a file, or with ``shard`` in pieces.
+
+        A directory has an index, a file of param groups, and pieces of the state.
+        """
+        states_name, index_name, groups_name = get_optimizer_base_filenames(prefix, use_async)
         with all_or_none("save its optimizer"):
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
-            check_async(use_async)
-            if self.coordinator.is_master() and shard:
-                check_folder_target(checkpoint, get_optimizer_base_filenames(prefix, use_async)[1])
-            elif self.coordinator.is_master():
-                check_file_target(checkpoint)
-        super().save_optimizer(optimizer, checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_async)
-
-    def save_unsharded_optimizer(
-        self, optimizer: BoostedOptimizer, checkpoint: str, gather_dtensor: bool = False, use_async: bool = False
-    ) -> None:
-        """Save an optimizer to a file: the state dict of a plain torch optimizer over the whole parameters."""
-        state_dict = optimizer.state_dict(self._pinned(optimizer, use_async), only_on_master=True)
-        with all_or_none("save its optimizer"):
-            if self.coordinator.is_master():
-                self._write(state_dict, checkpoint, use_async)
-
-    def save_sharded_optimizer(
-        self,
-        optimizer: BoostedOptimizer,
-        checkpoint: str,
-        gather_dtensor: bool = False,
-        prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_async: bool = False,
-    ) -> None:
-        """Save an optimizer to a directory: an index, a file of param groups, and pieces of the state."""
-        pieces = optimizer.state_dict_shard(size_per_shard, self._pinned(optimizer, use_async), only_on_master=True)
+            self._check_target(checkpoint, index_name if shard else None, use_async)
+        form = _save_flat if use_async else partial(save_state_dict, use_safetensors=False)
+        buffers: dict[int, Any] | None = {} if use_async else None
+        if not shard:
+            state_dict = optimizer.state_dict(buffers, only_on_master=True)
+            with all_or_none("save its optimizer"):
+                if self.coordinator.is_master():
+                    self._do(partial(_write_file, state_dict, checkpoint, form), use_async)
+            return
+        pieces = optimizer.state_dict_shard(size_per_shard, buffers, only_on_master=True)
         with all_or_none("save its optimizer"):
             try:
                 if self.coordinator.is_master():
-                    names = get_optimizer_base_filenames(prefix, use_async)
-                    with nullcontext(checkpoint) if use_async else folder_beside(checkpoint, names[1]) as folder:
-                        self._write_pieces(optimizer, pieces, folder, names, use_async)
+                    taken = list(pieces) if use_async else pieces
+                    groups = partial(_save_groups, packed_groups(optimizer), groups_name)
+                    told = {"param_groups": groups_name, **_metadata(optimizer)}
+                    write = partial(_write_folder, taken, checkpoint, states_name, index_name, form, groups, told)
+                    self._do(write, use_async)
             finally:
                 for _ in pieces:  # to the end even after an error: the other ranks gather too
                     pass
-
-    def _write_pieces(
-        self,
-        optimizer: BoostedOptimizer,
-        pieces: Iterator[tuple[dict[int, Any], float]],
-        folder: str,
-        names: tuple[str, str, str],
-        use_async: bool,
-    ) -> None:
-        states_name, index_name, groups_name = names
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        index = CheckpointIndexFile(folder)
-        index.append_meta_data("param_groups", groups_name)
-        save_param_groups({"param_groups": packed_groups(optimizer)}, os.path.join(folder, groups_name))
-        total = 0.0
-        for at, (piece, size) in enumerate(pieces):
-            file = get_shard_filename(states_name, at)
-            for place in piece:
-                index.append_weight_map(str(place), file)
-            self._write(piece, os.path.join(folder, file), use_async)
-            total += size
-        index.append_meta_data("total_size", total)
-        loss_scale = scale_as_numbers(optimizer.scaler)
-        if loss_scale is not None:
-            index.append_meta_data(LOSS_SCALE, loss_scale)
-        if optimizer.options.fp8_communication:
-            index.append_meta_data(SENT_FP8, True)
-        index.write_index_file(index_name)
-
-    def _write(self, state_dict: dict[Any, Any], path: str, use_async: bool) -> None:
-        if use_async:
-            self.async_writers.append(save_nested(path, state_dict))
-            return
-        with file_beside(path) as beside:
-            save_state_dict(state_dict, beside, use_safetensors=False)
-
-    def _pinned(self, optimizer: BoostedOptimizer, use_async: bool) -> dict[int, Any] | None:
-        """Buffers that an asynchronous writer reads from, kept for the next time."""
-        if not (use_async and self.coordinator.is_master()):
-            return None
-        pinned: dict[int, Any] = self.pinned_state_dicts.setdefault(id(optimizer), {})
-        return pinned
 
     def load_optimizer(
         self,
@@ -258,6 +226,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         num_threads: int = 1,
     ) -> None:
         """Load an optimizer from a file, a directory or its index, saved by this plugin or by another."""
+        with all_or_none("load its optimizer"):
+            self._sync_io()
         with all_or_none("load its optimizer"):
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
             super().load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
@@ -301,27 +271,71 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             super().load_lr_scheduler(lr_scheduler, checkpoint)
 
 
-@contextmanager
-def _apart(model: BoostedModel, wanted: bool) -> Iterator[None]:
-    """In the model's state dict, give each tensor contiguous memory of its own, which safetensors insists on."""
-    module = model.unwrap()
-    module = module.base_model if isinstance(module, PeftUnwrapMixin) else module
-    handle = module._register_state_dict_hook(_copy_what_shares) if wanted else None
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
+# ---- what is written: now, or by the thread ----
+
+# Writes one state dict to a path.
+_Form: TypeAlias = Callable[[dict[Any, Any], str], None]
 
 
-def _copy_what_shares(module: object, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+def _write_file(state_dict: dict[Any, Any], checkpoint: str, form: _Form) -> None:
+    with file_beside(checkpoint) as path:
+        form(state_dict, path)
+
+
+def _write_folder(
+    pieces: Iterable[tuple[dict[Any, Any], float]],
+    checkpoint: str,
+    base_name: str,
+    index_name: str,
+    form: _Form,
+    others: Callable[[str], None],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Pieces, each with its size, what ``others`` writes into the directory, and the index with its ``metadata``."""
+    with folder_beside(checkpoint, index_name) as folder:
+        index = CheckpointIndexFile(folder)
+        total = 0.0
+        for at, (piece, size) in enumerate(pieces):
+            file = get_shard_filename(base_name, at)
+            for key in piece:
+                index.append_weight_map(str(key), file)
+            form(piece, os.path.join(folder, file))
+            total += size
+        others(folder)
+        for key, value in {"total_size": total, **metadata}.items():
+            index.append_meta_data(key, value)
+        index.write_index_file(index_name)
+
+
+def _save_flat(state_dict: dict[Any, Any], path: str) -> None:
+    """An optimizer's state as safetensors, by ColossalAI's names for asynchronous saves."""
+    flat, others = _flatten_optim_state_dict(state_dict)
+    save_file(flat, path, {"format": "pt", **{key: json.dumps(value) for key, value in (others or {}).items()}})
+
+
+def _save_groups(groups: list[dict[str, Any]], name: str, folder: str) -> None:
+    save_param_groups({"param_groups": groups}, os.path.join(folder, name))
+
+
+def _to_write(model: BoostedModel, use_safetensors: bool, use_async: bool) -> dict[str, Any]:
+    """A model's state dict; for safetensors in contiguous tensors that share no memory; for a thread in copies."""
+    state_dict: dict[str, Any] = model.unwrap().state_dict()
     seen = set()
-    for name, value in state_dict.items():
+    for name, value in state_dict.items() if use_safetensors else ():
         if isinstance(value, Tensor) and value.numel() > 0:
             address = value.untyped_storage().data_ptr()
-            if address in seen or not value.is_contiguous():
-                state_dict[name] = value.clone(memory_format=torch.contiguous_format)
+            if use_async or address in seen or not value.is_contiguous():
+                device = "cpu" if use_async else value.device
+                state_dict[name] = value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
             seen.add(address)
+    return state_dict
+
+
+def _metadata(optimizer: BoostedOptimizer) -> dict[str, Any]:
+    """What an index tells beside its files."""
+    scale = scale_as_numbers(optimizer.scaler)
+    found: dict[str, Any] = {} if scale is None else {LOSS_SCALE: scale}
+    return found | ({SENT_FP8: True} if optimizer.options.fp8_communication else {})
 
 
 def _low_memory(asked: bool) -> bool:

@@ -81,13 +81,34 @@ def folder_beside(path: str, index_name: str) -> Iterator[str]:
     on the new one is. So the new shards get names that the old index doesn't name. Shards that the new index
     doesn't name are removed, other files stay. What a crash leaves is removed by the next save.
     """
-    target = Path(path)
+    with _beside(Path(path)) as beside:
+        yield str(beside)
+        _publish(beside, Path(path), index_name)
+
+
+@contextmanager
+def files_beside(path: str) -> Iterator[str]:
+    """A directory to write files to, each of which replaces its namesake in the directory ``path`` at the end.
+
+    For one process. None is ever half there; a crash may leave some of the old ones beside new ones.
+    """
+    with _beside(Path(path)) as beside:
+        yield str(beside)
+        for file in sorted(file for file in beside.rglob("*") if file.is_file()):
+            target = Path(path) / file.relative_to(beside)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _replace(file, target)
+            sync(target.absolute().parent)
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """An empty directory beside ``target``, gone at the end."""
     beside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        yield str(beside)
-        _publish(beside, target, index_name)
+        yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

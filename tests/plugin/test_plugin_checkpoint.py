@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from tests.support.boosting import (
     theirs,
 )
 from tests.support.judging import off_the_way
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 SMALL = 0.001  # MiB: every parameter in a shard of its own
 
@@ -422,6 +423,52 @@ def test_a_safetensors_optimizer_is_read(tmp_path: Path) -> None:
         check_equal(state, again.state())
 
     run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_asynchronous_save_has_the_values_of_its_moment(shard: bool, tmp_path: Path) -> None:
+    """Training goes on meanwhile; the thread is held up until it has."""
+    go_on = threading.Event()
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="bf16")
+        pair.train(rank, 0, 2)
+        values, state = pair.values(), pair.state()
+        io = pair.booster.checkpoint_io
+        io._thread.submit(go_on.wait)
+        suffix = "" if shard else ".safetensors"
+        model, optimizer = (str(tmp_path / f"{name}{suffix}") for name in ("model", "optimizer"))
+        pair.booster.save_model(pair.model, model, shard=shard, use_async=True, size_per_shard=SMALL)
+        pair.booster.save_optimizer(pair.optimizer, optimizer, shard=shard, use_async=True, size_per_shard=SMALL)
+        pair.train(rank, 2, 4)
+        assert list(tmp_path.iterdir()) == []
+        dist.barrier()
+        go_on.set()
+        pair.booster.load_model(pair.model, model)
+        pair.booster.load_optimizer(pair.optimizer, optimizer)
+        check_equal(values, pair.values())
+        check_equal(state, pair.state())
+
+    run_ranks(rank, 2)
+
+
+def test_what_an_asynchronous_save_meets_with_is_raised_by_the_next(tmp_path: Path) -> None:
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp32")
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        io = pair.booster.checkpoint_io
+        go_on = threading.Event()
+        io._thread.submit(go_on.wait)
+        pair.booster.save_model(pair.model, str(folder / "model.safetensors"), use_async=True)
+        if rank == 0:
+            folder.rmdir()
+        go_on.set()
+        pair.booster.save_model(pair.model, str(tmp_path / "model.pt"))
+
+    first, second = run_ranks_expecting(rank, 2)
+    assert "No such file" in first.message
+    assert second.message.startswith("rank 0 could not save its model")
 
 
 class Kernel:

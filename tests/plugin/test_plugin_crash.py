@@ -16,6 +16,8 @@ from colossalai.booster import Booster
 from colossalai.checkpoint_io import GeneralCheckpointIO
 from torch import nn
 
+from lowlevel_zero.plugin import checkpoint_io
+from lowlevel_zero.plugin.files import files_beside
 from tests.support.boosting import Pair, adamw, ours
 from tests.support.ranks import run_ranks
 
@@ -47,6 +49,7 @@ class Fuse:
             patch.setattr(os, "fsync", self._fsync(os.fsync))
             patch.setattr(torch, "save", self._write(torch.save))
             patch.setattr(safetensors.torch, "save_file", self._write(safetensors.torch.save_file))
+            patch.setattr(checkpoint_io, "save_file", self._write(checkpoint_io.save_file))
             self.left, self.burning = fatal, True
             self.synced.clear()
             try:
@@ -114,20 +117,22 @@ class Saves:
     def save(self, version: int) -> None:
         """Odd versions in one shard, even ones in two."""
         booster, size = self.pair.booster, 1 if version % 2 else SMALL
+        options = {"shard": "sharded" in self.kind, "use_async": "async" in self.kind}
         if "model" in self.kind:
             for p in self.pair.model.unwrap().parameters():
                 p.data.fill_(version)
-            options = {"shard": "sharded" in self.kind, "use_safetensors": "safetensors" in self.kind}
+            options["use_safetensors"] = "safetensors" in self.kind
             booster.save_model(self.pair.model, self.path, size_per_shard=size, **options)
         elif "optimizer" in self.kind:
             for group in self.pair.optimizer.param_groups:
                 group["lr"] = version
             for state in self.pair.optimizer.optim.state.values():
                 state["exp_avg"].fill_(version)
-            booster.save_optimizer(self.pair.optimizer, self.path, shard="sharded" in self.kind, size_per_shard=size)
+            booster.save_optimizer(self.pair.optimizer, self.path, size_per_shard=size, **options)
         else:
             self.schedule.last_epoch = version
             booster.save_lr_scheduler(self.schedule, self.path)
+        booster.checkpoint_io._sync_io()  # what a thread met with is raised here
 
     def load(self) -> set[float]:
         """All versions in what is there, as ColossalAI itself reads it: one, if it is whole."""
@@ -147,7 +152,11 @@ KINDS = {
     "model, safetensors": "model.safetensors",
     "model, sharded": "model",
     "model, sharded, safetensors": "model-safe",
+    "model, safetensors, async": "later.safetensors",
+    "model, sharded, safetensors, async": "model-later",
     "optimizer": "optimizer.pt",
+    "optimizer, async": "optimizer.safetensors",
+    "optimizer, sharded, async": "optimizer-later",
     "optimizer, sharded": "optimizer",
     "scheduler": "scheduler.pt",
 }
@@ -186,3 +195,33 @@ def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(tmp_path: Path)
     for kind, name in KINDS.items():
         if "sharded" in kind:
             assert len(list((tmp_path / name).iterdir())) <= 4, "two shards, an index, a file of groups"
+
+
+def test_a_crash_leaves_no_file_of_adapters_half_there(tmp_path: Path) -> None:
+    """They lie in several files without an index: each is the old one or the new one."""
+
+    def save(version: int) -> None:
+        with files_beside(str(tmp_path / "adapters")) as folder:
+            torch.save(version, Path(folder) / "adapter_model.bin")
+            (Path(folder) / "more").mkdir()
+            torch.save(version, Path(folder) / "more" / "adapter_model.bin")
+
+    def rank(rank: int, world_size: int) -> None:
+        fuse, fatal, crashed = Fuse(tmp_path), 0, True
+        save(0)
+        while crashed:
+            fatal += 1
+            with fuse.lit(fatal):
+                try:
+                    save(fatal)
+                    crashed = False
+                except Crash:
+                    pass
+            found = {torch.load(file) for file in (tmp_path / "adapters").rglob("*.bin")}
+            assert found <= set(range(fatal + 1))
+            assert len(list((tmp_path / "adapters").rglob("*.bin"))) == 2
+        assert found == {fatal}
+        assert fatal > 8
+
+    run_ranks(rank, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
