@@ -190,8 +190,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         for group in self.sharded_parameters.shard_groups:
             group.communicator.connect(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
         with together(self.shard_group, CONSTRUCT):
-            if self.options.forced_dtype is not None:
-                convert(optimizer, self.options.forced_dtype)
+            convert(optimizer.param_groups, self.options.forced_dtype)
             sharding = Sharding(optimizer, self.sharded_parameters, self.options, names)
             sharding.include_untrained(model)
         sharding.start_alike()
@@ -517,6 +516,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         try:
             names = self._try_group(param_group)
             with together(self.shard_group, _ADD):
+                convert(self.optim.param_groups[known:], self.options.forced_dtype)
                 sharding = Sharding(self.optim, self.sharded_parameters, self.options, names)
         except BaseException:
             del self.optim.param_groups[known:]
@@ -538,7 +538,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             check_new_parameters(self.optim, new, names, self.shard_group, self.options, known=known)
             self._rooms.check_matrices(self.optim, new, names)
             self._rooms.check_elementwise(self.optim, assume_elementwise=self.options.assume_elementwise)
-            if self.scaler is None and any(p.dtype == torch.float16 for p in new):
+            forced = self.options.forced_dtype
+            if self.scaler is None and any((forced or p.dtype) == torch.float16 for p in new):
                 raise ValueError(
                     "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
                     "scaled: construct the optimizer with them"

@@ -118,9 +118,9 @@ class Sharding:
         _leave_slices(optimizer, parameters, self._known)
 
 
-def convert(optimizer: Optimizer, dtype: torch.dtype) -> None:
-    """Convert every parameter of ``optimizer`` to ``dtype``, letting go of gradients of another."""
-    for group in optimizer.param_groups:
+def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:
+    """Convert every parameter of param ``groups`` to ``dtype``, letting go of gradients of another; None: leave all."""
+    for group in groups if dtype is not None else ():
         for p in group["params"]:
             if p.dtype != dtype:
                 p.grad = None

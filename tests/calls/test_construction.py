@@ -387,3 +387,17 @@ def test_every_option_is_a_documented_keyword_with_the_same_default() -> None:
     scale = inspect.signature(LossScaler).parameters
     for name in LossScaler.chosen({name: each.default for name, each in keywords.items()}):
         assert keywords[name].default == scale[name].default, name
+
+
+def test_a_group_that_comes_later_is_converted_too() -> None:
+    def work(rank: int, world_size: int) -> tuple[torch.dtype, torch.dtype, float]:
+        model, late = nn.Linear(3, 2), nn.Parameter(torch.ones(3))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), forced_dtype=torch.bfloat16)
+        before = [record.p32.dtype for record in optimizer.sharded_parameters]
+        optimizer.add_param_group({"params": [late]})
+        assert [record.p32.dtype for record in optimizer.sharded_parameters][: len(before)] == before
+        optimizer.backward((late * torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)).sum())
+        optimizer.step()
+        return late.dtype, optimizer.sharded_parameters[late].p32.dtype, late[2].item()
+
+    assert run_ranks(work, 2) == [(torch.bfloat16, torch.float32, -0.5)] * 2
