@@ -131,14 +131,14 @@ def _used_share(size: str) -> float:
 
 
 def _held(folder: Path, part: str, stage: int) -> Iterator[Verdict]:
-    """Bytes held to what sharding must hold and the wires, which are told apart."""
+    """Bytes held to what sharding must hold, with bucket buffers told apart."""
     content = _read(folder, part)
     row = content.get("contestants", {}).get(f"ours-{stage}")
     for moment in ("held after backward", "held after step"):
         measured = None
         if row:
             must = _must_hold(content["run"], stage, moment) * row["elements"]
-            measured = sum(row[moment].values()) / (must + row[moment].get("wires", 0))
+            measured = sum(row[moment].values()) / (must + row[moment].get("bucket_buffers", 0))
         yield Verdict(part, f"ours-{stage}, {moment} / the least", measured, 1.02)
 
 

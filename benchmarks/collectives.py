@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -30,7 +31,7 @@ _all_gather = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_int
 
 
 class Case(NamedTuple):
-    """One collective on one wire."""
+    """One collective on one buffer."""
 
     collective: str
     elements: int
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_unkept(options.out)
     facts = header()
     settle()
-    cases = [Case(*key) for key in _product(COLLECTIVES, options.elements, options.dtypes)]
+    cases = [Case(*key) for key in product(COLLECTIVES, options.elements, options.dtypes)]
     rows: list[dict[str, Any]] = []
     for world_size in options.world_sizes:
         seen = run_ranks(_measure, world_size, cases, options.rounds, timeout=options.timeout)
@@ -61,19 +62,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 3, 4], help="ranks")
     sizes = [2**14, 2**17, 2**20, 2**22, 24 * 2**20]
-    parser.add_argument("--elements", type=int, nargs="+", default=sizes, help="of a whole wire, all rows")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the wire")
+    parser.add_argument("--elements", type=int, nargs="+", default=sizes, help="of a whole buffer, all rows")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the buffer")
     parser.add_argument("--rounds", type=int, default=11, help="all ways in turn, so often")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one world size")
     parser.add_argument("--out", type=Path, default=RESULTS / "scratch-collectives.json", help="JSON")
     return parser.parse_args(arguments)
-
-
-def _product(*choices: Any) -> list[tuple[Any, ...]]:
-    combined: list[tuple[Any, ...]] = [()]
-    for choice in choices:
-        combined = [(*one, value) for one in combined for value in choice]
-    return combined
 
 
 def _measure(rank: int, world_size: int, cases: list[Case], rounds: int) -> list[list[list[float]]]:
@@ -85,39 +79,39 @@ def _measure(rank: int, world_size: int, cases: list[Case], rounds: int) -> list
 
 
 def _measure_one(messages: ShardGroup, shared: ShardGroup, case: Case, rounds: int) -> list[list[float]]:
-    wire = torch.ones(messages.size, -(-case.elements // messages.size), dtype=DTYPES[case.dtype])
-    ways = (_native(messages, case, wire), _ours(messages, case, wire), _shared(shared, case, wire))
+    buffer = torch.ones(messages.size, -(-case.elements // messages.size), dtype=DTYPES[case.dtype])
+    ways = (_native(messages, case, buffer), _ours(messages, case, buffer), _shared(shared, case, buffer))
     repeats = min(50, max(1, 2**18 // case.elements))
     seconds: list[list[float]] = [[] for _ in WAYS]
     for number in range(rounds + 1):
         for way, kept in zip(ways, seconds, strict=True):
-            wire.fill_(1)
+            buffer.fill_(1)
             took = _timed(way, repeats)
             if number > 0:  # the first one warms up
                 kept.append(took)
     return seconds
 
 
-def _native(group: ShardGroup, case: Case, wire: Tensor) -> Callable[[], object]:
+def _native(group: ShardGroup, case: Case, buffer: Tensor) -> Callable[[], object]:
     """gloo's own collective, straight from ``torch.distributed``."""
     if case.collective == "reduce_scatter":
-        return lambda: _reduce_scatter(torch.empty_like(wire[0]), wire.view(-1))
+        return lambda: _reduce_scatter(torch.empty_like(buffer[0]), buffer.view(-1))
     if case.collective == "all_gather":
-        return lambda: _all_gather(wire.view(-1), wire[group.rank])
-    return lambda: dist.all_reduce(wire)
+        return lambda: _all_gather(buffer.view(-1), buffer[group.rank])
+    return lambda: dist.all_reduce(buffer)
 
 
-def _ours(group: ShardGroup, case: Case, wire: Tensor) -> Callable[[], object]:
+def _ours(group: ShardGroup, case: Case, buffer: Tensor) -> Callable[[], object]:
     start = getattr(group, case.collective)
-    return lambda: start(wire).wait()
+    return lambda: start(buffer).wait()
 
 
-def _shared(group: ShardGroup, case: Case, wire: Tensor) -> Callable[[], object]:
-    """As a step does it: wires for reductions are packed into shared memory right away, and packing isn't timed."""
+def _shared(group: ShardGroup, case: Case, buffer: Tensor) -> Callable[[], object]:
+    """As a step does it: buffers for reductions are packed into shared memory right away, and packing isn't timed."""
     if case.collective == "all_gather":
-        return lambda: group.gather([wire[group.rank]], [wire]).wait()
+        return lambda: group.gather([buffer[group.rank]], [buffer]).wait()
     start = getattr(group, case.collective)
-    return lambda: start(group.new_buffer(wire.shape[1], wire.dtype, wire.device)).wait()
+    return lambda: start(group.new_buffer(buffer.shape[1], buffer.dtype, buffer.device)).wait()
 
 
 def _timed(way: Callable[[], object], repeats: int) -> float:

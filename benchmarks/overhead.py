@@ -2,7 +2,7 @@
 
 A model of thousands of tiny parameters trains beside a plain one, in alternating rounds of one process: the plain one's
 backward and ``zero_grad``, and the step of the same optimizer over tensors of a slice's size. What ours takes beyond
-that is the overhead. The other ranks are not there, and collectives take no time. Packing and unpacking wires is part
+that is the overhead. The other ranks are not there, and collectives take no time. Packing and unpacking buffers is part
 of the overhead, and told beside it: it moves bytes. "The rest" doesn't, but at many ranks tiny parameters lie far
 apart, each in a storage with a slice for every rank, which caches feel. The last column is its ratio to the first
 world size of several ranks.

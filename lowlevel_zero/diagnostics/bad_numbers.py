@@ -15,7 +15,7 @@ from ..bookkeeping.step_observer import StepObserver
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..options import ZeroOptions
-from .later_read import LaterRead
+from ..streams import streams_of
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -40,11 +40,27 @@ class _Seen(NamedTuple):
     sent: set[int]
 
 
-class _Later(NamedTuple):
-    """A device's norm, to be judged when the next step begins."""
+class LaterRead:
+    """A number on a device, copied to the host without waiting for it, to be read when it has long been there.
 
-    norm: LaterRead
-    step: int
+    Args:
+        value: one element.
+        step: of which it is.
+    """
+
+    def __init__(self, value: Tensor, step: int) -> None:
+        streams = streams_of([value.device])
+        self.step = step
+        self._value = value
+        if streams.pins:
+            self._value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+        self._arrived = streams.mark()  # on the stream of the value's device, whichever is the current one
+
+    def read(self) -> float:
+        """The number; waits for the copy alone."""
+        self._arrived.synchronize()
+        return self._value.item()
 
 
 class _Packed(NamedTuple):
@@ -82,7 +98,7 @@ class BadNumbers(StepObserver):
         self._measures = scaler is not None or options.error_if_nonfinite
         self._packed: list[_Packed] = []
         self._judged: Tensor | None = None
-        self._later: _Later | None = None
+        self._later: LaterRead | None = None
         self._in_a_row = 0
         self._always_waits = self._on_host or options.verbose or options.cpu_offload
         self.waits = self._always_waits
@@ -102,7 +118,7 @@ class BadNumbers(StepObserver):
         """Judge the norm of the step before, if that had to wait."""
         later, self._later = self._later, None
         if later is not None:
-            self._judge(later.norm.read(), later.step, at_hand=False)
+            self._judge(later.read(), later.step, at_hand=False)
         if last_norm is not None and last_norm is not self._judged:
             self._judge_in_time(last_norm, self._ranks.progress.step - 1, at_hand=False)
 
@@ -111,7 +127,7 @@ class BadNumbers(StepObserver):
         if self._on_host or self._options.error_if_nonfinite:
             self._judge(norm.item(), step, at_hand)
         else:
-            self._later = _Later(LaterRead(norm), step)
+            self._later = LaterRead(norm, step)
 
     def _judge(self, norm: float, step: int, at_hand: bool) -> None:
         good = math.isfinite(norm)

@@ -17,7 +17,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.communicator import Communicator
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.diagnostics.later_read import LaterRead
+from lowlevel_zero.diagnostics.bad_numbers import LaterRead
 from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[2] / "lowlevel_zero"
@@ -76,7 +76,7 @@ def test_a_number_is_read_when_it_has_come_from_its_own_device(monkeypatch: pyte
     monkeypatch.setattr(torch, "get_device_module", lambda *_: api)
     monkeypatch.setattr(torch.cuda, "Event", api.Event)
     monkeypatch.setattr(torch, "empty", unpinned)
-    number = LaterRead(torch.tensor(2.5).as_subclass(OnOther))
+    number = LaterRead(torch.tensor(2.5).as_subclass(OnOther), step=0)
     assert number.read() == 2.5
     assert (api.lines[OTHER].recorded, api.lines[CURRENT].recorded) == (1, 0)
     assert pinned == [(True, "cpu")]

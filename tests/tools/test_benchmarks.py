@@ -45,7 +45,7 @@ def test_all_contestants_train_alike(tmp_path: Path, arguments: list[str]) -> No
         assert row["seconds"]["whole"]["median"] > 0
         before, after = (sum(row[f"held after {moment}"].values()) for moment in ("backward", "step"))
         # So small a model's wires are larger than what is kept of them, and a gather has more than a reduction.
-        assert before >= after - row["held after step"].get("wires", 0) > 0, name
+        assert before >= after - row["held after step"].get("bucket_buffers", 0) > 0, name
     assert baseline["ratios"]["whole"]["median"] == 1
     assert found["odd"] == []
     assert (tmp_path / "step.png").exists()
