@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..options import Number, ZeroOptions, check_floating
 from ..partition import EvenSplit
 from ..stepper import PART
-from .state_sizes import OptimizerLike, state_sizes
+from .state_sizes import OptimizerLike, StateSize, state_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -165,42 +164,46 @@ def estimate(
     Raises:
         TypeError, ValueError: what can't be estimated; the message says which argument.
     """
+    if stage not in (0, 1, 2):
+        raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")
+    _COUNT("world_size", world_size)
+    _COUNT("micro_batches", micro_batches)
     chosen = ZeroOptions(
         partition_grad=stage == 2,
         forced_dtype=as_dtype("dtype", dtype),
         communication_dtype=as_dtype("communication_dtype", communication_dtype),
         **options,
     )
-    for name, number in (("world_size", world_size), ("micro_batches", micro_batches)):
-        _COUNT(name, number)
-    if stage not in (0, 1, 2):
-        raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")
     inner = optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer
-    ranks = 1 if stage == 0 else world_size
+    ranks, sums = (world_size, micro_batches) if stage else (1, 0)
     sizes = cache(lambda dtype: state_sizes(inner, master_dtype(dtype, chosen)))
-    leaves = stage > 0 and (ranks == 1 or chosen.keeps_row_only)  # the device, for the host
-    held, host = Counter[str](), Counter[str]()
+    parts = [(Held(), Held())]
     for numel, p_dtype, group in _shapes(model_or_numel, inner, chosen.forced_dtype):
         if group is None or not numel:
-            held["parameters"] += numel * p_dtype.itemsize
-            continue
-        split, reduced = EvenSplit(numel, ranks), _reduced_dtype(p_dtype, chosen, micro_batches if stage else 0)
-        own = rank_bytes(split, p_dtype, chosen, sizes(p_dtype)[group].of(split.slice_size), reduced)
-        held.update(parameters=own.p, gradients=own.g, masters=own.p32, states=own.state)
-        if chosen.cpu_offload:
-            landed = split.slice_size * reduced.itemsize
-            held["gradients"] += landed - (own.g if leaves else 0)
-            host.update(gradients=landed, masters=own.p32, states=own.state)
-    held["bucket_buffers"] = min(held["parameters"], _under_way(chosen, ranks))
-    return Estimate(**held, world_size=world_size, stage=stage, cpu_offload=chosen.cpu_offload, host=Held(**host))
+            parts.append((Held(parameters=numel * p_dtype.itemsize), Held()))
+        else:
+            parts.append(_trained(EvenSplit(numel, ranks), p_dtype, sizes(p_dtype)[group], chosen, sums))
+    held, host = (Held(*map(sum, zip(*map(astuple, column), strict=True))) for column in zip(*parts, strict=True))
+    held = replace(held, bucket_buffers=min(held.parameters, _under_way(chosen, ranks)))
+    return Estimate(**asdict(held), world_size=world_size, stage=stage, cpu_offload=chosen.cpu_offload, host=host)
 
 
-def _reduced_dtype(dtype: torch.dtype, options: ZeroOptions, micro_batches: int) -> torch.dtype:
-    """In which so many are summed: in at least fp32, if there are several; 0: by DDP, in place."""
-    sent = options.communication_dtype or dtype
+def _trained(
+    split: EvenSplit, dtype: torch.dtype, size: StateSize, options: ZeroOptions, micro_batches: int
+) -> tuple[Held, Held]:
+    """What a rank holds of a parameter that is trained, in all and on the host.
+
+    ``micro_batches``: how many are summed, if several then in at least fp32; 0: by DDP, in place.
+    """
+    reduced = options.communication_dtype or dtype if micro_batches else dtype
     if micro_batches > 1:
-        return torch.promote_types(sent, torch.float32)
-    return sent if micro_batches else dtype
+        reduced = torch.promote_types(reduced, torch.float32)
+    own = rank_bytes(split, dtype, options, size.of(split.slice_size), reduced)
+    if not options.cpu_offload:
+        return Held(*own), Held()
+    on_host = Held(0, split.slice_size * reduced.itemsize, own.p32, own.state)
+    leaves_device = micro_batches > 0 and (split.world_size == 1 or options.keeps_row_only)
+    return Held(own.p, on_host.gradients + (0 if leaves_device else own.g), own.p32, own.state), on_host
 
 
 def _under_way(options: ZeroOptions, ranks: int) -> int:

@@ -60,10 +60,14 @@ class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships
         if optimizer is not None:
             optimizer.update_master_params(self.module)
 
-    def _force_wait_all_gather(self) -> None:
+    def finish_gathers(self) -> None:
+        """Return when all parameters are up to date."""
         optimizer = self._attached()
         if optimizer is not None:
             optimizer.finish_gathers()
+
+    def _force_wait_all_gather(self) -> None:  # ColossalAI's name for it
+        self.finish_gathers()
 
 
 def is_boosted(module: nn.Module) -> bool:

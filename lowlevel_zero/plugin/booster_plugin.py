@@ -26,6 +26,8 @@ from .host_accelerator import complete_cpu_accelerator
 from .lora import add_lora_parameters
 
 PRECISIONS = ["fp16", "bf16", "fp32"]
+# Keywords of the plugin that are the optimizer's, by name and meaning.
+_OPTIMIZERS_OWN = frozenset(inspect.signature(BoostedOptimizer).parameters)
 
 
 class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI ships no types
@@ -84,29 +86,18 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         use_fp8: bool = False,
         extra_dp_size: int = 1,
     ) -> None:
+        keywords = locals()
         _check_choices(stage, precision, norm_type, extra_dp_size)
         if use_fp8:
             raise NotImplementedError(f"use_fp8={use_fp8!r} is not available yet: leave use_fp8 out")
         self.zero_optim_kwargs: dict[str, Any] = {
-            "initial_scale": initial_scale,
-            "min_scale": min_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "hysteresis": hysteresis,
-            "max_scale": max_scale,
+            **{name: value for name, value in keywords.items() if name in _OPTIMIZERS_OWN},
             "clip_grad_norm": max_norm,
             "reduce_bucket_size": int(reduce_bucket_size_in_m * 2**20),
-            "communication_dtype": communication_dtype,
-            "overlap_communication": overlap_communication,
             "partition_grad": stage == 2,
-            "overlap_allgather": overlap_allgather,
-            "cpu_offload": cpu_offload,
-            "master_weights": master_weights,
-            "verbose": verbose,
-            "fp8_communication": fp8_communication,
         }
-        _check_options(self.zero_optim_kwargs)
+        ZeroOptions.chosen(self.zero_optim_kwargs)  # raises now for what would be refused when boosting
+        LossScaler.chosen(self.zero_optim_kwargs)
         _check_process_group(extra_dp_size)
         DPPluginBase.__init__(self)  # ColossalAI's own plugin would set up its optimizer's options
         complete_cpu_accelerator()
@@ -212,16 +203,6 @@ def _check_choices(stage: object, precision: object, norm_type: object, extra_dp
         raise ValueError(f"norm_type: expected 2, the norm that gradients are clipped by, got {norm_type!r}")
     if not isinstance(extra_dp_size, int) or isinstance(extra_dp_size, bool) or extra_dp_size < 1:
         raise ValueError(f"extra_dp_size: expected a number of rows of ranks, at least 1, got {extra_dp_size!r}")
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Raise now for what the optimizer would refuse when it is boosted."""
-    ZeroOptions(
-        clip_grad_norm=options["clip_grad_norm"],
-        reduce_bucket_size=options["reduce_bucket_size"],
-        communication_dtype=options["communication_dtype"],
-    )
-    LossScaler(**{name: options[name] for name in inspect.signature(LossScaler).parameters if name in options})
 
 
 def _check_process_group(extra_dp_size: int) -> None:

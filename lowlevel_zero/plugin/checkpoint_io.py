@@ -118,7 +118,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         with all_or_none("save its model"):
             check_boosted(model, BoostedModel, "model")
             self._check_target(checkpoint, index_name if shard else None, use_safetensors)
-        model._force_wait_all_gather()
+        model.finish_gathers()
         with all_or_none("save its model"):
             self._sync_io()
             if self.coordinator.is_master():
@@ -192,23 +192,27 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
         A directory has an index, a file of param groups, and pieces of the state.
         """
-        states_name, index_name, groups_name = get_optimizer_base_filenames(prefix, use_async)
+        names = get_optimizer_base_filenames(prefix, use_async)
         with all_or_none("save its optimizer"):
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
-            self._check_target(checkpoint, index_name if shard else None, use_async)
-        form = _save_flat if use_async else partial(save_state_dict, use_safetensors=False)
-        buffers: dict[int, Any] | None = {} if use_async else None
-        if not shard:
-            state_dict = optimizer.state_dict(buffers, only_on_master=True)
-            with all_or_none("save its optimizer"):
-                if self.coordinator.is_master():
-                    self._do(partial(_write_file, state_dict, checkpoint, form), use_async)
+            self._check_target(checkpoint, names[1] if shard else None, use_async)
+        if shard:
+            self._save_pieces(optimizer, checkpoint, names, size_per_shard, use_async)
             return
-        pieces = optimizer.state_dict_shard(size_per_shard, buffers, only_on_master=True)
+        state_dict = optimizer.state_dict({} if use_async else None, only_on_master=True)
+        with all_or_none("save its optimizer"):
+            if self.coordinator.is_master():
+                self._do(partial(_write_file, state_dict, checkpoint, _optimizer_form(use_async)), use_async)
+
+    def _save_pieces(
+        self, optimizer: BoostedOptimizer, checkpoint: str, names: tuple[str, str, str], size: int, use_async: bool
+    ) -> None:
+        states_name, index_name, groups_name = names
+        pieces = optimizer.state_dict_shard(size, {} if use_async else None, only_on_master=True)
         with all_or_none("save its optimizer"):
             try:
                 if self.coordinator.is_master():
-                    taken = list(pieces) if use_async else pieces
+                    taken, form = list(pieces) if use_async else pieces, _optimizer_form(use_async)
                     groups = partial(_save_groups, packed_groups(optimizer), groups_name)
                     told = {"param_groups": groups_name, **_metadata(optimizer)}
                     write = partial(_write_folder, taken, checkpoint, states_name, index_name, form, groups, told)
@@ -311,6 +315,10 @@ def _save_flat(state_dict: dict[Any, Any], path: str) -> None:
     """An optimizer's state as safetensors, by ColossalAI's names for asynchronous saves."""
     flat, others = _flatten_optim_state_dict(state_dict)
     save_file(flat, path, {"format": "pt", **{key: json.dumps(value) for key, value in (others or {}).items()}})
+
+
+def _optimizer_form(use_async: bool) -> _Form:
+    return _save_flat if use_async else partial(save_state_dict, use_safetensors=False)
 
 
 def _save_groups(groups: list[dict[str, Any]], name: str, folder: str) -> None:
