@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowlevel_zero.planning.pictures import figure_in
+
 from .machine import is_dirty
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,12 +45,9 @@ def publish(path: Path, content: Mapping[str, Any], table: str, draw: Draw | Non
 
 def _picture(path: Path, content: Mapping[str, Any], draw: Draw) -> None:
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture: matplotlib is not installed", file=sys.stderr)
-        return
-    figure = Figure(layout="constrained")
-    draw(figure, content)
-    title = ", ".join(f"{name} {value}" for name, value in content["run"].items())
-    figure.suptitle(title, fontsize=9, wrap=True)
-    figure.savefig(path, dpi=110)
+        with figure_in(path, 8, 5) as figure:
+            draw(figure, content)
+            title = ", ".join(f"{name} {value}" for name, value in content["run"].items())
+            figure.suptitle(title, fontsize=9, wrap=True)
+    except ModuleNotFoundError as missing:
+        print(missing, file=sys.stderr)

@@ -1,8 +1,8 @@
 """Debug checks: ranks compare what they are about to do before they do it.
 
-Each collective has a *meeting*: every rank publishes a signature of what it comes with in the group's store, waits for
-those of the others and compares. Where they differ, or a rank doesn't come in time, all ranks raise the same error: the
-first to know writes it into the store, where all look while they wait, and when they next come.
+Before each collective every rank publishes a *fingerprint* of it in the group's store, waits for those of the others
+and compares. Where they differ, or a rank doesn't come in time, all ranks raise the same error: the first to know
+writes it into the store, where all look while they wait, and at their next collective.
 
 Reductions and presence maps are published when they are started, but begun only once all ranks have published them. A
 rank whose backward is over may be waiting for something else by then; so whoever waits, for whatever it is, begins
@@ -51,11 +51,11 @@ def check(group: ShardGroup, patience: float) -> None:
 
 
 @dataclass
-class _Meeting:
-    """A collective that this rank has published, and that is begun when all ranks have.
+class _Pending:
+    """A collective whose fingerprint this rank has published, and that is begun when all ranks have.
 
     Attributes:
-        keys: where all ranks' signatures are.
+        keys: where all ranks' fingerprints are.
         name: what errors call it.
         begin: begins it.
         begun: it, once it has begun.
@@ -67,8 +67,8 @@ class _Meeting:
     begun: Work[Any] | None = None
 
 
-class Meetings:
-    """All meetings of one shard group, in its store.
+class FingerprintStore:
+    """The fingerprints of one shard group's collectives, in its store.
 
     Args:
         group: the shard group.
@@ -83,35 +83,35 @@ class Meetings:
         self._own: list[str] = []
         self._to_forget: list[str] = []
 
-    def publish(self, at: str, signature: str, name: str) -> list[str]:
+    def publish(self, at: str, fingerprint: str, name: str) -> list[str]:
         """Say that this rank has come to a collective, and what with; where all ranks say so."""
         self._raise_if_failed()
         keys = [f"{at}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], signature)
+        self._store.set(keys[self._rank], fingerprint)
         self._store.set(f"last/{self._rank}", name)
         self._own.append(keys[self._rank])
         return keys
 
-    def all_here(self, meeting: _Meeting) -> bool:
+    def all_here(self, pending: _Pending) -> bool:
         """Whether all ranks have come."""
-        return bool(self._store.check(meeting.keys))
+        return bool(self._store.check(pending.keys))
 
-    def compare(self, meeting: _Meeting, meanwhile: Callable[[], None]) -> None:
-        """Return once all have come with one signature; raise otherwise."""
+    def compare(self, pending: _Pending, meanwhile: Callable[[], None]) -> None:
+        """Return once all have come with one fingerprint; raise otherwise."""
         deadline, pause, lookout = time.monotonic() + self._patience, _FIRST_LOOK, Lookout(self._ranks)
-        while not self.all_here(meeting):
+        while not self.all_here(pending):
             self._raise_if_failed()
             gone = lookout.lost()
             if gone:
-                self._fail(str(farewell(gone, meeting.name)))
+                self._fail(str(farewell(gone, pending.name)))
             if time.monotonic() > deadline:
-                self._fail(self._who_is_missing(meeting))
+                self._fail(self._who_is_missing(pending))
             meanwhile()
             time.sleep(pause)
             pause = min(2 * pause, _SLOWEST_LOOK)
-        signatures = [str(self._store.get(key), "utf-8") for key in meeting.keys]
-        if len(set(signatures)) > 1:
-            self._fail(_difference(signatures))
+        fingerprints = [str(self._store.get(key), "utf-8") for key in pending.keys]
+        if len(set(fingerprints)) > 1:
+            self._fail(_difference(fingerprints))
 
     def forget(self) -> None:
         """All ranks have compared what they published a step ago: remove it."""
@@ -119,11 +119,11 @@ class Meetings:
             self._store.delete_key(key)
         self._to_forget, self._own = self._own, []
 
-    def _who_is_missing(self, meeting: _Meeting) -> str:
-        missing = [rank for rank, key in enumerate(meeting.keys) if not self._store.check([key])]
+    def _who_is_missing(self, pending: _Pending) -> str:
+        missing = [rank for rank, key in enumerate(pending.keys) if not self._store.check([key])]
         where = "; ".join(f"rank {rank} {self._last_of(rank)}" for rank in missing)
         return (
-            f"expected all ranks at the same call, rank {self._rank} came to «{meeting.name}» and has waited "
+            f"expected all ranks at the same call, rank {self._rank} came to «{pending.name}» and has waited "
             f"{self._patience:g} s: {where}"
         )
 
@@ -150,10 +150,10 @@ class CheckedProgress(Progress):
     def __init__(self, group: ShardGroup, patience: float) -> None:
         super().__init__(group.group)
         self._published: defaultdict[str, int] = defaultdict(int)
-        self.meetings = Meetings(group, patience)
-        self._buffers: deque[_Meeting] = deque()
-        self._maps: deque[_Meeting] = deque()
-        self._agreements: deque[_Meeting] = deque()
+        self.fingerprints = FingerprintStore(group, patience)
+        self._buffers: deque[_Pending] = deque()
+        self._maps: deque[_Pending] = deque()
+        self._agreements: deque[_Pending] = deque()
 
     def start(
         self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
@@ -162,45 +162,46 @@ class CheckedProgress(Progress):
         serial = self._published[kind]
         self._published[kind] = serial + 1
         collective = Collective(kind, serial, self.step, self.micro_batch, about)
-        name = _signature(collective, tensors)
-        signature = f"{kind}: {_shapes(tensors)}" if kind == MESSAGE else name  # a backward's may meet a step's
-        keys = self.meetings.publish(f"{kind}/{serial}", signature, name)
-        meeting = _Meeting(keys, name, partial(super().start, kind, about, tensors, begin, *args))
+        name = _fingerprint(collective, tensors)
+        # A backward's presence map may come along with a step's.
+        fingerprint = f"{kind}: {_shapes(tensors)}" if kind == MESSAGE else name
+        keys = self.fingerprints.publish(f"{kind}/{serial}", fingerprint, name)
+        pending = _Pending(keys, name, partial(super().start, kind, about, tensors, begin, *args))
         queue = {MESSAGE: self._maps, AGREEMENT: self._agreements}.get(kind, self._buffers)
-        queue.append(meeting)
-        meet = partial(self.wait, collective, False, partial(self._begin, meeting, queue))
+        queue.append(pending)
+        wait_and_begin = partial(self.wait, collective, False, partial(self._begin, pending, queue))
         if kind in (REDUCTION, MESSAGE):
             self._begin_what_is_ready()
         else:
-            meet()
+            wait_and_begin()
         if kind == NORM:  # at which all reductions of the step are over
-            self.meetings.forget()
-        return Work(partial(_finish, meet, meeting), partial(self._is_done, meeting), tuple(tensors))
+            self.fingerprints.forget()
+        return Work(partial(_finish, wait_and_begin, pending), partial(self._is_done, pending), tuple(tensors))
 
-    def _begin(self, meeting: _Meeting, queue: deque[_Meeting]) -> None:
-        while meeting.begun is None:
-            self.meetings.compare(queue[0], self._begin_what_is_ready)
+    def _begin(self, pending: _Pending, queue: deque[_Pending]) -> None:
+        while pending.begun is None:
+            self.fingerprints.compare(queue[0], self._begin_what_is_ready)
             self._begin_what_is_ready()
 
-    def _is_done(self, meeting: _Meeting) -> bool:
+    def _is_done(self, pending: _Pending) -> bool:
         self._begin_what_is_ready()
-        return meeting.begun is not None and meeting.begun.done()
+        return pending.begun is not None and pending.begun.done()
 
     def _begin_what_is_ready(self) -> None:
         for queue in (self._maps, self._agreements, self._buffers):
-            while queue and self.meetings.all_here(queue[0]):
-                self.meetings.compare(queue[0], lambda: None)
+            while queue and self.fingerprints.all_here(queue[0]):
+                self.fingerprints.compare(queue[0], lambda: None)
                 queue[0].begun = queue[0].begin()
                 queue.popleft()
 
 
-def _finish(meet: Callable[[], None], meeting: _Meeting) -> Any:
-    if meeting.begun is None:
-        meet()
-    return cast("Work[Any]", meeting.begun).wait()
+def _finish(wait_and_begin: Callable[[], None], pending: _Pending) -> Any:
+    if pending.begun is None:
+        wait_and_begin()
+    return cast("Work[Any]", pending.begun).wait()
 
 
-def _signature(collective: Collective, tensors: Sequence[Tensor]) -> str:
+def _fingerprint(collective: Collective, tensors: Sequence[Tensor]) -> str:
     when = f"step {collective.step + 1}"
     if collective.kind == REDUCTION:
         when += f", micro-batch {collective.micro_batch + 1}"
@@ -229,11 +230,11 @@ def _called() -> str:
     return name
 
 
-def _difference(signatures: Sequence[str]) -> str:
-    first = signatures[0]
-    rank = next(rank for rank, signature in enumerate(signatures) if signature != first)
-    like = [other for other, signature in enumerate(signatures) if signature == signatures[rank]]
+def _difference(fingerprints: Sequence[str]) -> str:
+    first = fingerprints[0]
+    rank = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != first)
+    like = [other for other, fingerprint in enumerate(fingerprints) if fingerprint == fingerprints[rank]]
     return (
         f"expected the same call on every rank, rank 0 came to «{first}», "
-        f"{'rank' if len(like) == 1 else 'ranks'} {', '.join(map(str, like))} to «{signatures[rank]}»"
+        f"{'rank' if len(like) == 1 else 'ranks'} {', '.join(map(str, like))} to «{fingerprints[rank]}»"
     )

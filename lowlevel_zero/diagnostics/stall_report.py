@@ -73,8 +73,6 @@ class Watch:
         group: a weak reference to it.
         timeout: as given.
         pause: seconds between looks.
-        ends: it is to leave at the next look.
-        over: nothing is left to be said.
     """
 
     def __init__(self, group: ShardGroup, timeout: float, gone: Callable[[], None]) -> None:
@@ -84,32 +82,36 @@ class Watch:
         self._progress = group.progress
         self.timeout = timeout
         self.pause = min(max(timeout / _LOOKS, _FASTEST_LOOK), _SLOWEST_LOOK)
-        self.ends = self.over = False
         self._seen: Any = None
         self._since = 0.0
         self._question: _Question | None = None
         self._reported = False
         self._answered = 0
 
-    def look(self, now: float) -> None:
-        """See whether anything has moved; if not, answer who has asked, and ask if it is for too long."""
+    def look(self, now: float) -> bool:
+        """Answer who has asked, and ask if this rank has waited for too long; False: there is nothing to look at."""
         group = self.group()
         progress = self._progress = self._progress if group is None else group.progress  # which may change
-        if self.ends or progress.left or group is None or not is_alive(self._ranks):
+        if progress.left or group is None or not is_alive(self._ranks):
             self.leave()
-            return
+            return False
         del group
         seen = (progress.waits_for is None, progress.waits, progress.step, *progress.begun.values())
         if seen != self._seen:
             self._seen, self._since = seen, now
             self._question, self._reported = None, False
-            return
+        else:
+            self._look_at_wait(now)
+        return True
+
+    def _look_at_wait(self, now: float) -> None:
+        """Nothing has moved since the last look."""
         place = self._place() if not self._reported and now - self._since >= self.timeout else None
         try:
             found = None if place is None else self._found(place, now)
             self._answer()
         except Exception as error:  # stores raise what they like when the process that holds them has ended
-            if place is None or progress.waits_for is None:
+            if place is None or self._progress.waits_for is None:
                 return
             found = str(place), f"Who is missing isn't known, since the store doesn't answer: {error}"
         if found is not None:
@@ -117,10 +119,8 @@ class Watch:
 
     def leave(self) -> None:
         """Answer what anybody may ask from now on: this rank begins no more collectives."""
-        if not self.over:
-            self.over = True
-            with suppress(RuntimeError):  # the process that holds the store has ended
-                self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
+        with suppress(RuntimeError):  # the process that holds the store has ended
+            self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
 
     def _report(self, place: str, missing: str, waited: float) -> None:
         self._reported = True
@@ -206,6 +206,7 @@ class _Watchdog:
         self._calls: SimpleQueue[None] = SimpleQueue()  # a finaliser may put into it, whatever it interrupts
         self._lock = Lock()
         self._thread: Thread | None = None
+        self._stops = False
 
     def watch(self, group: ShardGroup, timeout: float) -> Watch:
         """Watch a shard group until it is gone; the watch that there is, if there is one."""
@@ -228,9 +229,7 @@ class _Watchdog:
     def stop(self) -> None:
         """The process ends: it must not do so while the thread is within the store."""
         thread = self._thread
-        with self._lock:
-            for watch in self.watches:
-                watch.ends = True
+        self._stops = True
         self.wake()
         if thread is not None:
             thread.join(timeout=1.0)
@@ -240,14 +239,18 @@ class _Watchdog:
         while True:
             with suppress(Empty):
                 self._calls.get(timeout=pause)
-            for watch in list(self.watches):
-                watch.look(monotonic())
+            over = [watch for watch in list(self.watches) if not self._goes_on(watch)]
             with self._lock:
-                self.watches[:] = [watch for watch in self.watches if not watch.over]
+                self.watches[:] = [watch for watch in self.watches if watch not in over]
                 if not self.watches:
                     self._thread = None
                     return
                 pause = min([watch.pause for watch in self.watches])
+
+    def _goes_on(self, watch: Watch) -> bool:
+        if self._stops:
+            watch.leave()
+        return not self._stops and watch.look(monotonic())
 
 
 _watchdog = _Watchdog()

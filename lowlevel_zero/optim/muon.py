@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
-from .work_shares import Piece, share_out
+from .work_shares import WorkItem, share_out
 
 with suppress(ImportError):  # torch's own arithmetic, which it has along with Muon, from 2.9 on
     from torch.optim._muon import _adjust_lr as adjusted_rate
@@ -69,8 +69,8 @@ class MuonStep:
         for place in dict.fromkeys(_place(record) for record in records):
             group = self._shard_groups[place[0]]
             members = [record for record in records if _place(record) == place]
-            pieces = [Piece(flops(record.p.shape), record.split.numel) for record in members]
-            for batch in share_out(pieces, group.size, MOST):
+            items = [WorkItem(flops(record.p.shape), record.split.numel) for record in members]
+            for batch in share_out(items, group.size, MOST):
                 by_owner = [[members[number] for number in numbers] for numbers in batch]
                 batches.append(_Batch(self._optim, group, by_owner))
         return batches

@@ -48,7 +48,7 @@ def probe(optimizer: Optimizer) -> str | None:
             return _first_difference(optimizer)
     except NoProbe:
         raise
-    except Exception as error:  # whatever a stranger's class raises: it could not be tried
+    except Exception as error:  # whatever another's class raises: it could not be tried
         raise NoProbe(f"{type(error).__name__}: {error}") from error
 
 
@@ -69,7 +69,7 @@ def first_states(optimizer: Optimizer, numel: int, dtype: torch.dtype | None = N
                 other = _fresh(optimizer, [_own_options(group) for group in optimizer.param_groups], params)
                 _step(other, [torch.zeros_like(p) for (p,) in params])
             return [_flat(other.state.get(p, {}), shape) for (p,) in params]
-        except Exception as error:  # whatever a stranger's class raises
+        except Exception as error:  # whatever another's class raises
             failure = error
     raise NoProbe(f"{type(failure).__name__}: {failure}") from failure
 

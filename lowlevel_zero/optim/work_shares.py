@@ -1,4 +1,4 @@
-"""Which rank takes which of several pieces of work, and which of them travel together: integers only."""
+"""Which rank does which work items, and which of them travel together: integers only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Places of pieces that travel together: for each rank those that it takes.
+# Indices of items that travel together: for each rank those that it does.
 Batch = list[list[int]]
 
 
-class Piece(NamedTuple):
+class WorkItem(NamedTuple):
     """Something that one rank does for all.
 
     Attributes:
@@ -22,22 +22,22 @@ class Piece(NamedTuple):
     numel: int
 
 
-def share_out(pieces: Sequence[Piece], world_size: int, most: int) -> list[Batch]:
-    """Share ``pieces`` out, the costliest first, each to the rank that has least to do so far.
+def share_out(items: Sequence[WorkItem], world_size: int, most: int) -> list[Batch]:
+    """Share ``items`` out, the costliest first, each to the rank that has least to do so far.
 
-    Two ranks' costs differ by one piece at most, and the largest is at most 4/3 of the least possible (Graham, 1969).
+    Two ranks' costs differ by one item at most, and the largest is at most 4/3 of the least possible (Graham, 1969).
     The same on every rank that gives the same.
 
     Args:
-        pieces: the work.
+        items: the work.
         world_size: ranks that share it.
-        most: elements in a batch, for each rank, unless there is but a piece for each.
+        most: elements in a batch, for each rank, unless there is but one for each.
     """
     loads = [(0, rank) for rank in range(world_size)]
     batches: list[Batch] = []
     count = held = 0
-    for place in sorted(range(len(pieces)), key=lambda place: -pieces[place].cost):
-        cost, numel = pieces[place]
+    for place in sorted(range(len(items)), key=lambda place: -items[place].cost):
+        cost, numel = items[place]
         if not batches or (count >= world_size and held + numel > most * world_size):
             batches.append([[] for _ in range(world_size)])
             count = held = 0

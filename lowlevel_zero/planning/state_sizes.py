@@ -67,7 +67,7 @@ def _made(maker: object, dtype: torch.dtype) -> Optimizer:
         raise TypeError(f"optimizer: expected an optimizer, its class or one of {', '.join(NAMES)}, got {maker!r}")
     try:
         made = make([nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device="cpu"))])
-    except Exception as error:  # whatever a stranger's class raises
+    except Exception as error:  # whatever another's class raises
         raise ValueError(
             f"optimizer: {maker!r} could not be made of parameters alone ({error}): pass an optimizer, or a function "
             "of the parameters that returns one"

@@ -234,14 +234,14 @@ def _check_pair(model: object, optimizer: object) -> None:
             f"model: expected one that isn't boosted yet, got a {type(model).__name__} that another boosted "
             "optimizer trains: boost each model once, or let go of the other pair first"
         )
-    for place in _strangers(model, optimizer):
+    for place in _foreign(model, optimizer):
         raise ValueError(
             f"optimizer: expected parameters of the model, got others, first {place}: make the optimizer with "
             "model.parameters() of the very model that is boosted, not of a copy"
         )
 
 
-def _strangers(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+def _foreign(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     own = set(model.parameters())
     for at, group in enumerate(optimizer.param_groups):
         for place, p in enumerate(group["params"]):

@@ -47,5 +47,5 @@ def _adapters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[nn.Paramete
             yield from ((p, origins) for p in module.parameters() if p not in known)
         elif isinstance(module, ModulesToSaveWrapper):
             originals = dict(module.original_module.named_parameters())
-            for twin in module.modules_to_save.values():
-                yield from ((p, [originals[name]]) for name, p in twin.named_parameters() if name in originals)
+            for copy in module.modules_to_save.values():
+                yield from ((p, [originals[name]]) for name, p in copy.named_parameters() if name in originals)

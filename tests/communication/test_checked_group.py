@@ -219,7 +219,7 @@ def test_the_store_does_not_fill() -> None:
             optimizer.backward(loss_of(model))
             optimizer.step()
             optimizer.zero_grad()
-            held.append(len(optimizer.shard_group.progress.meetings._own))  # type: ignore[attr-defined]
+            held.append(len(optimizer.shard_group.progress.fingerprints._own))  # type: ignore[attr-defined]
         return held[1:]
 
     for held in run_ranks(live, 2):

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from lowlevel_zero.optim.work_shares import Batch, Piece, share_out
+from lowlevel_zero.optim.work_shares import Batch, WorkItem, share_out
 
 
-def pieces(*costs: int) -> list[Piece]:
-    return [Piece(cost, cost) for cost in costs]
+def pieces(*costs: int) -> list[WorkItem]:
+    return [WorkItem(cost, cost) for cost in costs]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_tables(costs: tuple[int, ...], world_size: int, most: int, expected: li
 def test_every_piece_has_one_owner_and_the_ranks_have_as_much_to_do(seed: int) -> None:
     draw = random.Random(seed)
     world_size, most = draw.randint(1, 9), draw.randint(1, 300)
-    work = [Piece(draw.randint(1, 100) ** 2, draw.randint(1, 100)) for _ in range(draw.randint(1, 60))]
+    work = [WorkItem(draw.randint(1, 100) ** 2, draw.randint(1, 100)) for _ in range(draw.randint(1, 60))]
     batches = share_out(work, world_size, most)
     assert sorted(place for batch in batches for taken in batch for place in taken) == list(range(len(work)))
     loads = [sum(work[place].cost for batch in batches for place in batch[rank]) for rank in range(world_size)]
