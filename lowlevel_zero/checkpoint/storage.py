@@ -90,10 +90,6 @@ class CommittingWriter(FileSystemWriter):
         super().finish(metadata, [*results, *aliases])
         self._commit({**sums, METADATA: FileSum.of(self._folder / METADATA)})
 
-    def stage(self, state_dict: Any) -> Any:
-        """What ``async_save`` is given has been copied already."""
-        return state_dict
-
 
 def _alias(metadata: Metadata, results: list[Any], alias: str, name: str) -> list[Any]:
     """Let the model's tensor ``alias`` be where ``name`` is."""
