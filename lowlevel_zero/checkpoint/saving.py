@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +30,12 @@ from ..state.sharded import States
 from ..state.sharded_dict import packed, unpacked
 from ..version import __version__
 from .contents import Contents
-from .folders import beside, check_target, claim, next_serial, prune, publish
-from .manifest import MANIFEST, OBJECTS, RANK_STATE, UNTRAINED, Manifest
+from .folders import check_target
+from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings
 from .optimizers import Name, Optimizers, check_optimizers, check_schedulers, group_of, told
 from .planners import SavePlanner
-from .storage import ALONE, CommittingWriter, Sums, write_through
+from .storage import ALONE, CommittingWriter
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -115,24 +113,18 @@ def save_checkpoint(
         contents.exclude_frozen()
     _tell_untrained(contents)
     with together(group, doing) as lines:
-        own = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
-        objects = _objects(contents, optimizers, schedulers, extra)
-        data = objects.packed()
+        files = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
+        data = _objects(contents, optimizers, schedulers, extra).packed()
         state = as_torch_has_it(contents.model(), contents.states(), Objects.of(unpacked(data)))
         lines += contents.state_lines(contents.states())
         if async_save:
             state = tree_map_only(Tensor, _copied, state)
-    runs = runs_of(optimizers)
-    token = _token(group)
-    written = beside(target, token)
-    claimed: IO[bytes] | None = None
+    if group.place == 0:
+        files[OBJECTS] = data
+    writer = CommittingWriter(target, _token(group), group, _manifest(contents, optimizers), files, keep)
     with together(group, f"write beside {path}"):
-        if group.place == 0:
-            claimed = claim(written)
-    commit = _Commit(target, written, token, data, _describe(contents, optimizers, runs), keep)
-    tied = {alias: name for alias, name in contents.tied().items() if name not in contents.excluded}
-    writer = CommittingWriter(written, group.place, group.ranks, commit, own, tied)
-    write = _Write(commit, state, writer, group.side_group(), claimed)
+        writer.claim()
+    write = _Write(target, state, writer, group.side_group())
     if async_save:
         context_of(group.group).writing = under_way = write.in_background()
         return Saving(target, under_way)
@@ -170,25 +162,23 @@ class Saving:
 
 @dataclass(frozen=True)
 class _Write:
-    """Writes a state that training doesn't change, or waits for; the folder and its claim are the first rank's."""
+    """Writes a state that training doesn't change, or waits for, by collectives of a side group."""
 
-    commit: _Commit
+    path: Path
     state: dict[str, Any]
     writer: CommittingWriter
     group: dist.ProcessGroup
-    claim: IO[bytes] | None
 
     def now(self) -> None:
         """By this very thread."""
+        failed = True
         try:
             dcp_save(self.state, storage_writer=self.writer, planner=SavePlanner(), process_group=self.group)
+            failed = False
         except (CheckpointException, Exception) as error:  # whatever torch's writer, or a disk, raises
-            if self.claim is not None:
-                shutil.rmtree(self.commit.written, ignore_errors=True)
             raise RuntimeError(self._reason(error)) from error
         finally:
-            if self.claim is not None:
-                self.claim.close()
+            self.writer.release(failed)
 
     def in_background(self) -> Future[None]:
         """By a thread, for which the interpreter's end waits."""
@@ -206,7 +196,7 @@ class _Write:
         else:
             told = str(explained(error, self.group, "writing") or f"{type(error).__name__}: {error}")
         hint = "" if dist.is_initialized() else f" ({ALONE})"
-        return f"{self.commit.path}: the checkpoint could not be written, a former one is as it was. {told}{hint}"
+        return f"{self.path}: the checkpoint could not be written, a former one is as it was. {told}{hint}"
 
 
 def _log_error(written: Future[None]) -> None:
@@ -214,32 +204,6 @@ def _log_error(written: Future[None]) -> None:
     error = written.exception()
     if error is not None:
         _log.error("%s", error)
-
-
-@dataclass(frozen=True)
-class _Commit:
-    """What the first rank does when all have written: the rest of the files, the renames, the pruning."""
-
-    path: Path
-    written: Path
-    token: str
-    objects: bytes
-    describe: partial[Manifest]
-    keep: int | None
-
-    def __call__(self, sums: Sums) -> None:
-        sums = {**sums, OBJECTS: write_through(self.written / OBJECTS, self.objects)}
-        manifest = self.describe(files=sums, serial=next_serial(self.path))
-        missing = manifest.first_missing(self.written)
-        if missing is not None:
-            raise RuntimeError(f"{missing}, seen from rank 0: all ranks must see the same file system")
-        write_through(self.written / MANIFEST, manifest.to_text().encode())
-        publish(self.written, self.path, self.token)
-        if self.keep is not None:
-            try:
-                prune(self.path, self.keep, manifest.runs)
-            except OSError as error:
-                _log.warning("%s: saved, but older ones could not be removed: %s", self.path, error)
 
 
 def wait_for_last(group: ShardGroup) -> None:
@@ -328,25 +292,22 @@ def _kept(options: ZeroOptions) -> dict[str, Any]:
     }
 
 
-def _describe(
-    contents: Contents,
-    optimizers: Mapping[Name, LowLevelZeroOptimizer],
-    runs: tuple[str, ...],
-) -> partial[Manifest]:
-    """The manifest, but for what is known at the end."""
+def _manifest(contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> Manifest:
+    """The manifest, but for what is known when all has been written."""
     saved = contents.saved()
-    return partial(
-        Manifest,
+    return Manifest(
         version=__version__,
         torch=torch.__version__,
         world_size=contents.group.ranks,
         stage=_stage(next(iter(optimizers.values()))),
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        serial=0,
         tensors={name: tensor for name, tensor in saved.items() if name not in contents.excluded},
         tied=contents.tied(),
+        files={},
         experts=contents.experts,
         excluded={name: tensor for name, tensor in saved.items() if name in contents.excluded},
-        runs=runs,
+        runs=runs_of(optimizers),
     )
 
 
