@@ -23,11 +23,14 @@ from .folders import latest
 from .loading import load_checkpoint, read_rank_state
 from .manifest import Manifest, read_manifest
 from .metadata import read_metadata
+from .planners import LoadPlanner, SavePlanner
 from .saving import Saving, save_checkpoint
 from .sharded import Sharded
 
 __all__ = [
+    "LoadPlanner",
     "Manifest",
+    "SavePlanner",
     "Saving",
     "Sharded",
     "latest",

@@ -28,7 +28,11 @@ class Sharded(Stateful):
         dcp.save(state, checkpoint_id=path)
         dcp.load(state, checkpoint_id=path)
 
-    The optimizer needs to have been given its ``model``, which has the names. torch 2.5 or later.
+    The optimizer needs to have been given its ``model``, which has the names. torch 2.4 needs ``SavePlanner`` and
+    ``LoadPlanner`` for it.
+
+    ``dcp.load`` reads into the live state, and asks afterwards whether it fits: what had been read by then stays where
+    ``load_state_dict`` refuses the rest. ``load_checkpoint`` reads beside it, and changes nothing when it refuses.
     """
 
     def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
@@ -52,7 +56,7 @@ class Sharded(Stateful):
         The model may be loaded before or after.
 
         Raises:
-            ValueError: it is of other parameters or groups; nothing is taken over then.
+            ValueError: it is of other parameters, shapes or groups; see above for what ``dcp.load`` has done by then.
         """
         take_over(self.optimizer, state_dict["state"], _settings(state_dict["param_groups"]))
 
