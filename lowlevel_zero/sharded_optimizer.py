@@ -143,12 +143,13 @@ class ShardedOptimizer(Optimizer):
     def sharded_state_dict(self, metadata: Any = None, prefix: str = "") -> dict[str, Tensor]:
         """This rank's slices by name, ``<parameter>.<state>``, to put into one's own ``dcp.save`` or ``dcp.load``.
 
-        What has one number an element of the parameter is a 1-D ``DTensor`` of ``numel`` elements, sharded
-        over the ranks, in memory order and without padding; so it loads at any world size. The rest are plain
-        tensors, the same on every rank; one of them, ``settings``, holds as bytes what isn't a tensor: group
-        settings, loss scale and bucket order. Tensors share memory with the optimizer's. Every rank calls it, with
-        a ``model=`` given at construction (else names are places in the groups). Communicates only with experts,
-        whose slices are over the ranks of their own group, and whose names are those of ``GlobalNames``.
+        What has one number an element of the parameter has its shape, and each rank its slice of it, without padding
+        (``to_local()``, 1-D and in memory order); so it loads at any world size. The rest are plain tensors, the same
+        on every rank; one of them, ``settings``, holds as bytes what isn't a tensor: group settings, loss scale and
+        bucket order. Tensors share memory with the optimizer's. Every rank calls it, with a ``model=`` given at
+        construction (else names are places in the groups). Communicates only with experts, whose slices are over the
+        ranks of their own group, and whose names are those of ``GlobalNames``. With torch 2.4 ``dcp`` needs the
+        planners of ``lowlevel_zero.checkpoint`` to save and load it.
 
         To load, states that don't exist yet must have a place to be loaded into, which the checkpoint's
         metadata tells of::

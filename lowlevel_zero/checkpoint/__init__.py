@@ -4,8 +4,7 @@ The seam: ``sharded_parameters`` (the records), ``shard_group``, ``options``, ``
 ``runs`` of the optimizer, and ``ShardedState``, its state by name.
 
 ======================  ===============================================================================================
-boxes                   a rank's range of a flat tensor as rectangles of the N-D one
-planners                how torch.distributed.checkpoint (DCP) is told of them
+planners                how torch.distributed.checkpoint (DCP) of torch 2.4 is told of ``state/boxes.py``
 held, contents          what a model and its optimizers hold, by name: to save, and to load into
 optimizers              one optimizer or several, and their schedulers: checked, and called by names
 saving, storage         saving: agreed on, written beside, put in place by the first rank when all have written
@@ -24,11 +23,14 @@ from .folders import latest
 from .loading import load_checkpoint, read_rank_state
 from .manifest import Manifest, read_manifest
 from .metadata import read_metadata
+from .planners import LoadPlanner, SavePlanner
 from .saving import Saving, save_checkpoint
 from .sharded import Sharded
 
 __all__ = [
+    "LoadPlanner",
     "Manifest",
+    "SavePlanner",
     "Saving",
     "Sharded",
     "latest",

@@ -11,25 +11,24 @@ from torch import Tensor, nn
 
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
-from ..communication.agreement import agree_apart, together
+from ..communication.agreement import agree_apart
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
-from ..state.flat_shards import local_part
-from ..state.global_names import Expert, GlobalNames, check_same_experts
-from ..state.sharded import ShardedState
-from .boxes import BoxedTensor, Boxes
+from ..state.boxes import BoxedTensor, boxed
+from ..state.global_names import GlobalNames, check_same_experts, from_leaders
+from ..state.sharded import ShardedState, States
 from .held import Entry, held_by, without_values
 from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name
-from .saved import MODEL, STATE, name_in
+from .saved import Saved
 
 T = TypeVar("T")
 
 
 class Told(NamedTuple):
-    """What a rank tells the others of experts in groups whose first rank it is, all by global names.
+    """What a rank has, or tells others of experts in groups whose first rank it is, by global names.
 
     Attributes:
         tensors: parameters and persistent buffers.
@@ -53,8 +52,6 @@ class Contents:
 
     Attributes:
         entries: this rank's parameters and persistent buffers by their first names.
-        tied: other names of those that have several.
-        told: by every rank; nothing where all have the same.
         experts: by global name what not all ranks have.
         states_of: the optimizers'.
         excluded: names of what is left out.
@@ -71,45 +68,42 @@ class Contents:
         for group in (group for store in stores.values() for group in store.shard_groups[1:]):
             apart.setdefault(group.group, group)
         self.groups: Sequence[ShardGroup] = [self.group, *apart.values()]
-        self.told: list[Told] = []
         self.excluded: set[str] = set()
         self._optimizers = optimizers
         self._device = next(iter(optimizers.values())).device
         self._held = held_by(model, stores, self.groups)
+        self._extra = {name: module.get_extra_state() for name, module in self._held.stateful.items()}
 
-    def meet(self, doing: str) -> None:
+    def meet(self, doing: str, saved: Iterable[str] = ()) -> None:
         """Learn what other ranks have, where they have different experts. Communicates then: every rank calls it.
 
         Args:
             doing: what for, as ``agree`` has it.
+            saved: the names in the checkpoint that is to be loaded.
 
         Raises:
             ValueError: ranks that share experts differ in them; on all ranks alike, as ``agree`` does.
         """
         if len(self.groups) > 1:
             agree_apart(self.groups, [self.lines(number) for number in range(1, len(self.groups))], doing)
-        held, names = self._held, GlobalNames(self.groups, self._held.shard_group_of)
-        self.experts: dict[str, Expert] = names.experts
+        held, names = self._held, GlobalNames(self.groups, self._held.shard_group_of, saved)
+        self.experts = names.experts
         self.entries = {names[name]: entry for name, entry in held.entries.items()}
-        self.tied = {names[alias]: names[name] for alias, name in held.tied.items()}
         self._stateful = {names[name]: module for name, module in held.stateful.items()}
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
-        self.states_of: dict[Name, ShardedState] = {
-            name: ShardedState(optimizer, name_of, Boxes) for name, optimizer in self._optimizers.items()
-        }
-        if len(self.groups) > 1:
-            led = {
-                names[name] for name, number in held.shard_group_of.items() if number and self.groups[number].place == 0
-            }
-            with together(self.group, doing):
-                own = self._own_told(led)
-            self.told = self.group.all_gather_object(own)
+        self.states_of = {name: ShardedState(optimizer, name_of) for name, optimizer in self._optimizers.items()}
+        led = {name for name, number in held.shard_group_of.items() if number and self.groups[number].place == 0}
+        self._told = [
+            self._tell(names, held.shard_group_of),
+            *from_leaders(self.groups, self._tell(names, led)),
+        ]
 
-    def _own_told(self, led: Collection[str]) -> Told:
+    def _tell(self, names: GlobalNames, of: Collection[str]) -> Told:
+        held = self._held
         return Told(
-            {name: entry.saved for name, entry in self.entries.items() if name in led},
-            {alias: name for alias, name in self.tied.items() if name in led},
-            {name: module.get_extra_state() for name, module in self._stateful.items() if name in led},
+            {names[name]: entry.saved for name, entry in held.entries.items() if name in of},
+            {names[alias]: names[name] for alias, name in held.tied.items() if alias in of},
+            {names[name]: extra for name, extra in self._extra.items() if name in of},
         )
 
     def lines(self, number: int = 0) -> list[str]:
@@ -126,40 +120,35 @@ class Contents:
 
     def saved(self) -> dict[str, SavedTensor]:
         """Every rank's parameters and persistent buffers, those that are left out too."""
-        own = {name: entry.saved for name, entry in self.entries.items()}
-        return _with_others(own, (told.tensors for told in self.told))
+        return _together(told.tensors for told in self._told)
 
-    def names(self) -> set[str]:
-        """All names in it that are the model's."""
-        extra = {*self._stateful, *(name for told in self.told for name in told.extra)}
-        return {*self.saved(), *self.all_tied(), *extra}
-
-    def all_tied(self) -> dict[str, str]:
-        """Every rank's other names."""
-        return _with_others(self.tied, (told.tied for told in self.told))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's tensors as a checkpoint has them; they share memory with the model and the optimizers."""
-        kept = {name: entry for name, entry in self.entries.items() if name not in self.excluded}
-        found = {f"{MODEL}{name}": _boxed(entry) for name, entry in kept.items()}
-        states = {name: tensor for state in self.states_of.values() for name, tensor in state.tensors().items()}
-        return {**found, **{f"{STATE}{name}": tensor for name, tensor in states.items()}}
+    def tied(self) -> dict[str, str]:
+        """Every rank's other names of tensors that have several."""
+        return _together(told.tied for told in self._told)
 
     def extra_states(self) -> dict[str, Any]:
         """What modules with ``get_extra_state`` give, on every rank."""
-        own = {name: module.get_extra_state() for name, module in self._stateful.items()}
-        return _with_others(own, (told.extra for told in self.told))
+        return _together(told.extra for told in self._told)
 
-    def shard_group_of(self, full: str) -> int:
-        """The index of the shard group of a tensor of ``tensors``."""
-        return self.entries[name_in(full)].shard_group
+    def model(self) -> dict[str, Tensor]:
+        """This rank's boxes of the model's tensors, by name; they share memory with them."""
+        return {name: _boxed(entry) for name, entry in self.entries.items() if name not in self.excluded}
+
+    def states(self) -> States:
+        """This rank's tensors of the optimizers' states; they share memory with them."""
+        return {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
+
+    def state_lines(self, states: States) -> list[str]:
+        """Which states all ranks should have."""
+        shared = {name: state for name, state in states.items() if self.entries[name].shard_group == 0}
+        return [f"{name}.{key}" for name, state in shared.items() for key in state]
 
     # ---- whether it is the same model ----
 
     def check_same(self, manifest: Manifest) -> None:
         """Raise ``ValueError`` for the first missing, wrong-shaped or unexpected tensor of a checkpoint."""
         saved, tied = {**manifest.tensors, **manifest.excluded}, manifest.tied
-        everything, all_tied = self.saved(), self.all_tied()
+        everything, all_tied = self.saved(), self.tied()
         check_same_experts(self.experts, manifest.experts)
         for name, ours in everything.items():
             if name not in saved:
@@ -183,33 +172,34 @@ class Contents:
 
     # ---- what is loaded ----
 
-    def templates(self, saved: Mapping[str, SavedTensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Empty tensors to load into, this rank's boxes alone."""
-        found: dict[str, Tensor] = {}
+    def templates(self, saved: Saved) -> tuple[dict[str, Tensor], States]:
+        """Empty tensors to load into, this rank's boxes alone: of the model and of its optimizers' states.
+
+        Raises:
+            ValueError: a tensor isn't there as the manifest tells.
+        """
+        model: dict[str, Tensor] = {}
         for name, entry in self.entries.items():
-            if name in saved:
+            if name in saved.manifest.tensors:
                 device = entry.tensor.device if entry.record is None else entry.record.padded.device
-                dtype = saved[name].torch_dtype
-                found[f"{MODEL}{name}"] = Boxes(entry.ranks).empty(entry.saved.shape, entry.saved.stride, dtype, device)
-        for state in self.states_of.values():
-            for full, template in state.templates(_under(STATE, metadata)).items():
-                found[f"{STATE}{full}"] = template
-        return found
+                split = EvenSplit(entry.saved.numel, entry.ranks.size)
+                own = torch.empty(split.slice_size, dtype=saved.of_model(name).properties.dtype, device=device)
+                model[name] = boxed(own, entry.saved.shape, entry.saved.stride, entry.ranks)
+        states = {name: own for each in self.states_of.values() for name, own in each.templates(saved.states).items()}
+        return model, states
 
     @torch.no_grad()
-    def put(self, tensors: Mapping[str, Tensor], objects: Objects) -> None:
+    def put(self, model: Mapping[str, Tensor], states: States, objects: Objects) -> None:
         """Take over what was loaded, on all ranks together. Communicates, one tensor at a time."""
-        states = _under(STATE, tensors)
         masters = {record: p32 for each in self.states_of.values() for record, p32 in each.masters(states).items()}
-        loaded = [(name, entry) for name, entry in self.entries.items() if f"{MODEL}{name}" in tensors]
+        loaded = [(name, entry) for name, entry in self.entries.items() if name in model]
         for name, entry in sorted(loaded, key=lambda item: item[1].shard_group):  # in which all have the same order
-            own, ranks = local_part(tensors[f"{MODEL}{name}"]), entry.ranks
+            own = model[name].to_local()  # type: ignore[attr-defined]
             if entry.record is not None:
-                _put_row(entry.record, own, masters.get(entry.record), ranks)
+                _put_row(entry.record, own, masters.get(entry.record), entry.ranks)
             elif entry.saved.numel:
-                flat = _gathered(own, entry.saved.numel, ranks, self._device)
-                whole = torch.as_strided(flat, entry.saved.shape, entry.saved.stride)
-                _overwrite(entry.tensor.detach(), whole)
+                flat = _gathered(own, entry.saved.numel, entry.ranks, self._device)
+                _overwrite(entry.tensor.detach(), flat.as_strided(entry.saved.shape, entry.saved.stride))
         for name, module in self._stateful.items():
             if name in objects.model:
                 module.set_extra_state(objects.model[name])
@@ -217,30 +207,24 @@ class Contents:
             state.load(states, objects.optimizers[of])
 
 
-def _with_others(own: dict[str, T], others: Iterable[Mapping[str, T]]) -> dict[str, T]:
-    """This rank's entries and those that others told of."""
-    found = dict(own)
-    for told in others:
+def _together(by_rank: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for told in by_rank:
         found.update(told)
     return found
 
 
 def _boxed(entry: Entry) -> BoxedTensor:
-    boxes, saved = Boxes(entry.ranks), entry.saved
+    saved, ranks = entry.saved, entry.ranks
     if entry.record is not None:
-        return boxes.wrap(entry.record.row, saved.shape, saved.stride)
-    start, stop = boxes.span(saved.numel)
+        return boxed(entry.record.row, saved.shape, saved.stride, ranks)
+    start, stop = EvenSplit(saved.numel, ranks.size).span(ranks.rank)
     flat = flat_in_memory_order(entry.tensor, without_values(entry.tensor))
-    return boxes.wrap(flat[start:stop], saved.shape, saved.stride)
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of ``tensors`` on the host, which training doesn't change."""
-    return {full: tensor.detach().to("cpu", copy=True) for full, tensor in tensors.items()}
+    return boxed(flat[start:stop], saved.shape, saved.stride, ranks)
 
 
 def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks: ShardGroup) -> None:
-    record.load_row(own, master)
+    record.load_row(own, None if master is None else master[: len(own)])
     if record.split.numel:
         ranks.all_gather(record.rows).wait()
         torch.autograd.graph.increment_version(record.p)
@@ -249,17 +233,11 @@ def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks
 
 def _gathered(own: Tensor, numel: int, ranks: ShardGroup, by_way_of: torch.device) -> Tensor:
     """A flat tensor of which each rank has its slice, as bytes: collectives don't know all dtypes."""
-    split = EvenSplit(numel, ranks.size)
     device = own.device if own.device.type in ranks.device_types else by_way_of
-    wire = torch.empty(ranks.size, split.slice_size, dtype=own.dtype, device=device)
-    wire[ranks.rank, : len(own)].copy_(own)
-    ranks.all_gather(wire.view(torch.uint8)).wait()
-    return wire.view(-1)[:numel]
-
-
-def _under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
-    """The entries whose names start with ``prefix``, without it."""
-    return {full.removeprefix(prefix): entry for full, entry in entries.items() if full.startswith(prefix)}
+    rows = torch.empty(ranks.size, EvenSplit(numel, ranks.size).slice_size, dtype=own.dtype, device=device)
+    rows[ranks.rank, : len(own)].copy_(own)
+    ranks.all_gather(rows.view(torch.uint8)).wait()
+    return rows.view(-1)[:numel]
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

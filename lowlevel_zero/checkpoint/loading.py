@@ -5,19 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch import nn
 
 from ..communication.agreement import together
 from ..communication.monitored_barrier import monitored_barrier
-from ..communication.shard_group import ShardGroup
 from ..planning.text import counted, ranks_text
 from .contents import Contents
 from .folders import locate, seen_by_first
@@ -33,7 +28,6 @@ from .optimizers import (
     group_of,
     told,
 )
-from .planners import LoadPlanner
 from .saved import Saved, read_saved
 from .saving import runs_of, wait_for_last
 
@@ -100,11 +94,14 @@ def load_checkpoint(
         own = {} if rank_state is None else _state_of(folder, manifest, group.place)
         contents = Contents(model, optimizers)
         lines += [f"serial {manifest.serial}", *contents.lines()[:1]]
-    contents.meet(doing)
-    saved = saved.matching(contents.names())
+    contents.meet(doing, saved.names)
     with together(group, doing):
-        templates = _matching_templates(saved, contents, schedulers)
-    _read(saved, templates, group)
+        _check_same(saved, contents, schedulers)
+        model_state, states = contents.templates(saved)
+        try:
+            saved.read(model_state, states)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder}: damaged, rank {group.place} could not read it: {error}") from error
     before: dict[Name, Any] = {}
     try:
         with together(group, doing):
@@ -117,7 +114,7 @@ def load_checkpoint(
         raise
     for each in optimizers.values():
         each.zero_grad()
-    contents.put(templates, saved.objects)
+    contents.put(model_state, states, saved.objects)
     runs_of(optimizers, manifest.runs)
     if rank_state is not None:
         rank_state.clear()
@@ -159,8 +156,8 @@ def _refuse_damaged(folder: Path, manifest: Manifest, names: list[str], verify: 
         raise ValueError(f"{folder}: damaged: {wrong}; load another, or copy it anew")
 
 
-def _matching_templates(saved: Saved, contents: Contents, schedulers: Mapping[Name, Any]) -> dict[str, Tensor]:
-    """Tensors to load into, when the checkpoint is the model's; else ``ValueError``."""
+def _check_same(saved: Saved, contents: Contents, schedulers: Mapping[Name, Any]) -> None:
+    """Raise ``ValueError`` unless the checkpoint is of this model, its optimizers and schedulers."""
     contents.check_same(saved.manifest)
     for name, settings in saved.objects.optimizers.items():
         contents.states_of[name].check(settings)
@@ -168,25 +165,6 @@ def _matching_templates(saved: Saved, contents: Contents, schedulers: Mapping[Na
             raise ValueError(
                 f"{called(name, 'scheduler')}: {saved.folder} was saved without one: leave it out, or save with it"
             )
-    known = saved.metadata.state_dict_metadata
-    templates = contents.templates(saved.manifest.tensors, known)
-    for name, template in templates.items():
-        entry = known.get(name)
-        if not isinstance(entry, TensorStorageMetadata) or entry.size != template.shape:
-            raise ValueError(f"{saved.folder / METADATA}: expected {name} of {tuple(template.shape)} in it: damaged")
-    return templates
-
-
-def _read(saved: Saved, templates: dict[str, Tensor], group: ShardGroup) -> None:
-    """Fill the templates; an error of one rank is raised on all."""
-    try:
-        with warnings.catch_warnings():
-            # torch 2.5, say, warns where ranks want different names, as they do with experts, and reads them all.
-            warnings.filterwarnings("ignore", "Detected mismatched keys in state dict", UserWarning)
-            dcp_load(templates, storage_reader=saved.reader(), planner=LoadPlanner(), process_group=group.side_group())
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        raise ValueError(f"{saved.folder}: damaged, rank {rank} could not read it: {cause}") from error
 
 
 # ---- what the caller should know ----

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,16 +120,6 @@ class Manifest:
         """Ranks that saved a state of their own."""
         return [rank for rank in range(self.world_size) if RANK_STATE.format(rank) in self.files]
 
-    def renamed(self, own: Callable[[str], str]) -> Manifest:
-        """The same with other names of tensors, ``own(name)``."""
-        return replace(
-            self,
-            tensors={own(name): tensor for name, tensor in self.tensors.items()},
-            tied={own(alias): own(name) for alias, name in self.tied.items()},
-            experts={own(name): _renamed(name, expert, own) for name, expert in self.experts.items()},
-            excluded={own(name): tensor for name, tensor in self.excluded.items()},
-        )
-
     def to_text(self) -> str:
         """The manifest as JSON, with a digest of itself."""
         content = asdict(self)
@@ -204,11 +194,6 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         runs=tuple(content.get("runs", ())),
         format=content["format"],
     )
-
-
-def _renamed(name: str, expert: Expert, own: Callable[[str], str]) -> Expert:
-    """The expert ``name``, which is what its model calls it, or that and what tells it from others."""
-    return expert._replace(name=own(name).removesuffix(name.removeprefix(expert.name)))
 
 
 def _expert(entry: Mapping[str, Any]) -> Expert:

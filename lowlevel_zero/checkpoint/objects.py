@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..state.sharded_dict import packed, renamed_settings, unpacked
+from ..state.sharded_dict import packed, unpacked
 from .manifest import OBJECTS
 from .optimizers import Name, called
 
@@ -50,11 +49,6 @@ class Objects:
     def of(cls, content: dict[str, Any]) -> Objects:
         """Those of a file's content."""
         return cls(content.get("optimizers", {None: content}), content["model"], content["extra"])
-
-    def renamed(self, own: Callable[[str], str]) -> Objects:
-        """The same with other names of tensors, ``own(name)``."""
-        optimizers = {name: renamed_settings(settings, own) for name, settings in self.optimizers.items()}
-        return Objects(optimizers, {own(name): state for name, state in self.model.items()}, self.extra)
 
 
 def read_objects(folder: Path) -> Objects:

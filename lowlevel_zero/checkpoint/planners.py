@@ -6,19 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .boxes import BoxedTensor
+from ..state.boxes import BoxedTensor
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Saves a nest of dicts."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=True, flatten_sharded_tensors=False)
+    """Saves nested dicts; ``dcp.save`` of torch 2.4 needs it for what has boxed tensors in it."""
 
     def create_local_plan(self) -> SavePlan:
         everything = self.state_dict
@@ -35,23 +36,19 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Loads tensors by the names that they have in the files."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    """Loads nested dicts; ``dcp.load`` of torch 2.4 needs it for what has boxed tensors in it."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        everything = self.state_dict
-        boxed, self.state_dict = _parted(everything)
-        plan = super().create_local_plan()
-        self.state_dict = everything
-        items = list(plan.items)
+        boxed, rest = _parted(self.state_dict)
+        items = list(create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load).items)
         for name, tensor in boxed.items():
-            described = self.metadata.state_dict_metadata[name]
-            assert isinstance(described, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, described, tensor.__create_chunk_list__())
-        return replace(plan, items=items)
+            described: Any = self.metadata.state_dict_metadata.get(name)
+            if described is not None:
+                items += create_read_items_for_chunk_list(name, described, tensor.__create_chunk_list__())
+            elif not self.allow_partial_load:
+                raise RuntimeError(f"{name}: expected it in the checkpoint, found none")
+        return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]

@@ -5,44 +5,39 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import async_save as async_dcp_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.utils._pytree import tree_map_only
 
 from ..communication.agreement import together
 from ..communication.failed_ranks import explained
 from ..communication.monitored_barrier import monitored_barrier
+from ..communication.process_groups import context_of
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import ZeroOptions
+from ..state.sharded import States
 from ..state.sharded_dict import packed, unpacked
 from ..version import __version__
-from .contents import Contents, copied
-from .folders import beside, check_target, claim, next_serial, prune, publish
-from .manifest import MANIFEST, OBJECTS, RANK_STATE, UNTRAINED, Manifest
+from .contents import Contents
+from .folders import check_target
+from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings
 from .optimizers import Name, Optimizers, check_optimizers, check_schedulers, group_of, told
 from .planners import SavePlanner
-from .saved import MODEL, STATE
-from .storage import ALONE, CommittingWriter, Sums, write_through
+from .storage import ALONE, CommittingWriter
 
 _log = logging.getLogger("lowlevel_zero")
-
-# By group: the asynchronous save that is under way, or was the last.
-_last: WeakKeyDictionary[dist.ProcessGroup, Saving] = WeakKeyDictionary()
 
 
 def save_checkpoint(
@@ -118,29 +113,23 @@ def save_checkpoint(
         contents.exclude_frozen()
     _tell_untrained(contents)
     with together(group, doing) as lines:
-        own = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
+        files = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
         data = _objects(contents, optimizers, schedulers, extra).packed()
-        tensors = contents.tensors()
-        lines += [full for full in tensors if contents.shard_group_of(full) == 0]
+        state = as_torch_has_it(contents.model(), contents.states(), Objects.of(unpacked(data)))
+        lines += contents.state_lines(contents.states())
         if async_save:
-            tensors = copied(tensors)
-    runs = runs_of(optimizers)
-    token = _token(group)
-    written = beside(target, token)
-    saving = Saving(target)
+            state = tree_map_only(Tensor, _copied, state)
+    if group.place == 0:
+        files[OBJECTS] = data
+    writer = CommittingWriter(target, _token(group), group, _manifest(contents, optimizers), files, keep)
     with together(group, f"write beside {path}"):
-        if group.place == 0:
-            saving.claim(written)
-    manifest = _describe(contents, optimizers, runs)
-    commit = _Commit(target, written, token, data, manifest, keep)
-    tied = {alias: name for alias, name in contents.all_tied().items() if name not in contents.excluded}
-    writer = CommittingWriter(written, group.place, group.ranks, commit, own, tied)
-    saving.start(as_torch_names(tensors, Objects.of(unpacked(data))), writer, group.side_group(), async_save)
+        writer.claim()
+    write = _Write(target, state, writer, group.side_group())
     if async_save:
-        _last[group.group] = saving
-    else:
-        saving.wait()
-    return saving
+        context_of(group.group).writing = under_way = write.in_background()
+        return Saving(target, under_way)
+    write.now()
+    return Saving(target)
 
 
 class Saving:
@@ -150,39 +139,13 @@ class Saving:
         path: where it will be.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, under_way: Future[None] | None = None) -> None:
         self.path = path
-        self._written: Path | None = None
-        self._claim: IO[bytes] | None = None
-        self._future: Future[Any] = Future()
-        self._hint = ""
-        self._group: dist.ProcessGroup | None = None
-
-    def claim(self, written: Path) -> None:
-        """Take the folder ``written``, which goes when it could not be."""
-        self._written, self._claim = written, claim(written)
-
-    def start(
-        self, state: dict[str, Any], writer: CommittingWriter, group: dist.ProcessGroup, in_background: bool
-    ) -> None:
-        """Have the state written, by a thread or before returning."""
-        self._group = group
-        if in_background:
-            started = async_dcp_save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
-            cast("Future[Any]", started).add_done_callback(self._tell)
-            return
-        try:
-            result = dcp_save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
-        except (CheckpointException, Exception) as error:
-            self._clean()
-            self._future.set_exception(error)
-        else:
-            self._release()
-            self._future.set_result(result)
+        self._under_way = under_way
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
-        return self._future.done()
+        return self._under_way is None or self._under_way.done()
 
     def wait(self) -> Path:
         """The checkpoint's path, when it is there.
@@ -190,33 +153,40 @@ class Saving:
         Raises:
             RuntimeError: it could not be written, on whichever rank; raised on all. A former checkpoint is as it was.
         """
-        error = self._future.exception()
-        if error is None:
-            return self.path
-        raise RuntimeError(self._reason(error)) from error
+        if self._under_way is not None:
+            self._under_way.result()
+        return self.path
 
     result = wait
 
-    def _tell(self, written: Future[Any]) -> None:
-        """Nobody may ever wait: an error of a thread goes to the log too."""
-        error = written.exception()
-        if error is None:
-            self._release()
-            self._future.set_result(None)
-            return
-        self._hint = "" if dist.is_initialized() else f" ({ALONE})"
-        _log.error("%s", self._reason(error))
-        self._clean()
-        self._future.set_exception(error)
 
-    def _clean(self) -> None:
-        if self._written is not None:
-            shutil.rmtree(self._written, ignore_errors=True)
-        self._release()
+@dataclass(frozen=True)
+class _Write:
+    """Writes a state that training doesn't change, or waits for, by collectives of a side group."""
 
-    def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
+    path: Path
+    state: dict[str, Any]
+    writer: CommittingWriter
+    group: dist.ProcessGroup
+
+    def now(self) -> None:
+        """By this very thread."""
+        failed = True
+        try:
+            dcp_save(self.state, storage_writer=self.writer, planner=SavePlanner(), process_group=self.group)
+            failed = False
+        except (CheckpointException, Exception) as error:  # whatever torch's writer, or a disk, raises
+            raise RuntimeError(self._reason(error)) from error
+        finally:
+            self.writer.release(failed)
+
+    def in_background(self) -> Future[None]:
+        """By a thread, for which the interpreter's end waits."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="lowlevel_zero checkpoint")
+        written = thread.submit(self.now)
+        written.add_done_callback(_log_error)
+        thread.shutdown(wait=False)
+        return written
 
     def _reason(self, error: BaseException) -> str:
         failures = getattr(error, "failures", None)
@@ -224,42 +194,23 @@ class Saving:
             rank, (cause, _) = min(failures.items())
             told = f"rank {rank}: {type(cause).__name__}: {cause}"
         else:
-            lost = None if self._group is None else explained(error, self._group, "writing")
-            told = str(lost or f"{type(error).__name__}: {error}")
-        return f"{self.path}: the checkpoint could not be written, a former one is as it was. {told}{self._hint}"
+            told = str(explained(error, self.group, "writing") or f"{type(error).__name__}: {error}")
+        hint = "" if dist.is_initialized() else f" ({ALONE})"
+        return f"{self.path}: the checkpoint could not be written, a former one is as it was. {told}{hint}"
 
 
-@dataclass(frozen=True)
-class _Commit:
-    """What the first rank does when all have written: the rest of the files, the renames, the pruning."""
-
-    path: Path
-    written: Path
-    token: str
-    objects: bytes
-    describe: partial[Manifest]
-    keep: int | None
-
-    def __call__(self, sums: Sums) -> None:
-        sums = {**sums, OBJECTS: write_through(self.written / OBJECTS, self.objects)}
-        manifest = self.describe(files=sums, serial=next_serial(self.path))
-        missing = manifest.first_missing(self.written)
-        if missing is not None:
-            raise RuntimeError(f"{missing}, seen from rank 0: all ranks must see the same file system")
-        write_through(self.written / MANIFEST, manifest.to_text().encode())
-        publish(self.written, self.path, self.token)
-        if self.keep is not None:
-            try:
-                prune(self.path, self.keep, manifest.runs)
-            except OSError as error:
-                _log.warning("%s: saved, but older ones could not be removed: %s", self.path, error)
+def _log_error(written: Future[None]) -> None:
+    """Nobody may ever wait: an error of a thread goes to the log too."""
+    error = written.exception()
+    if error is not None:
+        _log.error("%s", error)
 
 
 def wait_for_last(group: ShardGroup) -> None:
     """Return when this group's asynchronous save is over, however it ended: its own ``wait`` tells."""
-    last = _last.pop(group.group, None)
-    if last is not None:
-        last._future.exception()
+    written = context_of(group.group).writing
+    if written is not None:
+        written.exception()
 
 
 def runs_of(optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = ()) -> tuple[str, ...]:
@@ -290,19 +241,19 @@ def _tell_untrained(contents: Contents) -> None:
         )
 
 
-def as_torch_names(tensors: Mapping[str, Tensor], objects: Objects) -> dict[str, Any]:
+def as_torch_has_it(model: dict[str, Tensor], states: States, objects: Objects) -> dict[str, Any]:
     """What is saved, as torch's ``get_state_dict`` puts it together, so that its tools find it by name."""
-    state: dict[str, dict[str, Any]] = {}
-    for settings in objects.optimizers.values():
-        for name, others in settings["states"].items():
-            state.setdefault(name, {}).update(others)
-    for full, tensor in tensors.items():
-        if full.startswith(STATE):
-            name, _, key = full.removeprefix(STATE).rpartition(".")
-            state.setdefault(name, {})[key] = tensor
-    groups = [group for settings in objects.optimizers.values() for group in settings["param_groups"]]
-    model = {full.removeprefix(MODEL): tensor for full, tensor in tensors.items() if full.startswith(MODEL)}
+    optimizers = objects.optimizers.values()
+    state: dict[str, dict[str, Any]] = {name: {**of} for each in optimizers for name, of in each["states"].items()}
+    for name, tensors in states.items():
+        state.setdefault(name, {}).update(tensors)
+    groups = [group for settings in optimizers for group in settings["param_groups"]]
     return {"model": {**model, **objects.model}, "optim": {"state": state, "param_groups": groups}}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy on the host, which training doesn't change."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _objects(
@@ -341,25 +292,22 @@ def _kept(options: ZeroOptions) -> dict[str, Any]:
     }
 
 
-def _describe(
-    contents: Contents,
-    optimizers: Mapping[Name, LowLevelZeroOptimizer],
-    runs: tuple[str, ...],
-) -> partial[Manifest]:
-    """The manifest, but for what is known at the end."""
+def _manifest(contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> Manifest:
+    """The manifest, but for what is known when all has been written."""
     saved = contents.saved()
-    return partial(
-        Manifest,
+    return Manifest(
         version=__version__,
         torch=torch.__version__,
         world_size=contents.group.ranks,
         stage=_stage(next(iter(optimizers.values()))),
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        serial=0,
         tensors={name: tensor for name, tensor in saved.items() if name not in contents.excluded},
-        tied=contents.all_tied(),
+        tied=contents.tied(),
+        files={},
         experts=contents.experts,
         excluded={name: tensor for name, tensor in saved.items() if name in contents.excluded},
-        runs=runs,
+        runs=runs_of(optimizers),
     )
 
 

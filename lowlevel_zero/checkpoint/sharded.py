@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..optimizer import LowLevelZeroOptimizer
-from ..state.sharded import ShardedState
-from ..state.sharded_dict import packed, unpacked
+from ..state.sharded_dict import held, packed, take_over, unpacked
 from ..state.whole import FP8
-from .boxes import Boxes
 
 # torch's loader refuses a name that a checkpoint lacks. So what plain optimizers don't have (loss scale, bucket plan)
 # has no name of its own: it is one more entry of the first group's "params", which is nobody's name.
@@ -31,7 +28,11 @@ class Sharded(Stateful):
         dcp.save(state, checkpoint_id=path)
         dcp.load(state, checkpoint_id=path)
 
-    The optimizer needs to have been given its ``model``, which has the names. torch 2.5 or later.
+    The optimizer needs to have been given its ``model``, which has the names. torch 2.4 needs ``SavePlanner`` and
+    ``LoadPlanner`` for it.
+
+    ``dcp.load`` reads into the live state, and asks afterwards whether it fits: what had been read by then stays where
+    ``load_state_dict`` refuses the rest. ``load_checkpoint`` reads beside it, and changes nothing when it refuses.
     """
 
     def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
@@ -42,15 +43,8 @@ class Sharded(Stateful):
         self.optimizer.finish_gathers()
         for record in self.optimizer.sharded_parameters:
             record.follow_edits()
-        sharded = self._sharded()
-        room = sharded.room()
-        state: dict[str, dict[str, Any]] = {}
-        for full, tensor in {**sharded.tensors(), **room}.items():
-            name, _, key = full.rpartition(".")
-            state.setdefault(name, {})[key] = tensor
-        settings = sharded.settings()
+        state, settings = held(self.optimizer)
         groups = settings.pop("param_groups")
-        settings |= {"absent": self._of_all(list(room)), FP8: self.optimizer.options.fp8_communication}
         own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()
         groups[0]["params"] = [*groups[0]["params"], f"{_MARK}{own}"]
         return {"state": state, "param_groups": groups}
@@ -62,28 +56,9 @@ class Sharded(Stateful):
         The model may be loaded before or after.
 
         Raises:
-            ValueError: it is of other parameters or groups.
+            ValueError: it is of other parameters, shapes or groups; see above for what ``dcp.load`` has done by then.
         """
-        sharded = self._sharded()
-        settings = _settings(state_dict["param_groups"])
-        sharded.check(settings)
-        found = {f"{name}.{key}": each for name, state in state_dict["state"].items() for key, each in state.items()}
-        tensors: dict[str, Tensor] = {full: each for full, each in found.items() if full not in settings["absent"]}
-        self.optimizer.zero_grad()
-        sharded.load(tensors, settings)
-        for record, master in sharded.masters(tensors).items():
-            row = record.p32.new_zeros(record.split.slice_size)
-            row[: len(master)].copy_(master)
-            record.offer_master(row, settings[FP8])
-
-    def _sharded(self) -> ShardedState:
-        return ShardedState(self.optimizer, shards=Boxes)
-
-    def _of_all(self, names: list[str]) -> list[str]:
-        """The names that any rank has, where these have different experts."""
-        if len(self.optimizer.sharded_parameters.shard_groups) > 1:
-            return sorted(set().union(*self.optimizer.shard_group.all_gather_object(names)))
-        return sorted(names)
+        take_over(self.optimizer, state_dict["state"], _settings(state_dict["param_groups"]))
 
 
 def _settings(groups: list[dict[str, Any]]) -> dict[str, Any]:

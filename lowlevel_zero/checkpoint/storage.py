@@ -2,71 +2,85 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-from .manifest import METADATA, FileSum
+from ..communication.shard_group import ShardGroup
+from .folders import beside, claim, next_serial, prune, publish
+from .manifest import MANIFEST, METADATA, FileSum, Manifest
+from .saved import MODEL
 
-Sums = dict[str, FileSum]
+_log = logging.getLogger("lowlevel_zero")
 
 # Why an asynchronous save may find its ranks gone.
 ALONE = "destroy_process_group was called before all was written: call wait() first"
 
 
-def write_through(path: Path, data: bytes) -> FileSum:
-    """Write a file, and return when it is on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileSum.of(path)
-
-
 class _Written(list[Any]):
     """What a rank has written, for the coordinator."""
 
-    def __init__(self, results: list[Any], sums: Sums) -> None:
+    def __init__(self, results: list[Any], sums: dict[str, FileSum]) -> None:
         super().__init__(results)
         self.sums = sums
 
 
 class CommittingWriter(FileSystemWriter):
-    """Writes one file a rank, and commits when all ranks have.
+    """Writes a file a rank beside ``path``, and the first rank puts them in place when all have.
 
-    What ``commit`` raises on the first rank all ranks hear of, as of any rank's own error.
+    What that raises all ranks hear of, as of any rank's own error. The first rank makes the folder, and claims it.
 
     Args:
-        folder: where to write; it exists.
-        rank: this one, and ``size``: how many there are. Once ``destroy_process_group`` has been called, torch
-            takes each rank for the only one, whose slices alone would be a checkpoint.
-        commit: called on the first rank with the sums of all files.
+        path: where the checkpoint will be.
+        token: 16 hexadecimal digits that the ranks agree on.
+        group: the ranks.
+        manifest: what they write, but for ``files`` and ``serial``.
         own: further files of this rank's, by name.
-        tied: further names of the model's tensors, for those who read it with them: alias to name.
+        keep: then leave so many checkpoints of these runs; None: all.
     """
 
     def __init__(
         self,
-        folder: Path,
-        rank: int,
-        size: int,
-        commit: Callable[[Sums], None],
+        path: Path,
+        token: str,
+        group: ShardGroup,
+        manifest: Manifest,
         own: Mapping[str, bytes],
-        tied: Mapping[str, str],
+        keep: int | None,
     ) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        self._rank = rank
-        self._size = size
-        self._commit = commit
+        self._written = beside(path, token)
+        super().__init__(self._written)
+        self._path = path
+        self._token = token
+        # Once destroy_process_group has been called, torch takes each rank for the only one, whose slices alone would
+        # be a checkpoint.
+        self._rank, self._size = group.place, group.ranks
+        self._manifest = manifest
         self._own = own
-        self._tied = tied
+        self._keep = keep
+        self._claim: IO[bytes] | None = None
+
+    def claim(self) -> None:
+        """Make the folder, on the first rank."""
+        if self._rank == 0:
+            self._claim = claim(self._written)
+
+    def release(self, failed: bool) -> None:
+        """All is over: let go of the folder, which goes if it could not be written."""
+        if self._claim is not None:
+            if failed:
+                shutil.rmtree(self._written, ignore_errors=True)
+            self._claim.close()
+
+    # ---- what torch.distributed.checkpoint calls ----
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator and self._rank != 0:
@@ -76,8 +90,8 @@ class CommittingWriter(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
-        sums = {name: FileSum.of(self._folder / name) for name in sorted(names)}
-        sums |= {name: write_through(self._folder / name, data) for name, data in self._own.items()}
+        sums = {name: FileSum.of(self._written / name) for name in sorted(names)}
+        sums |= {name: _write_through(self._written / name, data) for name, data in self._own.items()}
         told: Future[Any] = Future()
         told.set_result(_Written(results, sums))
         return told
@@ -86,19 +100,40 @@ class CommittingWriter(FileSystemWriter):
         if len(results) != self._size:
             raise RuntimeError(f"expected what {self._size} ranks wrote, got what {len(results)} did")
         sums = {name: each for written in results for name, each in written.sums.items()}
-        aliases = [_alias(metadata, results, alias, name) for alias, name in self._tied.items()]
-        super().finish(metadata, [*results, *aliases])
-        self._commit({**sums, METADATA: FileSum.of(self._folder / METADATA)})
+        super().finish(metadata, [*results, *self._aliases(metadata, results)])
+        self._commit({**sums, METADATA: FileSum.of(self._written / METADATA)})
 
-    def stage(self, state_dict: Any) -> Any:
-        """What ``async_save`` is given has been copied already."""
-        return state_dict
+    def _aliases(self, metadata: Metadata, results: list[Any]) -> list[Any]:
+        """Let torch's tools find tied tensors of the model under each of their names."""
+        aliases = []
+        for alias, name in self._manifest.tied.items():
+            if name in self._manifest.tensors:
+                of_name = [each for written in results for each in written if each.index.fqn == f"{MODEL}{name}"]
+                full = f"{MODEL}{alias}"
+                metadata.state_dict_metadata[full] = metadata.state_dict_metadata[f"{MODEL}{name}"]
+                metadata.planner_data[full] = ("model", alias)
+                aliases.append([replace(each, index=replace(each.index, fqn=full)) for each in of_name])
+        return aliases
+
+    def _commit(self, sums: dict[str, FileSum]) -> None:
+        """The rest of the files, the renames, the pruning."""
+        manifest = replace(self._manifest, files=sums, serial=next_serial(self._path))
+        missing = manifest.first_missing(self._written)
+        if missing is not None:
+            raise RuntimeError(f"{missing}, seen from rank 0: all ranks must see the same file system")
+        _write_through(self._written / MANIFEST, manifest.to_text().encode())
+        publish(self._written, self._path, self._token)
+        if self._keep is not None:
+            try:
+                prune(self._path, self._keep, manifest.runs)
+            except OSError as error:
+                _log.warning("%s: saved, but older ones could not be removed: %s", self._path, error)
 
 
-def _alias(metadata: Metadata, results: list[Any], alias: str, name: str) -> list[Any]:
-    """Let the model's tensor ``alias`` be where ``name`` is."""
-    full = f"model.{alias}"
-    metadata.state_dict_metadata[full] = metadata.state_dict_metadata[f"model.{name}"]
-    metadata.planner_data[full] = ("model", alias)
-    of_name = [result for written in results for result in written if result.index.fqn == f"model.{name}"]
-    return [replace(result, index=replace(result.index, fqn=full)) for result in of_name]
+def _write_through(path: Path, data: bytes) -> FileSum:
+    """Write a file, and return when it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum.of(path)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ..bookkeeping.module_names import matched, without_wrappers
 from ..bookkeeping.sharding import SCALARS
+from ..state.sharded import States
 from ..state.whole import EXTRAS, FP8
 from .manifest import METADATA, OBJECTS, TRAINABLE, read_manifest
 from .objects import Settings
-from .planners import LoadPlanner
-from .saved import MODEL, STATE, read_saved
+from .saved import read_saved
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class StoredTensor:
     """A whole tensor that lies in files.
 
     Attributes:
-        key: what it is called there.
+        key: the model's name, and that of a state of it, or nothing.
         stride: of the tensor that was saved.
     """
 
-    key: str
+    key: tuple[str, str]
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,9 +52,10 @@ class WholeCheckpoint:
         self.path = path
         self.manifest = read_manifest(path)
         self._refuse(self.manifest.first_missing(path) or self.manifest.first_damaged(path, [METADATA, OBJECTS]))
-        saved = read_saved(path, self.manifest).without_wrappers()
-        self.manifest, self.objects = saved.manifest, saved.objects
-        self._saved = saved
+        self._saved = read_saved(path, self.manifest)
+        self.objects = self._saved.objects
+        # By name as it was saved, maybe with wrappers' attributes in it, the likeliest one of the model's own.
+        self._own = matched(self._saved.names, {without_wrappers(name) for name in self._saved.names})
 
     def check_files(self, done: Callable[[int], object] = lambda count: None) -> None:
         """Read every file whole; ``ValueError`` if one isn't what was written.
@@ -79,32 +81,34 @@ class WholeCheckpoint:
                     "anew"
                 )
 
-    def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill ``tensors`` of the whole shapes with what is stored under these keys, by torch's own reader."""
-        planner, reader = LoadPlanner(), self._saved.reader()
-        try:
-            planner.set_up_planner(dict(tensors), self._saved.metadata, is_coordinator=True)
-            reader.set_up_storage_reader(self._saved.metadata, is_coordinator=True)
-            reader.read_data(planner.create_local_plan(), planner).wait()
-        except OSError:
-            raise
-        except Exception as error:  # of whatever kind torch's reader raises for bytes that are no tensor's
-            raise ValueError(f"{self.path}: {', '.join(tensors)} can't be read: {error!r}") from error
+    def read(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """Fill dense ``tensors`` of the whole shapes with what is stored under these keys.
+
+        Raises:
+            ValueError, OSError: it is damaged, or can't be read.
+        """
+        model = {name: tensor for (name, key), tensor in tensors.items() if not key}
+        states: States = {}
+        for (name, key), tensor in tensors.items():
+            if key:
+                states.setdefault(name, {})[key] = tensor
+        self._saved.read(model, states)
 
     def model(self) -> dict[str, StoredTensor]:
-        """Parameters and persistent buffers, tied ones under each of their names."""
+        """Parameters and persistent buffers by the model's own names, tied ones under each of theirs."""
         manifest = self.manifest
         names = {name: name for name in manifest.tensors}
         names |= {alias: name for alias, name in manifest.tied.items() if name in manifest.tensors}
-        return {each: self._stored(f"{MODEL}{each}", name) for each, name in names.items()}
+        stored = {name: self._stored(name, "", self._saved.of_model(name)) for name in manifest.tensors}
+        return {self._own[each]: stored[name] for each, name in names.items()}
 
     def tensors_beside(self) -> dict[str, Tensor]:
         """Extra states of modules that are tensors."""
-        return {name: value for name, value in self.objects.model.items() if isinstance(value, Tensor)}
+        return {self._own[name]: value for name, value in self.objects.model.items() if isinstance(value, Tensor)}
 
     def not_tensors(self) -> list[str]:
         """Names in the model's state dict of what isn't a tensor: extra states of modules."""
-        return [name for name, value in self.objects.model.items() if not isinstance(value, Tensor)]
+        return [self._own[name] for name, value in self.objects.model.items() if not isinstance(value, Tensor)]
 
     def optimizers(self) -> Any:
         """Each optimizer's ``state_dict``, in a list or a dict as they were saved; the only one's itself."""
@@ -151,21 +155,18 @@ class WholeCheckpoint:
 
     def state(self, name: str) -> dict[str, Any]:
         """A parameter's optimizer state: tensors that are stored, and plain values."""
-        keys = self._saved.states.get(name, ())
-        stored: dict[str, Any] = {key: self._stored(f"{STATE}{name}.{key}", name) for key in keys}
+        described = self._saved.states.get(name, {})
+        keys = sorted(described, key=lambda key: (key not in SCALARS, key))
+        stored: dict[str, Any] = {key: self._stored(name, key, described[key]) for key in keys}
         others = [settings["states"].get(name, {}) for settings in self.objects.optimizers.values()]
         return {**stored, **{key: value for other in others for key, value in other.items()}}
 
-    def _stored(self, key: str, name: str) -> StoredTensor:
-        """A tensor of the model's ``name``, or of its state."""
-        described, entry = self._saved.metadata.state_dict_metadata.get(key), self.manifest.tensors[name]
-        if not isinstance(described, TensorStorageMetadata):
-            raise ValueError(f"{self.path}: expected a tensor {key}, found none")
-        shape = tuple(described.size)
-        sliced = key.rpartition(".")[2] not in SCALARS and shape == entry.shape
-        if key.startswith(MODEL) and shape != entry.shape:
-            raise ValueError(f"{self.path}: {key}: expected {entry.shape}, found {shape}")
+    def _stored(self, name: str, key: str, described: TensorStorageMetadata) -> StoredTensor:
+        """The model's ``name``, or its state ``key``."""
+        entry, shape = self.manifest.tensors[name], tuple(described.size)
         if sum(chunk.sizes.numel() for chunk in described.chunks) != described.size.numel():
-            raise ValueError(f"{self.path}: {key}: expected pieces that make it whole, found {described.chunks}")
-        stride = entry.stride if sliced else torch.empty(shape, device="meta").stride()
-        return StoredTensor(key, described.properties.dtype, shape, stride)
+            raise ValueError(f"{self.path}: {name} {key}: expected pieces that make it whole, got {described.chunks}")
+        if key not in SCALARS and shape in (entry.shape, (entry.numel,)):  # stored flat in format 1
+            return StoredTensor((name, key), described.properties.dtype, entry.shape, entry.stride)
+        stride = torch.empty(shape, device="meta").stride()
+        return StoredTensor((name, key), described.properties.dtype, shape, stride)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -40,6 +41,7 @@ class GroupContext:
         connected: numbers those that have an order of their own.
         barriers: by name, attempts at a monitored barrier that are known to be over.
         processes: of the default group: those of other ranks, by global rank.
+        writing: what a thread writes over the side group, or wrote last.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class GroupContext:
         self.shard_groups, self.connected = count(), count(1)
         self.barriers: defaultdict[str, int] = defaultdict(int)
         self.processes: dict[int, Process] = {}
+        self.writing: Future[None] | None = None
 
 
 _contexts: WeakKeyDictionary[dist.ProcessGroup, GroupContext] = WeakKeyDictionary()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
+from ..bookkeeping.module_names import matched
 from ..communication.shard_group import ShardGroup
 
+T = TypeVar("T")
 Ranks = tuple[int, ...]
 
 
@@ -30,11 +32,14 @@ class GlobalNames:
     experts have the numbers of the whole model: who loads it finds it at any layout. Of experts that have a name in
     common the ones in the group of the lowest ranks are ``<name>@0``, the next ones ``<name>@1``, and so on.
 
+    To load, names are those that were saved: what was saved by a wrapped model may have wrappers' attributes in them.
+
     Communicates where there are several shard groups: all ranks make it together.
 
     Args:
         groups: the shard groups.
         number_of: the shard groups' numbers by the names of this rank's tensors, and aliases of them.
+        saved: the global names of what is to be loaded.
 
     Attributes:
         experts: by global name, those of all ranks.
@@ -43,13 +48,22 @@ class GlobalNames:
         ValueError: something has such a name already; on all ranks.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
+    def __init__(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int], saved: Iterable[str] = ()) -> None:
         self.experts: dict[str, Expert] = {}
-        self._own: dict[str, str] = {}
-        if len(groups) == 1:
-            return
+        self._own = {name: name for name in number_of}
+        if len(groups) > 1:
+            self._tell_experts_apart(groups, number_of)
+        found = {own: name for name, own in matched(saved, {*self._own.values(), *self.experts}).items()}
+        self.experts = {found.get(name, name): _renamed(name, found, of) for name, of in self.experts.items()}
+        self._own = {name: found.get(own, own) for name, own in self._own.items()}
+
+    def __getitem__(self, name: str) -> str:
+        """The global name of what this rank calls ``name``."""
+        return self._own[name]
+
+    def _tell_experts_apart(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
         holders: dict[str, list[tuple[int, Ranks]]] = {}
-        for told in groups[0].all_gather_object(list(_led(groups, number_of))):
+        for told in from_leaders(groups, list(_led(groups, number_of))):
             for number, ranks, names in told:
                 for name in names:
                     holders.setdefault(name, []).append((number, ranks))
@@ -66,9 +80,18 @@ class GlobalNames:
                 if number_of.get(name) == number and ranks == own[number]:
                     self._own[name] = tagged
 
-    def __getitem__(self, name: str) -> str:
-        """The global name of what this rank calls ``name``."""
-        return self._own.get(name, name)
+
+def from_leaders(groups: Sequence[ShardGroup], own: T) -> list[T]:
+    """What the first ranks of groups of experts have; nothing where there are none. Communicates then.
+
+    Args:
+        groups: the shard groups; those of experts are all but the first.
+        own: what this rank has; it is told if it is a first one.
+    """
+    if len(groups) == 1:
+        return []
+    leads = any(group.place == 0 for group in groups[1:])
+    return [told for told in groups[0].all_gather_object(own if leads else None) if told is not None]
 
 
 def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) -> None:
@@ -95,3 +118,8 @@ def _places(group: ShardGroup, all_ranks: ShardGroup) -> Ranks:
     """The members of ``group``, counted as ``all_ranks`` counts them."""
     place = {rank: at for at, rank in enumerate(all_ranks.slice_ranks)}
     return tuple(place[rank] for rank in group.slice_ranks)
+
+
+def _renamed(name: str, found: Mapping[str, str], expert: Expert) -> Expert:
+    """The expert ``name``, which is what its model calls it, or that and what tells it from others."""
+    return expert._replace(name=found.get(name, name).removesuffix(name.removeprefix(expert.name)))

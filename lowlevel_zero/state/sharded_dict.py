@@ -1,16 +1,17 @@
-"""Sharded state as a dict of tensors, to save and load by ``torch.distributed.checkpoint``: ``sharded_state_dict``."""
+"""Sharded state for one's own ``torch.distributed.checkpoint`` calls, as one dict: ``sharded_state_dict``."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..sharded_optimizer import ShardedOptimizer
-from .sharded import ShardedState
+from .global_names import GlobalNames, from_leaders
+from .sharded import ShardedState, States
 from .whole import FP8, State
 
 SETTINGS = "settings"
@@ -19,70 +20,94 @@ _LENGTH_BYTES = 8
 
 def sharded_state_dict(optimizer: ShardedOptimizer, metadata: Any = None, prefix: str = "") -> dict[str, Tensor]:
     """``LowLevelZeroOptimizer.sharded_state_dict``."""
-    sharded = ShardedState(optimizer)
-    return _held(optimizer, sharded) if metadata is None else _to_load_into(sharded, metadata, prefix)
-
-
-def _held(optimizer: ShardedOptimizer, sharded: ShardedState) -> dict[str, Tensor]:
-    """What this optimizer holds, to save."""
-    room = sharded.room()
-    several = len(optimizer.sharded_parameters.shard_groups) > 1
-    absent = optimizer.shard_group.all_gather_object(list(room)) if several else [list(room)]
-    settings = {**sharded.settings(), "shapes": sharded.shapes(), "absent": sorted(set().union(*absent))}
-    settings[FP8] = optimizer.options.fp8_communication
+    if metadata is not None:
+        return _to_load_into(optimizer, metadata, prefix)
+    state, settings = held(optimizer)
     data = packed(settings, "the optimizer's settings")
-    return {**sharded.tensors(), **room, SETTINGS: _framed(data, sharded.group_names())}
-
-
-def _to_load_into(sharded: ShardedState, metadata: Any, prefix: str) -> dict[str, Tensor]:
-    """Empty tensors of what was saved, and ``metadata`` tells of."""
-    saved = {
-        name.removeprefix(prefix): entry
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(prefix)
-    }
-    size = getattr(saved.get(SETTINGS), "size", None)
-    if size is None:
-        raise ValueError(f"metadata: expected {prefix}{SETTINGS}, which sharded_state_dict() saved, found none")
-    names = sharded.own_names(full.rpartition(".")[0] for full in saved)
-    as_saved = {_renamed(full, names): full for full in saved}
-    templates = sharded.templates({own: saved[full] for own, full in as_saved.items()})
-    found = {as_saved[own]: template for own, template in templates.items()}
-    return {**found, SETTINGS: torch.empty(size, dtype=torch.uint8, device="cpu")}
+    return {**_flat(state), SETTINGS: _framed(data, [group["params"] for group in settings["param_groups"]])}
 
 
 def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Tensor]) -> None:
     """``LowLevelZeroOptimizer.load_sharded_state_dict``."""
     if SETTINGS not in state_dict:
         raise ValueError(f"state_dict: expected sharded_state_dict()'s, got one without {SETTINGS!r}")
-    sharded = ShardedState(optimizer)
-    settings = _unframed(state_dict[SETTINGS])
-    names = sharded.own_names(name for group in settings["param_groups"] for name in group["params"])
-    settings = renamed_settings(settings, names.__getitem__)
-    _check_shapes(sharded.shapes(), {names[name]: shape for name, shape in settings["shapes"].items()})
+    take_over(optimizer, _nested(state_dict), _unframed(state_dict[SETTINGS]))
+
+
+# ---- what an optimizer holds, as tensors by parameter and key, and settings ----
+
+
+def held(optimizer: ShardedOptimizer) -> tuple[States, State]:
+    """What it holds, with zeros for states that a step is going to make, and its settings, which name those.
+
+    To save, or to load into. Communicates with experts.
+
+    Raises:
+        ValueError: a state's name has a dot in it.
+    """
+    sharded = ShardedState(optimizer, _names(optimizer))
+    room = sharded.room()
+    told = from_leaders(optimizer.sharded_parameters.shard_groups, list(_flat(room)))
+    absent = sorted({*_flat(room), *(name for names in told for name in names)})
+    settings = {**sharded.settings(), "absent": absent, FP8: optimizer.options.fp8_communication}
+    return {**sharded.tensors(), **room}, settings
+
+
+def take_over(optimizer: ShardedOptimizer, tensors: Mapping[str, Mapping[str, Tensor]], settings: State) -> None:
+    """Load what ``held`` gave, and was filled. Gradients are cleared. Communicates with experts.
+
+    Raises:
+        ValueError: it is of other parameters, shapes, strides or groups; nothing has been changed then.
+    """
+    names = (name for group in settings["param_groups"] for name in group["params"])
+    sharded = ShardedState(optimizer, _names(optimizer, names))
     sharded.check(settings)
+    sharded.check_shapes(tensors)
+    absent = set(settings["absent"])
+    present = {
+        name: {key: tensor for key, tensor in state.items() if f"{name}.{key}" not in absent}
+        for name, state in tensors.items()
+    }
     optimizer.zero_grad()
-    without = {SETTINGS, *settings["absent"]}
-    tensors = {_renamed(full, names): tensor for full, tensor in state_dict.items() if full not in without}
-    sharded.load(tensors, settings)
-    for record, master in sharded.masters(tensors).items():
-        whole = record.p32.new_zeros(record.split.slice_size)
-        whole[: len(master)].copy_(master)
-        record.offer_master(whole, settings.get(FP8, False))
+    sharded.load(present, settings)
+    for record, master in sharded.masters(present).items():
+        record.offer_master(master, settings[FP8])
 
 
-def renamed_settings(settings: Mapping[str, Any], own: Callable[[str], str]) -> State:
-    """The same settings with other names of parameters, ``own(name)``."""
-    groups = [{**group, "params": list(map(own, group["params"]))} for group in settings["param_groups"]]
-    states = {own(name): state for name, state in settings["states"].items()}
-    plan, *others = [_renamed_plan(plan, own) for plan in (settings["plan"], *settings.get("other_plans", ()))]
-    return {**settings, "param_groups": groups, "states": states, "plan": plan, "other_plans": others}
+def _names(optimizer: ShardedOptimizer, saved: Iterable[str] = ()) -> dict[Tensor, str]:
+    """The global names of parameters, as in messages, or as they were ``saved``. Communicates with experts."""
+    parameters, own = optimizer.sharded_parameters, optimizer.parameter_names()
+    numbers = {name: parameters.shard_group_of(p) for p, name in own.items()}
+    names = GlobalNames(parameters.shard_groups, numbers, dict.fromkeys(saved))
+    return {p: names[name] for p, name in own.items()}
 
 
-def _renamed_plan(plan: Mapping[str, Any] | None, own: Callable[[str], str]) -> State | None:
-    if plan is None:
-        return None
-    return {**plan, **{key: list(map(own, plan[key])) for key in ("order", "repeats")}}
+def _to_load_into(optimizer: ShardedOptimizer, metadata: Any, prefix: str) -> dict[str, Tensor]:
+    """Empty tensors of what was saved, and ``metadata`` tells of."""
+    described = metadata.state_dict_metadata.items()
+    saved = {name.removeprefix(prefix): each for name, each in described if name.startswith(prefix)}
+    size = getattr(saved.pop(SETTINGS, None), "size", None)
+    if size is None:
+        raise ValueError(f"metadata: expected {prefix}{SETTINGS}, which sharded_state_dict() saved, found none")
+    by_name = _nested({name: each for name, each in saved.items() if hasattr(each, "size")})
+    templates = ShardedState(optimizer, _names(optimizer, by_name)).templates(by_name)
+    return {**_flat(templates), SETTINGS: torch.empty(size, dtype=torch.uint8, device="cpu")}
+
+
+def _flat(state: States) -> dict[str, Tensor]:
+    return {f"{name}.{key}": tensor for name, of_name in state.items() for key, tensor in of_name.items()}
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for full, value in flat.items():
+        name, _, key = full.rpartition(".")
+        if name:  # not SETTINGS
+            found.setdefault(name, {})[key] = value
+    return found
+
+
+# ---- settings as bytes ----
 
 
 def packed(value: object, what: str) -> bytes:
@@ -109,12 +134,6 @@ def unpacked(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _renamed(full: str, names: Mapping[str, str]) -> str:
-    """``<name>.<key>`` with the parameter's other name."""
-    name, _, key = full.rpartition(".")
-    return f"{names.get(name, name)}.{key}"
-
-
 def _framed(data: bytes, groups: Sequence[Sequence[str]]) -> Tensor:
     """``data``, with its length before it, in as many bytes as any settings of these parameters take.
 
@@ -129,15 +148,6 @@ def _framed(data: bytes, groups: Sequence[Sequence[str]]) -> Tensor:
         size *= 2
     framed = (len(data).to_bytes(_LENGTH_BYTES, "little") + data).ljust(size, b"\0")
     return torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-
-
-def _check_shapes(ours: Mapping[str, list[list[int]]], saved: Mapping[str, list[list[int]]]) -> None:
-    for name, (shape, stride) in ours.items():
-        if name in saved and saved[name] != [shape, stride]:
-            raise ValueError(
-                f"{name}: expected state of shape {tuple(shape)} and strides {tuple(stride)}, got "
-                f"{tuple(saved[name][0])} and {tuple(saved[name][1])}: build the model that it was saved of"
-            )
 
 
 def _unframed(framed: Tensor) -> Any:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlevel_zero.checkpoint.boxes import Box, BoxedTensor, boxes_of, parts_of
+from lowlevel_zero.state.boxes import Box, BoxedTensor, boxes_of, parts_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

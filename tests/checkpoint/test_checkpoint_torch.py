@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_metadata, save_checkpoint
-from lowlevel_zero.checkpoint.boxes import BoxedTensor
+from lowlevel_zero.state.boxes import BoxedTensor
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..bookkeeping.parameter_store import ShardedParameter
 from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
+
+# torch.distributed.checkpoint takes a while to import: what saves has done so.
 
 Shape = tuple[int, ...]
 
@@ -108,22 +107,24 @@ class BoxedTensor(Tensor):
         """By its offsets each box, as a view of ``local``."""
         return parts_of(self.local, self.start, tuple(self.shape), self.strides)
 
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+    # ---- what torch.distributed.checkpoint asks a tensor for (torch 2.5 and later) ----
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        chunks, properties = self.__create_chunk_list__(), TensorProperties(self.dtype)
+        written = [
+            (MetadataIndex(name, each.offsets), TensorWriteData(each, properties, self.size())) for each in chunks
+        ]
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index, data in written]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self.parts().items()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
         return _with_storage_of_its_own(self.parts()[tuple(index.offset)])
 
     @classmethod
@@ -148,41 +149,10 @@ _COPYING = {
 }
 
 
-class Boxes:
-    """Makes boxed tensors over the ranks of a group: each holds its slice of the even split, without padding."""
-
-    def __init__(self, group: ShardGroup) -> None:
-        self._group = group
-
-    def span(self, numel: int) -> tuple[int, int]:
-        """First and one-past-last element that this rank holds."""
-        return EvenSplit(numel, self._group.size).span(self._group.rank)
-
-    def wrap(self, own: Tensor, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
-        """The tensor of which this rank holds the first of ``own``, a slice or a row."""
-        start, stop = self.span(math.prod(shape))
-        return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride)
-
-    def empty(
-        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> BoxedTensor:
-        """One to load into."""
-        start, stop = self.span(math.prod(shape))
-        return BoxedTensor(torch.empty(stop - start, dtype=dtype, device=device), start, shape, stride)
-
-    # ---- of a parameter's state ----
-
-    def of(self, record: ShardedParameter, own: Tensor) -> Tensor:
-        """A state of which this rank holds the slice ``own``."""
-        return self.wrap(own, record.p.shape, record.p.stride())
-
-    def empty_of(self, record: ShardedParameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A state to load into."""
-        return self.empty(record.p.shape, record.p.stride(), dtype, device)
-
-    def shape_of(self, record: ShardedParameter) -> Shape:
-        """What is saved of a state that has one number an element."""
-        return tuple(record.p.shape)
+def boxed(own: Tensor, shape: Sequence[int], stride: Sequence[int], ranks: ShardGroup) -> BoxedTensor:
+    """The tensor of which this one of ``ranks`` holds the slice ``own``, with its padding or without."""
+    start, stop = EvenSplit(math.prod(shape), ranks.size).span(ranks.rank)
+    return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride)
 
 
 def _with_storage_of_its_own(part: Tensor) -> Tensor:
