@@ -334,7 +334,7 @@ class GroupMaker(NamedTuple):
         gradient_scale: makes what gradients as reductions leave them are to be multiplied with to be averaged and
             unscaled.
         home: where shards and masters are.
-        driver: stands for the optimizer whose backward drives the reducers.
+        owner: stands for the optimizer whose ``backward`` runs the reducers.
         observer: is told of each bucket buffer.
     """
 
@@ -343,7 +343,7 @@ class GroupMaker(NamedTuple):
     streams: Streams
     gradient_scale: Callable[[], float | Tensor]
     home: DeviceHome
-    driver: object
+    owner: object
     observer: StepObserver
 
     def extend(self, groups: list[ShardedGroup]) -> None:
@@ -361,7 +361,7 @@ class GroupMaker(NamedTuple):
         parameters, options = self.parameters, self.options
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
         gradients = GradientStore(records, group.rank, self.gradient_scale, self.home)
-        reducer = Reducer(parameters, options, gradients, self.streams, number, self.driver, self.observer)
+        reducer = Reducer(parameters, options, gradients, self.streams, number, self.owner, self.observer)
         wide = options.pad_buckets_for_high_nccl_busbw
         gathers = GatherStore(group, self.streams, self.home, options.overlap_allgather, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)

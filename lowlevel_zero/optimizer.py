@@ -36,7 +36,7 @@ from .construction import (
 )
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
-from .reducer import DOUBLE_REDUCTION, driving
+from .reducer import DOUBLE_REDUCTION, running_backwards
 from .sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
@@ -210,11 +210,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.sharded_groups: list[ShardedGroup] = []
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
         self._guard = self._rooms.guard(optimizer, parameters, model)
-        self._driver = object()
+        self._owner = object()
         self._gradient_scale = partial(_gradient_scale, options.unit(self.shard_group.ranks), self.scaler)
         home = HostHome(self.streams) if options.cpu_offload else DeviceHome()
         self._maker = GroupMaker(
-            parameters, options, self.streams, self._gradient_scale, home, self._driver, self._observer
+            parameters, options, self.streams, self._gradient_scale, home, self._owner, self._observer
         )
         self._maker.extend(self.sharded_groups)
         step_whole = self._rooms.whole_step(optimizer, parameters)
@@ -275,7 +275,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
         context = self.options.backward_context
         failed = True
-        driving.append(self._driver)
+        running_backwards.append(self._owner)
         try:
             with ExitStack() as begins:
                 for each in reversed(self.sharded_groups):
@@ -284,7 +284,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 yield
             failed = False
         finally:
-            driving.remove(self._driver)
+            running_backwards.remove(self._owner)
             with ExitStack() as ends:
                 for each in reversed(self.sharded_groups):
                     ends.callback(each.reducer.end, failed)
