@@ -87,8 +87,8 @@ class Reducer:
         alone = len(parameters.by_shard_group) == 1
         device = self._records[0].padded.device
         self._most_in_flight = group.in_flight(device, options.keeps_row_only) if alone else None
-        self._starts_at_end = not options.overlap_communication or (number > 0 and not parameters.on_host)
-        self._closes_late = number > 0 and not parameters.on_host
+        self._in_turn = number > 0 and not parameters.on_host
+        self._overlaps = options.overlap_communication and not self._in_turn
         self._unused = UnusedParameters(parameters, number)
         self.plan = LearntPlan(
             self._records, group, options.reduce_bucket_size, options.pad_buckets_for_high_nccl_busbw
@@ -167,7 +167,7 @@ class Reducer:
             self._open_plain(record)
         if not running_backwards:
             self._watch_graph_task()
-        if not record.is_empty and self.buckets.fill(record) and not self._starts_at_end:
+        if not record.is_empty and self.buckets.fill(record) and self._overlaps:
             self._start_complete()
 
     def _open_plain(self, record: ShardedParameter) -> None:
@@ -193,7 +193,7 @@ class Reducer:
     def graph_task_ended(self) -> None:
         """A plain backward of one graph is over; if it wasn't nested in another's, so is the sync."""
         nested = torch._C._current_autograd_node() is not None
-        if not nested and self.buckets.is_open and not self._closes_late:
+        if not nested and self.buckets.is_open and not self._in_turn:
             self._close_sync()
 
     # ---- one sync ----
