@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .bookkeeping.assignment import assign, data_parallel_group, make_groups
 from .bookkeeping.bucket_store import Bucket
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
-from .bookkeeping.offload import DeviceHome, HostHome
+from .bookkeeping.offload import StepOnDevice, StepOnHost
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
@@ -212,9 +212,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._guard = self._rooms.guard(optimizer, parameters, model)
         self._owner = object()
         self._gradient_scale = partial(_gradient_scale, options.unit(self.shard_group.ranks), self.scaler)
-        home = HostHome(self.streams) if options.cpu_offload else DeviceHome()
+        stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(
-            parameters, options, self.streams, self._gradient_scale, home, self._owner, self._observer
+            parameters, options, self.streams, self._gradient_scale, stepping, self._owner, self._observer
         )
         self._maker.extend(self.sharded_groups)
         step_whole = self._rooms.whole_step(optimizer, parameters)
@@ -559,6 +559,6 @@ def _gradient_scale(unit: float, scaler: LossScaler | None) -> float | Tensor:
 def _measured(buckets: Iterable[Bucket], norm: GlobalNorm) -> Tensor:
     """The value of ``norm``, of the gradients in ``buckets``."""
     for bucket in buckets:
-        norm.add(bucket.shard.measured())
+        norm.add(bucket.measured())
     norm.start()
     return norm.value

@@ -24,14 +24,12 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping.bucket_plan import LearntPlan, PlanState
-from .bookkeeping.bucket_store import BucketStore, Reduction
+from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import Call, Progress
 from .communication.work import Work
 from .options import ZeroOptions
-from .streams import Streams
 from .unused_parameters import Presence, UnusedParameters
 
 _log = logging.getLogger("lowlevel_zero")
@@ -52,13 +50,12 @@ class Reducer:
         parameters: the records.
         options: the caller's choices.
         gradients: where reduced gradients go.
-        streams: what all of this happens on.
+        buckets: of the open sync, and in flight.
         number: index of the shard group whose gradients these are.
         owner: stands for the optimizer whose ``backward`` runs this reducer, and those of its other shard groups.
-        observer: is told of each bucket buffer.
 
     Attributes:
-        buckets: of the open sync, and in flight.
+        buckets: as given.
         plan: the buckets that reductions follow, from the next sync on.
         sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
     """
@@ -68,20 +65,18 @@ class Reducer:
         parameters: ParameterStore,
         options: ZeroOptions,
         gradients: GradientStore,
-        streams: Streams,
+        buckets: BucketStore,
         number: int,
         owner: object,
-        observer: StepObserver,
     ) -> None:
-        self._streams = streams
+        self.buckets = buckets
+        self._streams = buckets.streams
         self._owner = owner
         self._records = parameters.by_shard_group[number]
         self._group = group = parameters.shard_groups[number]
         self._options = options
         self._gradients = gradients
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
-        how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor)
-        self.buckets = BucketStore(self._records, how, streams, observer)
         # A rank must not wait in one shard group for a peer that may be waiting for it in another. And on a device
         # groups' buckets come in one order on all ranks: a further group's at the end of a backward, in its turn.
         alone = len(parameters.by_shard_group) == 1
@@ -168,7 +163,11 @@ class Reducer:
         if not running_backwards:
             self._watch_graph_task()
         if not record.is_empty and self.buckets.fill(record) and self._overlaps:
-            self._start_complete()
+            if self._announced is not None and self._announced.done():
+                self._read_announced()
+            if self._announced is None:
+                self.buckets.start()
+                self._finish_some()
 
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
@@ -206,7 +205,7 @@ class Reducer:
         if reached is not None:
             self._announced = self._unused.announce_sync(reached.union(self._leftovers()))
         else:
-            self.buckets.travel(self.plan.whole)
+            self.buckets.follow(self.plan.whole)
             if self._unused.detecting:
                 self._unread.append(self._unused.announce_sync(None))
         if self._steps_since_clear and not self._warned:
@@ -215,22 +214,14 @@ class Reducer:
     def _join_sync(self, used: bytes | None = None) -> None:
         """A sync that others have opened, of that for which ``used`` has a byte other than 0; None: of everything."""
         self.buckets.open_sync(())
-        self.buckets.travel(self.plan.whole if used is None else self.plan.of(used))
+        self.buckets.follow(self.plan.whole if used is None else self.plan.of(used))
         self._close_sync()
-
-    def _start_complete(self) -> None:
-        """Start what is complete, if the ranks' choice of what travels is known."""
-        if self._announced is not None and self._announced.done():
-            self._read_announced()
-        if self._announced is None:
-            self.buckets.start_complete()
-            self._finish_some()
 
     def _read_announced(self) -> None:
         """Learn what the ranks will use in the open sync."""
         announced, self._announced = self._announced, None
         if announced is not None:
-            self.buckets.travel(self.plan.of(announced.wait().used))
+            self.buckets.follow(self.plan.of(announced.wait().used))
 
     def _close_sync(self) -> None:
         """Start what is left of the open sync."""
@@ -269,7 +260,7 @@ class Reducer:
             leave = self._most_in_flight if leave is None else leave
             while leave is not None and len(in_flight) > leave:
                 self._finish_oldest()
-        while in_flight and in_flight[0].is_reduced():
+        while in_flight and in_flight[0].work.done():
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -391,7 +382,7 @@ class Reducer:
 
     def under_way(self) -> list[Work[Tensor]]:
         """Reductions in flight."""
-        return [bucket.work for bucket in self.buckets.in_flight if bucket.work is not None]
+        return [bucket.work for bucket in self.buckets.in_flight]
 
     def held(self) -> list[Tensor]:
         """Tensors of reductions in flight."""

@@ -15,7 +15,7 @@ from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
-from lowlevel_zero.bookkeeping.offload import HostHome
+from lowlevel_zero.bookkeeping.offload import StepOnHost
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
@@ -240,9 +240,9 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch
         copied: list[tuple[Any, Line]] = []
         waited: list[Any] = []
         traced = Traced(monkeypatch, 3, cpu_offload=True, partition_grad=True)
-        down, wait = HostHome.down, HostHome.wait
+        down, wait = StepOnHost.down, StepOnHost.wait
 
-        def spy_down(self: HostHome, row: Tensor) -> Any:
+        def spy_down(self: StepOnHost, row: Tensor) -> Any:
             host, arrived = down(self, row)
             copied.append((arrived, traced.api.now))
             copies = self._streams._copies
@@ -251,13 +251,13 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch
             assert len(self._leaving) <= 2
             return host, arrived
 
-        def spy_wait(self: HostHome, arrived: Any) -> None:
+        def spy_wait(self: StepOnHost, arrived: Any) -> None:
             wait(self, arrived)
             assert arrived.query()
             waited.append(arrived)
 
-        monkeypatch.setattr(HostHome, "down", spy_down)
-        monkeypatch.setattr(HostHome, "wait", spy_wait)
+        monkeypatch.setattr(StepOnHost, "down", spy_down)
+        monkeypatch.setattr(StepOnHost, "wait", spy_wait)
         traced.backward()
         traced.optimizer.finish_gradients()
         assert len(copied) > 2
