@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .bookkeeping.bucket_store import BucketStore, Reduction
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.module_names import own_names
-from .bookkeeping.offload import DeviceHome
+from .bookkeeping.offload import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.storages import overlapping
@@ -333,8 +334,8 @@ class GroupMaker(NamedTuple):
         streams: what all of it happens on.
         gradient_scale: makes what gradients as reductions leave them are to be multiplied with to be averaged and
             unscaled.
-        home: where shards and masters are.
-        driver: stands for the optimizer whose backward drives the reducers.
+        stepping: where shards and masters are.
+        owner: stands for the optimizer whose ``backward`` runs the reducers.
         observer: is told of each bucket buffer.
     """
 
@@ -342,8 +343,8 @@ class GroupMaker(NamedTuple):
     options: ZeroOptions
     streams: Streams
     gradient_scale: Callable[[], float | Tensor]
-    home: DeviceHome
-    driver: object
+    stepping: StepOnDevice
+    owner: object
     observer: StepObserver
 
     def extend(self, groups: list[ShardedGroup]) -> None:
@@ -360,10 +361,12 @@ class GroupMaker(NamedTuple):
     def _new_group(self, number: int) -> ShardedGroup:
         parameters, options = self.parameters, self.options
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
-        gradients = GradientStore(records, group.rank, self.gradient_scale, self.home)
-        reducer = Reducer(parameters, options, gradients, self.streams, number, self.driver, self.observer)
+        gradients = GradientStore(records, self.gradient_scale, self.stepping.bucket_type())
+        how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.observer)
+        buckets = BucketStore(records, how, self.stepping.bucket_type())
+        reducer = Reducer(parameters, options, gradients, buckets, number, self.owner)
         wide = options.pad_buckets_for_high_nccl_busbw
-        gathers = GatherStore(group, self.streams, self.home, options.overlap_allgather, wide)
+        gathers = GatherStore(group, self.streams, self.stepping, options.overlap_allgather, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .bookkeeping.assignment import assign, data_parallel_group, make_groups
 from .bookkeeping.bucket_store import Bucket
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
-from .bookkeeping.offload import DeviceHome, HostHome
+from .bookkeeping.offload import StepOnDevice, StepOnHost
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
@@ -36,7 +36,7 @@ from .construction import (
 )
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
-from .reducer import DOUBLE_REDUCTION, driving
+from .reducer import DOUBLE_REDUCTION, running_backwards
 from .sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
@@ -209,11 +209,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.sharded_groups: list[ShardedGroup] = []
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
         self._guard = self._rooms.guard(optimizer, parameters, model)
-        self._driver = object()
+        self._owner = object()
         self._gradient_scale = partial(_gradient_scale, options.unit(self.shard_group.ranks), self.scaler)
-        home = HostHome(self.streams) if options.cpu_offload else DeviceHome()
+        stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(
-            parameters, options, self.streams, self._gradient_scale, home, self._driver, self._observer
+            parameters, options, self.streams, self._gradient_scale, stepping, self._owner, self._observer
         )
         self._maker.extend(self.sharded_groups)
         step_whole = self._rooms.whole_step(optimizer, parameters)
@@ -274,7 +274,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
         context = self.options.backward_context
         failed = True
-        driving.append(self._driver)
+        running_backwards.append(self._owner)
         try:
             with ExitStack() as begins:
                 for each in reversed(self.sharded_groups):
@@ -283,7 +283,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 yield
             failed = False
         finally:
-            driving.remove(self._driver)
+            running_backwards.remove(self._owner)
             with ExitStack() as ends:
                 for each in reversed(self.sharded_groups):
                     ends.callback(each.reducer.end, failed)
@@ -560,6 +560,6 @@ def _gradient_scale(unit: float, scaler: LossScaler | None) -> float | Tensor:
 def _measured(buckets: Iterable[Bucket], norm: GlobalNorm) -> Tensor:
     """The value of ``norm``, of the gradients in ``buckets``."""
     for bucket in buckets:
-        norm.add(bucket.shard.measured())
+        norm.add(bucket.measured())
     norm.start()
     return norm.value

@@ -2,8 +2,8 @@
 
 - ``optimizer.backward`` is one sync on every rank, whatever its loss touched there.
 - A plain ``loss.backward()`` opens a sync with its first gradient. A rank whose loss touched nothing opens none, so
-  the ranks tell each other at the step how many they have run, and who is behind joins with zeros. Until then nobody
-  waits for a reduction, since its peers may be waiting to agree.
+  the ranks agree at the step on how many they have run, and who is behind joins with zeros. Until then nobody waits
+  for a reduction, since its peers may be waiting to agree.
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
   sync, before the step, on all ranks.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
@@ -13,11 +13,9 @@
 from __future__ import annotations
 
 import logging
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
-from typing import ClassVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -26,15 +24,13 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping.bucket_plan import LearntPlan, PlanState
-from .bookkeeping.bucket_store import BucketStore, Reduction
+from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import Call, Progress
 from .communication.work import Work
 from .options import ZeroOptions
-from .streams import Streams, at_home
-from .unused_parameters import Message, UnusedParameters
+from .unused_parameters import Presence, UnusedParameters
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -44,21 +40,7 @@ DOUBLE_REDUCTION = (
 )
 
 # Stand for optimizers whose ``backward`` runs, the innermost last.
-driving: list[object] = []
-
-
-class _BackwardCount(threading.local):
-    """How many ``optimizer.backward`` calls this thread has seen, of whichever optimizer."""
-
-    value = 0
-
-
-class Syncs(Enum):
-    """The gradient syncs of a step so far."""
-
-    NONE = "none has been opened"
-    DRIVEN = "through optimizer.backward alone, which all ranks call alike"
-    PLAIN = "through loss.backward() too, whose number this rank alone knows"
+running_backwards: list[object] = []
 
 
 class Reducer:
@@ -68,54 +50,48 @@ class Reducer:
         parameters: the records.
         options: the caller's choices.
         gradients: where reduced gradients go.
-        streams: what all of this happens on.
+        buckets: of the open sync, and in flight.
         number: index of the shard group whose gradients these are.
-        driver: stands for the optimizer whose backward drives this reducer, and those of its other shard groups.
-        observer: is told of each bucket buffer.
+        owner: stands for the optimizer whose ``backward`` runs this reducer, and those of its other shard groups.
 
     Attributes:
-        buckets: of the open sync, and in flight.
+        buckets: as given.
         plan: the buckets that reductions follow, from the next sync on.
         sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
     """
-
-    _backwards: ClassVar[_BackwardCount] = _BackwardCount()
 
     def __init__(
         self,
         parameters: ParameterStore,
         options: ZeroOptions,
         gradients: GradientStore,
-        streams: Streams,
+        buckets: BucketStore,
         number: int,
-        driver: object,
-        observer: StepObserver,
+        owner: object,
     ) -> None:
-        self._streams = streams
-        self._driver = driver
-        self._number = number
+        self.buckets = buckets
+        self._streams = buckets.streams
+        self._owner = owner
         self._records = parameters.by_shard_group[number]
         self._group = group = parameters.shard_groups[number]
         self._options = options
         self._gradients = gradients
-        self._on_host = parameters.on_host
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
-        how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor)
-        self.buckets = BucketStore(self._records, how, streams, observer)
-        # A rank must not wait in one shard group for a peer that may be waiting for it in another.
+        # A rank must not wait in one shard group for a peer that may be waiting for it in another. And on a device
+        # groups' buckets come in one order on all ranks: a further group's at the end of a backward, in its turn.
         alone = len(parameters.by_shard_group) == 1
         device = self._records[0].padded.device
         self._most_in_flight = group.in_flight(device, options.keeps_row_only) if alone else None
+        self._in_turn = number > 0 and not parameters.on_host
+        self._overlaps = options.overlap_communication and not self._in_turn
         self._unused = UnusedParameters(parameters, number)
         self.plan = LearntPlan(
             self._records, group, options.reduce_bucket_size, options.pad_buckets_for_high_nccl_busbw
         )
         self._hooks: list[RemovableHandle] = []
-        self._message: Message | None = None
-        self._syncs = self._syncs_before = Syncs.NONE
+        self._announced: Work[Presence] | None = None  # what the open sync carries
+        self._unread: deque[Work[Presence]] = deque()  # of syncs that carry everything
         self._graph_task = -1
-        self._nested_seen = False
-        self._watch_late = True
         self._warned = number > 0 or group.place > 0
         self._steps_since_clear = 0
         self.sync = True
@@ -138,12 +114,10 @@ class Reducer:
         plan = self.plan
         if not plan.known:
             return None
-        repeats = list(self.buckets.repeats)
-        return PlanState(plan.order, plan.came, self._watch_late, repeats, [int(self._unused.detecting)])
+        return PlanState(plan.order, plan.came, True, list(self.buckets.repeats), [int(self._unused.detecting)])
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
-        self._watch_late = state is None or self._on_host or state.reentrant
         self.buckets.repeats = set() if state is None else set(state.repeats)
         self._unused.restore(detecting=state is not None and bool(state.forecast and state.forecast[0]))
         if state is None:
@@ -161,12 +135,9 @@ class Reducer:
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
-        self._backwards.value += 1
         if self.sync:
             if self.buckets.is_open:
                 self._close_sync()
-            if self._syncs is Syncs.NONE:
-                self._syncs = Syncs.DRIVEN
             reached = None
             try:
                 if self._unused.detecting:
@@ -179,34 +150,37 @@ class Reducer:
         if self.sync and not failed:
             self._close_sync()
             self._unused.lacked |= self.buckets.lacked
-            self._last_backward = self._backwards.value
 
     def gradient_ready(self, record: ShardedParameter) -> None:
         """A gradient has been accumulated into ``p.grad``."""
         if self._streams.several:
             self._streams.produced()
         record.arrived = True
-        if not self.sync or (driving and driving[-1] is not self._driver):
+        if not self.sync or (running_backwards and running_backwards[-1] is not self._owner):
             return
         if not self.buckets.is_open:
             self._open_plain(record)
-        if not (driving and self._on_host):  # there a sync that is driven ends with its backward
+        if not running_backwards:
             self._watch_graph_task()
-        if not record.is_empty and self.buckets.fill(record):
-            self._start_complete()
+        if not record.is_empty and self.buckets.fill(record) and self._overlaps:
+            if self._announced is not None and self._announced.done():
+                self._read_announced()
+            if self._announced is None:
+                self.buckets.start()
+                self._finish_some()
 
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
         if self._gradients.exposed:
             record.p.grad = None
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
-        if self._half and self._driver not in driving:  # nobody has scaled the loss, and the step would unscale
+        if self._half and self._owner not in running_backwards:  # the loss isn't scaled, and the step would unscale
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
                 "loss.backward()"
             )
-        self._syncs = Syncs.PLAIN
+        self._may_be_alone = True
         self._open_sync()
 
     def _watch_graph_task(self) -> None:
@@ -216,16 +190,10 @@ class Reducer:
             Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
 
     def graph_task_ended(self) -> None:
-        """Backward of one graph is over; if it wasn't nested in another's and nobody drives, so is the sync."""
-        if torch._C._current_autograd_node() is not None:
-            self._nested_seen = True
-        elif self.buckets.is_open and self._driver not in driving and not self._waits_its_turn:
+        """A plain backward of one graph is over; if it wasn't nested in another's, so is the sync."""
+        nested = torch._C._current_autograd_node() is not None
+        if not nested and self.buckets.is_open and not self._in_turn:
             self._close_sync()
-
-    @property
-    def _waits_its_turn(self) -> bool:
-        """On a device, groups' buckets come in one order on all ranks: a further group's at the end, in its turn."""
-        return self._number > 0 and not self._on_host
 
     # ---- one sync ----
 
@@ -234,35 +202,30 @@ class Reducer:
         self._graph_task = -1
         self._finish_some(leave=0)
         self.buckets.open_sync(reached)
-        if self._unused.detecting:
-            self._message = self._unused.open_sync(None if reached is None else reached.union(self._leftovers()))
-        if reached is None:
-            self.buckets.travel(self.plan.whole)
+        if reached is not None:
+            self._announced = self._unused.announce_sync(reached.union(self._leftovers()))
+        else:
+            self.buckets.follow(self.plan.whole)
+            if self._unused.detecting:
+                self._unread.append(self._unused.announce_sync(None))
         if self._steps_since_clear and not self._warned:
             self._warn_of_old_gradients()
 
     def _join_sync(self, used: bytes | None = None) -> None:
         """A sync that others have opened, of that for which ``used`` has a byte other than 0; None: of everything."""
-        self._message = None
         self.buckets.open_sync(())
-        self.buckets.travel(self.plan.whole if used is None else self.plan.of(used))
+        self.buckets.follow(self.plan.whole if used is None else self.plan.of(used))
         self._close_sync()
 
-    def _start_complete(self) -> None:
-        """Start what is complete, if the ranks' choice of what travels is known."""
-        if self._options.overlap_communication and not self._waits_its_turn and self._travels(wait=False):
-            self.buckets.start_complete()
-            self._finish_some()
-
-    def _travels(self, wait: bool) -> bool:
-        message = self._message
-        if not self.buckets.travels and message is not None and (wait or message.done()):
-            self.buckets.travel(self.plan.of(message.wait().used))
-        return self.buckets.travels
+    def _read_announced(self) -> None:
+        """Learn what the ranks will use in the open sync."""
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            self.buckets.follow(self.plan.of(announced.wait().used))
 
     def _close_sync(self) -> None:
         """Start what is left of the open sync."""
-        self._travels(wait=True)
+        self._read_announced()
         self.buckets.close_sync()
         self._closed += 1
         self._group.progress.micro_batch = self._closed
@@ -290,19 +253,14 @@ class Reducer:
     def _finish_some(self, leave: int | None = None) -> None:
         """Finish reductions, in the midst of a step, so that few buffers are held.
 
-        In a step with plain backwards only those that are done: others may not have begun, and not begin until the
-        ranks agree on it.
+        Wait for none where this rank may be alone with it: others may not have begun, and not begin until all agree.
         """
         in_flight = self.buckets.in_flight
-        if self._syncs is Syncs.DRIVEN and self._driver in driving:
+        if not self._may_be_alone and self._owner in running_backwards:
             leave = self._most_in_flight if leave is None else leave
             while leave is not None and len(in_flight) > leave:
                 self._finish_oldest()
-        while in_flight and in_flight[0].is_reduced():
-            self._finish_oldest()
-
-    def _finish_all(self) -> None:
-        while self.buckets.in_flight:
+        while in_flight and in_flight[0].work.done():
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -312,143 +270,97 @@ class Reducer:
 
     # ---- the end of a step's syncs ----
 
-    @at_home
-    def drain(self) -> None:
-        """Finish what this rank has started. Tells of no other rank: only ``finish`` completes a step."""
-        if self._gradients.exposed:
-            self._gradients.absorb()
-            return
-        if self.buckets.is_open:
-            self._close_sync()
-        self._finish_all()
-
-    @at_home
     def finish(self, call: Call) -> None:
         """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
 
-        Communicates: all ranks call it. May be called again; it then finds nothing to do. On the host, which waits
-        for reductions here anyway, the ranks always agree on their syncs. On a device they do unless all are
-        known to have run the same: to have called ``backward`` of this optimizer, and none of another's since; a rank
-        that lacks a gradient waits for the others' presence maps. After ``synchronize`` nothing is reduced any more:
-        what callers have made of gradients is taken over.
+        Communicates: all ranks call it. May be called again; it then finds nothing to do. After ``synchronize``
+        nothing is reduced any more: what callers have made of gradients is taken over.
 
         Raises:
-            Exception: the ``call``'s error, or that of another rank's, if ranks agree here; nothing has been done then.
+            Exception: the ``call``'s error, or that of another rank's; nothing has been done then.
         """
-        if self._gradients.exposed:
-            call.check()
-            self.drain()
-            return
-        if self.buckets.is_open:
-            self._close_sync()
-        if self._has_to_agree(call):
-            present = self._agree(call, with_leftovers=True)
-            self._finish_all()
+        exposed = self._gradients.exposed
+        present = self._agree(call, with_leftovers=call.error is None and not exposed)
+        if exposed:
+            with self._streams.home():
+                self._gradients.absorb()
+        elif present is not None:
             self._gradients.resolve(present)
-            return
-        call.check()
-        self._refuse_unforeseen()
-        self._unused.no_sync()
-        self._finish_all()
-        if False in [record.worked or record.is_empty for record in self._records]:
-            self._gradients.resolve(self._unused.presence())
 
-    def _has_to_agree(self, call: Call) -> bool:
-        """Ranks may have run different syncs, as far as this one knows; or a host that waits for them is no loss."""
-        alike = self._syncs is Syncs.DRIVEN and self._last_backward == self._backwards.value
-        free = self._on_host or self._options.debug or call.looks
-        return free or self._unused.detecting or self._watch_late or not alike
+    def even_out(self, call: Call) -> None:
+        """Bring all ranks to the same sync, with nothing in flight; ``p.grad`` stays. Communicates."""
+        self._agree(call, with_leftovers=False)
 
-    def _agree(self, call: Call, with_leftovers: bool) -> bytes:
-        """Agree on the call, and have run the same syncs as all; returns the presence map.
+    def _agree(self, call: Call, with_leftovers: bool) -> bytes | None:
+        """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
 
         The call comes first, before anything has been done. But where unused parameters are detected others may be in
-        a backward, waiting to be told what this rank will use: then the syncs do.
+        a backward, waiting to hear what this rank will use: then the syncs do.
         """
-        with_leftovers &= call.error is None
-        if self._unused.detecting:
-            present = self._run_told(with_leftovers)
-            self._compare(call)
-            return present
-        if with_leftovers and self._leftovers():
-            self._syncs = Syncs.PLAIN
-            self._open_sync()
+        if self.buckets.is_open:
             self._close_sync()
-        most = self._compare(call)
-        while self._closed < most:
-            self._join_sync()
-        return self._run_told(with_leftovers=False)
+        present = None
+        if self._unused.detecting:
+            present = self._run_announced(with_leftovers)
+            self._compare(call)
+        else:
+            if with_leftovers and self._leftovers():
+                self._may_be_alone = True
+                self._open_sync()
+                self._close_sync()
+            agreed = self._compare(call)
+            while self._closed < agreed.syncs:
+                self._join_sync()
+            if agreed.lacks:
+                present = self._unused.exchange_presence().wait().used
+        with self._streams.home():
+            while self.buckets.in_flight:
+                self._finish_oldest()
+        return present
 
-    def _compare(self, call: Call) -> int:
-        """Agree on the call; returns how many syncs a rank has closed, at most."""
+    def _compare(self, call: Call) -> Progress:
+        """Agree on the call; returns how many syncs a rank has closed, at most, and whether one lacks a gradient."""
         steps = 0 if call.name == "zero_grad" else self._steps_since_clear
-        mine = Progress(self._closed, self._syncs is Syncs.PLAIN, steps)
-        self._syncs = Syncs.PLAIN  # if the call is refused, zero_grad has to bring the ranks together
-        said = call.agree(self._group, mine)
-        if not said.plain:
-            self._syncs = Syncs.DRIVEN if said.syncs else Syncs.NONE
-        return said.syncs
+        lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
+        self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
+        agreed = call.agree(self._group, Progress(self._closed, lacks, steps))
+        self._may_be_alone = False
+        return agreed
 
-    def _run_told(self, with_leftovers: bool) -> bytes:
-        """Run the syncs that others tell of, and those of leftovers, until no rank opens another.
+    def _run_announced(self, with_leftovers: bool) -> bytes:
+        """Run the syncs that others announce, and those of leftovers, until no rank opens another.
 
         Returns the presence map.
         """
+        while self._unread:
+            self._unread.popleft().wait()
         while True:
             leftovers = self._leftovers() if with_leftovers else []
-            if leftovers:
-                self._syncs = Syncs.PLAIN
-            message = self._unused.open_sync(leftovers) if leftovers else self._unused.no_sync()
-            said = self._unused.read_up_to(message)
-            if not said.opens:
-                return said.used
-            self._join_sync(said.used)
-
-    def _refuse_unforeseen(self) -> None:
-        """Where ranks don't agree on one more sync (on a device, they would wait for it), don't lose a gradient."""
-        if self.buckets.late:
-            raise RuntimeError(
-                f"{self._records[self.buckets.late[0]].name}: its gradient came again after it had been reduced, which "
-                "the first step gave no sign of: switch reentrant activation checkpointing on before the first step, "
-                "or pass overlap_communication=False"
-            )
+            announced = self._unused.announce_sync(leftovers) if leftovers else self._unused.exchange_presence()
+            presence = announced.wait()
+            if not presence.opens:
+                return presence.used
+            self._join_sync(presence.used)
 
     def discard(self) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
 
-        Communicates on the host always, since any rank may have run a plain backward alone; on a device where this
-        step's backwards, or the last one's, have been plain. Who had which gradient, the next presence map tells.
+        Communicates: any rank may have run a plain backward alone.
         """
         if self._gradients.exposed:
             self._gradients.conceal()
-        syncs = self._syncs_before if self._syncs is Syncs.NONE else self._syncs
-        if self._on_host or syncs is not Syncs.DRIVEN:
-            self.even_out(Call("zero_grad"))
-        elif not self.idle:
-            self.drain()
+        self.even_out(Call("zero_grad"))
         self._steps_since_clear = 0
         self._begin_anew()
 
-    @at_home
-    def even_out(self, call: Call) -> None:
-        """Bring all ranks to the same sync, with nothing in flight; ``p.grad`` stays. Communicates."""
-        if self.buckets.is_open:
-            self._close_sync()
-        present = self._agree(call, with_leftovers=False)
-        self._finish_all()
-        self._gradients.resolve(present)
-
     def end_step(self) -> None:
         """Between steps: look whether any rank lacked a gradient, and once take over rank 0's order of gradients."""
-        detected = self._unused.detecting
-        self._unused.end_step(wait=self._on_host)
+        changed = self._unused.end_step()
         if self._closed and not self.plan.known:
             self.plan.learn()
+            changed = True
+        if changed:
             self.plan.follow(self._unused.detecting)
-            self._watch_late = self._on_host or bool(self._group.all_reduce_max([self._nested_seen])[0])
-        elif self.plan.known and self._unused.detecting and not detected:
-            self.plan.follow(detecting=True)
-        self._syncs_before = self._syncs
         self._steps_since_clear += 1
         self._begin_anew()
         if self._gradients.exposed:
@@ -457,10 +369,9 @@ class Reducer:
 
     def _begin_anew(self) -> None:
         """Count syncs anew."""
-        self._syncs = Syncs.NONE
+        self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
         self._closed = 0
         self._group.progress.micro_batch = 0
-        self._last_backward = -1
 
     # ---- what others may ask ----
 
@@ -471,7 +382,7 @@ class Reducer:
 
     def under_way(self) -> list[Work[Tensor]]:
         """Reductions in flight."""
-        return [bucket.work for bucket in self.buckets.in_flight if bucket.work is not None]
+        return [bucket.work for bucket in self.buckets.in_flight]
 
     def held(self) -> list[Tensor]:
         """Tensors of reductions in flight."""

@@ -203,7 +203,7 @@ class Stepper:
                 room = PART
             parts[-1].buckets.append(bucket)
             parts[-1].records.extend(records)
-            room -= bucket.shard.row.numel()
+            room -= bucket.row.numel()
         return parts
 
     def assign_gradients(self, bucket: Bucket, scale: Scale, norm: GlobalNorm | None, by_optimizer: bool) -> None:
@@ -217,8 +217,8 @@ class Stepper:
                 is kept doesn't depend on it, since ranks may differ in it.
         """
         if norm is not None:
-            norm.add(bucket.shard.measured())
-        row = bucket.shard.to_step()
+            norm.add(bucket.measured())
+        row = bucket.to_step()
         dtype = bucket.records[0].p32.dtype
         if row.dtype == dtype and scale.overflow is None:
             bucket.rows = None

@@ -10,15 +10,12 @@ time; a gradient of another stream's memory is kept from being used again before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Mark(Protocol):
@@ -167,14 +164,3 @@ def streams_of(devices: Iterable[torch.device]) -> Streams:
     """The streams of the first of ``devices`` that isn't the host."""
     device = next((device for device in devices if device.type != "cpu"), None)
     return Streams() if device is None else DeviceStreams(device, torch.get_device_module(device))
-
-
-def at_home(method: _Method) -> _Method:
-    """Run a method of what has ``_streams`` on its home stream, and let the caller's stream go on after that."""
-
-    @wraps(method)
-    def run(self: Any, *args: Any, **keywords: Any) -> Any:
-        with self._streams.home():
-            return method(self, *args, **keywords)
-
-    return cast(_Method, run)

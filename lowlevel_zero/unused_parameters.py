@@ -1,13 +1,13 @@
 """Unused parameters: which ones had a gradient on some rank (the presence map), and which ones a backward will reach.
 
-At ``step`` the hosts all-reduce (MAX) one byte a parameter, beside the gradients: the *presence map* of all ranks,
-DDP's ``local_used_map``. It also tells whether a rank has lacked a gradient.
+Where a rank lacks a gradient at the step, the hosts all-reduce (MAX) one byte a parameter: the *presence map* of all
+ranks, DDP's ``local_used_map``.
 
-*Detection* is off at first: a sync carries all parameters, and opens without a message. Once a step has shown a
-parameter for which some rank had no gradient it is on, on all ranks, for good: ``optimizer.backward(loss)`` reads off
-the graph which parameters it will reach, a message of the same kind opens the sync, and what no rank uses is left out
-of it. A sync whose loss isn't known before (of a plain ``loss.backward()``) names all parameters. Messages then pair
-up one to one: a rank whose presence map, at ``step``, meets another's opening message joins that sync with zeros, and
+*Detection* is off at first: a sync carries all parameters, and opens without a message. Once a backward has left a
+parameter without a gradient on some rank it is on, on all ranks, for good: ``optimizer.backward(loss)`` reads off the
+graph which parameters it will reach, a message of the same kind opens the sync, and what no rank uses is left out of
+it. A sync whose loss isn't known before (of a plain ``loss.backward()``) names all parameters. Messages then pair up
+one to one: a rank whose presence map, at ``step``, meets another's opening message joins that sync with zeros, and
 sends its map again, until no rank opens a sync.
 
 The graph shows less than the truth (a reentrant checkpoint, a Function that runs a backward of its own), or more (a
@@ -17,7 +17,6 @@ parameter is named from then on. More: the presence map tells.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -32,50 +31,20 @@ from .communication.work import Work
 _MAP = 2
 
 
-class Said(NamedTuple):
-    """What the ranks have said together.
+class Presence(NamedTuple):
+    """What the messages of all ranks have come to.
 
     Attributes:
         opens: a rank opens a sync, so all run one.
-        lacked: a rank has lacked a gradient.
         used: by index, a byte that is 1 where a rank may have a gradient, or, if no sync is opened, has had one.
     """
 
     opens: bool
-    lacked: bool
     used: bytes
 
 
-class Message:
-    """A message that is under way."""
-
-    __slots__ = ("_buffer", "_pending", "_said")
-
-    def __init__(self, buffer: bytearray, pending: Work[Tensor]) -> None:
-        self._buffer = buffer  # which the all-reduce overwrites
-        self._pending = pending
-        self._said: Said | None = None
-
-    @property
-    def read(self) -> bool:
-        """Whether it has been waited for."""
-        return self._said is not None
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self.read or self._pending.done()
-
-    def wait(self) -> Said:
-        """What all have said; returns when all have. May be called again."""
-        if self._said is None:
-            self._pending.wait()
-            opens, lacked = map(bool, self._buffer[:_MAP])
-            self._said = Said(opens, lacked, bytes(self._buffer[_MAP:]))
-        return self._said
-
-
 class UnusedParameters:
-    """What this rank may have gradients for, and what the ranks tell each other of it.
+    """What this rank may have gradients for, and what the ranks have together.
 
     Args:
         parameters: the records.
@@ -83,7 +52,7 @@ class UnusedParameters:
 
     Attributes:
         detecting: ``optimizer.backward`` looks at the graph first; changes between steps alone, on all ranks alike.
-        lacked: this rank has called ``optimizer.backward`` in this step, and it gave some parameter no gradient.
+        lacked: an ``optimizer.backward`` of this step gave some parameter no gradient, here or on a rank heard of.
     """
 
     def __init__(self, parameters: ParameterStore, number: int = 0) -> None:
@@ -93,9 +62,6 @@ class UnusedParameters:
         self._group = parameters.shard_groups[number]
         self._leaf_type = _leaf_type(self._records[0].p)
         self._learnt: set[int] = set()
-        self._unread: deque[Message] = deque()
-        self._before: Message | None = None
-        self._last: Message | None = None
         self.detecting = False
         self.lacked = False
 
@@ -119,56 +85,40 @@ class UnusedParameters:
         """Gradients of these came, and the graph hadn't shown them: name them always."""
         self._learnt.update(indices)
 
-    # ---- what the ranks say ----
+    # ---- what the ranks have together ----
 
-    def open_sync(self, named: Collection[int] | None) -> Message:
+    def announce_sync(self, named: Collection[int] | None) -> Work[Presence]:
         """Start telling the others of a sync, and of what it may carry; None: anything."""
         used = bytearray(b"\1" * len(self._records) if named is None else len(self._records))
         for index in named or ():
             used[index] = 1
-        return self._tell(1, used)
+        return self._exchange(True, used)
 
-    def no_sync(self) -> Message:
-        """Start telling the others that this rank has no sync to open, and its presence map."""
-        self._last = self._tell(0, bytearray([record.worked for record in self._records]))
-        return self._last
+    def exchange_presence(self) -> Work[Presence]:
+        """Start telling the others what has had a gradient here since ``zero_grad``, and that no sync is opened."""
+        return self._exchange(False, bytearray([record.worked for record in self._records]))
 
-    def _tell(self, opens: int, used: bytearray) -> Message:
-        buffer = bytearray((opens, self.lacked)) + used
-        message = Message(buffer, self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)))
-        self._unread.append(message)
-        return message
+    def _exchange(self, opens: bool, used: bytearray) -> Work[Presence]:
+        buffer = bytearray((opens, self.lacked)) + used  # which the all-reduce overwrites
 
-    def read_up_to(self, last: Message) -> Said:
-        """Take in all messages up to ``last``, one of them, and return what it said; waits for the ranks."""
-        while self._unread and not last.read:
-            self._unread.popleft().wait()
-        return last.wait()
+        def read(_: Tensor) -> Presence:
+            self.lacked |= bool(buffer[1])
+            return Presence(bool(buffer[0]), bytes(buffer[_MAP:]))
 
-    def presence(self) -> bytes:
-        """By index, a byte that isn't 0 where some rank has had a gradient since ``zero_grad``; waits for the ranks."""
-        assert self._last is not None
-        return self.read_up_to(self._last).used
+        return self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)).then(read)
 
     # ---- when ----
 
-    def end_step(self, wait: bool) -> None:
-        """Between two steps: start to detect, if a rank has lacked a gradient.
-
-        Args:
-            wait: look at this step's last message, not at the one before's, which has long been there; alike on all
-                ranks.
-        """
-        told = self._last if wait else self._before
-        self._before, self._last = (None, None) if wait else (self._last, None)
-        if told is not None and self.read_up_to(told).lacked:
-            self.detecting = True
+    def end_step(self) -> bool:
+        """Between two steps: start to detect, if a rank has lacked a gradient; whether it starts now."""
+        starts = self.lacked and not self.detecting
+        self.detecting |= self.lacked
         self.lacked = False
+        return starts
 
     def restore(self, detecting: bool) -> None:
         """Go on as another run did, between two steps. All ranks call it alike."""
         self.detecting = detecting
-        self._before = self._last = None
         self._learnt.clear()
         self.lacked = False
 

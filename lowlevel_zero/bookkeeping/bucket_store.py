@@ -7,11 +7,11 @@ order, alike on every rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
 from operator import is_
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
-from .offload import DeviceShard
 from .parameter_store import ShardedParameter
 from .step_observer import StepObserver
 
@@ -46,15 +45,21 @@ class Reduction(NamedTuple):
         group: the ranks that share the parameters.
         keeps_row_only: by a reduce-scatter, not an all-reduce.
         divisor: what gradients are divided by before they are summed.
+        streams: what buckets are packed, started and finished on.
+        observer: is told of each buffer.
     """
 
     group: ShardGroup
     keeps_row_only: bool
     divisor: float
+    streams: Streams
+    observer: StepObserver
 
 
 class Bucket:
-    """Parameters that are reduced together in one sync; afterwards the home of their reduced gradients.
+    """Parameters that are reduced together in one sync, and then this rank's shard of their reduced gradients.
+
+    Here the optimizer steps where the parameters are; ``offload.HostBucket`` keeps its row on the host.
 
     Attributes:
         planned: which parameters, and where in a row.
@@ -62,37 +67,34 @@ class Bucket:
         state: how far it has come.
         missing: gradients that it still waits for.
         work: its reduction, while that is in flight.
-        shard: this rank's row of the sum, ``[body]``: of the buffer's dtype after one micro-batch, fp32 at least after
-            more.
+        row: this rank's row of the sum, ``[body]``, where steps are taken: of the buffer's dtype after one micro-batch,
+            fp32 at least after more. A host's may be read after ``to_step`` alone.
         rows: all ranks' rows, ``[world_size, body]``, where they are kept (stage 1, before the step).
         scale: what the sum is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
     """
 
-    __slots__ = ("_parts", "missing", "planned", "records", "rows", "scale", "shard", "state", "work")
-
-    shard: DeviceShard
+    work: Work[Tensor]
+    row: Tensor
 
     def __init__(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         self.planned = planned
         self.records = records
         self.state = BucketState.FILLING
         self.missing = len(records)
-        self.work: Work[Tensor] | None = None
         self.rows: Tensor | None = None
         self.scale: float | Tensor | None = None
-        self._parts: dict[int, Tensor] | None = None
 
     # ---- its reduction ----
 
-    def start_reduce(self, how: Reduction, streams: Streams, observer: StepObserver) -> bool:
+    def start_reduce(self, how: Reduction) -> bool:
         """Pack the gradients and start summing them over the ranks; whether all were there."""
-        gradients = [record.take_gradient() for record in self.records]
-        if streams.several:
-            streams.borrow(gradients)
+        gradients = list(map(ShardedParameter.take_gradient, self.records))
+        if how.streams.several:
+            how.streams.borrow(gradients)
         buffer = self._in_place(gradients, how) if self.planned.in_place else None
         if buffer is None:
             buffer = self._packed(gradients, how)
-        observer.packed(self.records, buffer)
+        how.observer.packed(self.records, buffer)
         about = About(self.records, None, self.planned.position)
         start = how.group.reduce_scatter if how.keeps_row_only else how.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)
@@ -125,50 +127,53 @@ class Bucket:
         pack(buffer, flats, how.divisor)
         return buffer
 
-    def is_reduced(self) -> bool:
-        """Whether ``finish_reduce`` would return at once."""
-        assert self.work is not None, "not started"
-        return self.work.done()
-
     def finish_reduce(self) -> Tensor:
         """The sum, when it is there: this rank's row, ``[body]``, or several ranks', ``[world_size, body]``."""
-        assert self.work is not None, "not started"
         total = self.work.wait()
-        self.work = None
+        del self.work  # and what it keeps alive
         self.state = BucketState.REDUCED
         return (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
 
     # ---- what it leaves ----
 
-    def hold(self, total: Tensor, rank: int) -> None:
-        """Keep a sum: this rank's row, or all ranks', where the parameters are."""
-        self.rows = total if total.dim() > 1 else None
-        self._parts = None
-        self.shard.hold(total if self.rows is None else total[rank])
+    def hold(self, total: Tensor) -> None:
+        """Keep a sum, which is where the parameters are: this rank's row, or all ranks'."""
+        self.rows, self.row = (total, total[self.records[0].rank]) if total.dim() > 1 else (None, total)
 
     def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""
-        self.rows = self._parts = None
-        self.scale = 1.0
-        self.shard.hold_for_step(row)
+        self.rows, self.row, self.scale = None, row, 1.0
 
     def sums(self) -> Tensor:
-        """What ``hold`` was given, where the parameters are."""
-        return self.shard.fetch() if self.rows is None else self.rows
+        """What ``hold`` was given, where the parameters are; the host doesn't wait."""
+        return self.row if self.rows is None else self.rows
+
+    def fetch(self, part: Tensor) -> Tensor:
+        """A part of ``row``, where the parameters are; the host waits, and may use the row."""
+        return part
+
+    def to_step(self) -> Tensor:
+        """The row, complete."""
+        return self.row
+
+    def measured(self) -> Tensor:
+        """What has the row's L2 norm, where the parameters are: the row itself, or its norm."""
+        return self.row
 
     def split(self, row: Tensor) -> Sequence[Tensor]:
         """The records' slices in a row, or in all ranks' rows, like this one's: views."""
         return row.split_with_sizes(self.planned.sizes, dim=-1)
 
-    def part_of(self, record: ShardedParameter) -> Tensor:
-        """One record's ``g``, ``[s]``: a view of the row where steps are taken."""
-        if self._parts is None:
-            self._parts = dict(zip(self.planned.members, self.split(self.shard.row), strict=True))
-        return self._parts[record.index]
+    def part_of(self, record: ShardedParameter, row: Tensor) -> Tensor:
+        """One record's slice in such a row: ``g``, ``[s]``, in this bucket's own."""
+        return self.split(row)[self.planned.members.index(record.index)]
 
     def working(self) -> list[ShardedParameter]:
         """The mapping p <-> p32 <-> g of this bucket: the records that a rank had a gradient for."""
         return [record for record in self.records if record.worked]
+
+
+NewBucket: TypeAlias = Callable[[PlannedBucket, Sequence[ShardedParameter]], Bucket]
 
 
 class BucketStore:
@@ -180,27 +185,29 @@ class BucketStore:
     Args:
         records: the parameters, by index.
         how: how buckets are reduced.
-        streams: what buckets are packed, started and finished on.
-        observer: is told of each buffer.
+        new_bucket: makes one, which keeps its shard where steps are taken.
 
     Attributes:
+        streams: what buckets are packed, started and finished on.
         arrivals: indices in the order in which this sync's gradients came.
         unexpected: those of them that weren't expected.
         repeats: parameters whose gradient may come more than once in a backward: their bucket waits for its end.
         late: those that came after their bucket had left, or that were left out: they wait in ``p.grad``.
         lacked: a bucket of this sync left without one of its gradients.
-        travels: it is known which parameters this sync carries.
         in_flight: buckets that are being reduced, the oldest first.
         is_open: a sync is.
     """
 
     def __init__(
-        self, records: Sequence[ShardedParameter], how: Reduction, streams: Streams, observer: StepObserver
+        self,
+        records: Sequence[ShardedParameter],
+        how: Reduction,
+        new_bucket: NewBucket,
     ) -> None:
         self._records = records
         self._how = how
-        self._streams = streams
-        self._observer = observer
+        self._new_bucket = new_bucket
+        self.streams = how.streams
         self._buckets: list[Bucket] = []
         self._bucket_of: Sequence[int] = ()
         self._expected: Collection[int] | None = None
@@ -213,21 +220,21 @@ class BucketStore:
     # ---- filling ----
 
     def open_sync(self, expected: Collection[int] | None = None) -> None:
-        """A sync begins, in which these are expected; None: all, or nobody knows. Its buckets come by ``travel``."""
+        """A sync begins, in which these are expected; None: all, or nobody knows. Its buckets come by ``follow``."""
         self._expected = expected
-        self.travels = False
+        self._planned = False
         self.arrivals: dict[int, None] = {}
         self.unexpected: list[int] = []
         self.late: list[int] = []
         self.lacked = False
         self.is_open = True
 
-    def travel(self, plan: BucketPlan) -> None:
-        """Let these buckets travel, and wait for what is expected and hasn't come yet."""
+    def follow(self, plan: BucketPlan) -> None:
+        """Take these buckets, which wait for what is expected and hasn't come yet."""
         records = self._records
-        self._buckets = [Bucket(each, [records[index] for index in each.members]) for each in plan.buckets]
+        self._buckets = [self._new_bucket(each, [records[at] for at in each.members]) for each in plan.buckets]
         self._bucket_of = plan.bucket_of
-        self.travels = True
+        self._planned = True
         self._next = 0
         if self._expected is None and not self.arrivals:
             return
@@ -253,7 +260,7 @@ class BucketStore:
             self.unexpected.append(index)
             waited_for = False
         self.arrivals[index] = None
-        if not self.travels:
+        if not self._planned:
             return True
         position = self._bucket_of[index]
         if position < self._next:
@@ -265,28 +272,23 @@ class BucketStore:
 
     # ---- starting, in the plan's order ----
 
-    def start_complete(self) -> None:
-        """Start the buckets that are complete, as far as the plan's order goes."""
-        with self._streams.home(join=False):
-            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-                self._start_next()
+    @torch.no_grad()  # gradients may have come with a graph of their own
+    def start(self, whatever_is_missing: bool = False) -> None:
+        """Start the buckets that are complete, as far as the plan's order goes; or all that are left."""
+        with self.streams.home(join=False):
+            while self._next < len(self._buckets):
+                bucket = self._buckets[self._next]
+                if bucket.missing and not whatever_is_missing:
+                    return
+                self._next += 1
+                self.lacked |= not bucket.start_reduce(self._how)
+                self.in_flight.append(bucket)
 
     def close_sync(self) -> None:
         """Backward has ended: start all that are left, complete or not."""
-        if self._next < len(self._buckets):
-            with self._streams.home(join=False):
-                while self._next < len(self._buckets):
-                    self._start_next()
+        self.start(whatever_is_missing=True)
         self._buckets = []
         self.is_open = False
-
-    @torch.no_grad()  # gradients may have come with a graph of their own
-    def _start_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._next += 1
-        complete = bucket.start_reduce(self._how, self._streams, self._observer)
-        self.lacked |= not complete
-        self.in_flight.append(bucket)
 
 
 def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:

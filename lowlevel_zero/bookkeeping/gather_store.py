@@ -15,7 +15,7 @@ from ..partition import alignment_of
 from ..streams import Mark, Streams
 from .awaited import arrived, can_be_awaited, let_await
 from .bucket_store import Bucket, BucketState
-from .offload import DeviceHome
+from .offload import StepOnDevice
 from .parameter_store import ShardedParameter, note_versions
 
 # Two buffers: one is filled while the other is gathered.
@@ -90,17 +90,22 @@ class GatherStore:
     Args:
         group: the ranks that share the parameters.
         streams: what gathers are started and finished on.
-        home: where masters are.
+        stepping: where masters are.
         overlap: don't wait at the end of a step, where a parameter can see to it that its readers wait.
         wide_rows: pad rows for NCCL's bandwidth.
     """
 
     def __init__(
-        self, group: ShardGroup, streams: Streams, home: DeviceHome, overlap: bool = False, wide_rows: bool = False
+        self,
+        group: ShardGroup,
+        streams: Streams,
+        stepping: StepOnDevice,
+        overlap: bool = False,
+        wide_rows: bool = False,
     ) -> None:
         self._group = group
         self._streams = streams
-        self._home = home
+        self._stepping = stepping
         self._overlap = overlap
         self._wide_rows = wide_rows
         self._under_way: deque[Gather] = deque()
@@ -113,7 +118,7 @@ class GatherStore:
             record.stepped = True
         awaited = self._overlap and all(can_be_awaited(record.p) for record in records)
         with self._streams.home(join=False):
-            own = self._home.own_rows([record.p32 for record in records], records[0].row)
+            own = self._stepping.own_rows([record.p32 for record in records], records[0].row)
             rows = [record.rows for record in records]
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
             pending = self._group.gather(own, rows, records[0].fp8, alignment, About(records))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .bucket_plan import PlannedBucket
-from .bucket_store import Bucket, BucketState
-from .offload import DeviceHome
+from .bucket_store import Bucket, BucketState, NewBucket
 from .parameter_store import ShardedParameter
 
 
@@ -22,10 +22,10 @@ class GradientStore:
 
     Args:
         records: the parameters, by index.
-        rank: this process's rank.
         gradient_scale: makes what a gradient as reductions leave it is to be multiplied with to be averaged and
             unscaled.
-        home: where shards rest. All arithmetic but the step's own is done where the parameters are.
+        new_bucket: makes one, which keeps its shard where steps are taken. All arithmetic but the step's own is done
+            where the parameters are.
 
     Attributes:
         exposed: each ``g`` is complete, averaged and unscaled, and its caller's to edit, as ``p32.grad``.
@@ -34,14 +34,13 @@ class GradientStore:
     def __init__(
         self,
         records: Sequence[ShardedParameter],
-        rank: int,
         gradient_scale: Callable[[], float | Tensor],
-        home: DeviceHome,
+        new_bucket: NewBucket,
     ) -> None:
         self._records = records
-        self._rank = rank
+        self._rank = records[0].rank
         self._gradient_scale = gradient_scale
-        self._home = home
+        self._new_bucket = new_bucket
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self.exposed = False
@@ -58,14 +57,13 @@ class GradientStore:
             self._keep(bucket, total)
         else:
             sums = self._raw(kept)
-            kept.hold(sums.add_(self._like(sums, total)), self._rank)
+            kept.hold(sums.add_(self._like(sums, total)))
 
     def _keep(self, bucket: Bucket, total: Tensor) -> None:
+        bucket.hold(total)
         self._enter(bucket)
-        bucket.hold(total, self._rank)
 
     def _enter(self, bucket: Bucket) -> None:
-        bucket.shard = self._home.shard(bucket.records[0].padded.device)
         self._buckets.append(bucket)
         self._bucket_of.update(dict.fromkeys(bucket.planned.members, bucket))
 
@@ -78,10 +76,10 @@ class GradientStore:
                 for index, part in zip(kept.planned.members, kept.split(sums), strict=True):
                     if index in parts:
                         part.add_(self._like(sums, parts[index]))
-                kept.hold(sums, self._rank)
+                kept.hold(sums)
         fresh = [record for record in bucket.records if record.index not in self._bucket_of]
         if fresh:
-            self._keep(_bucket_apart(fresh), torch.cat([parts[record.index] for record in fresh], dim=-1))
+            self._keep(self._bucket_apart(fresh), torch.cat([parts[record.index] for record in fresh], dim=-1))
 
     def _like(self, sums: Tensor, total: Tensor) -> Tensor:
         """``total``, or this rank's row of it where ``sums`` aren't all ranks'."""
@@ -99,6 +97,13 @@ class GradientStore:
         bucket.state = BucketState.REDUCED
         return sums
 
+    def _bucket_apart(self, records: Sequence[ShardedParameter]) -> Bucket:
+        """A bucket outside of the plan, of what came with others than it usually does."""
+        sizes = tuple(record.split.slice_size for record in records)
+        return self._new_bucket(
+            PlannedBucket(-1, tuple(record.index for record in records), sizes, sum(sizes)), records
+        )
+
     # ---- what the step takes ----
 
     def sums(self) -> list[Bucket]:
@@ -109,7 +114,7 @@ class GradientStore:
         for bucket in self._buckets:
             if bucket.scale is not None and not self.exposed:
                 bucket.rows = None
-                bucket.hold(self._raw(bucket), self._rank)
+                bucket.hold(self._raw(bucket))
         return list(self._buckets)
 
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
@@ -120,7 +125,7 @@ class GradientStore:
         """Multiply gradients with ``factor``: when they are next used, or, where they are exposed, now."""
         for bucket in buckets:
             if self.exposed:
-                bucket.shard.row.mul_(factor.to(bucket.shard.row.device))
+                bucket.row.mul_(factor.to(bucket.row.device))
             else:
                 bucket.scale = self._scale(bucket) * factor
 
@@ -131,70 +136,41 @@ class GradientStore:
         """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``; others' rows are let go."""
         bucket = self._bucket_of[record.index]
         if self.exposed:
-            bucket.part_of(record).copy_(own)
+            bucket.part_of(record, bucket.row).copy_(own)
             return
         bucket.rows = None
         sums = self._raw(bucket)
-        bucket.split(sums)[bucket.planned.members.index(record.index)].copy_(own.to(sums) / self._gradient_scale())
-        bucket.hold(sums, self._rank)
+        bucket.part_of(record, sums).copy_(own.to(sums) / self._gradient_scale())
+        bucket.hold(sums)
 
     # ---- what callers may edit, between ``synchronize`` and ``step`` ----
 
     def expose(self, scale: float | Tensor) -> None:
         """Make gradients of sums, averaged and unscaled by ``scale``, and show each ``p32`` its own as ``p32.grad``."""
         for bucket in self.sums():
-            row = at_least_fp32(bucket.shard.to_step()).mul_(scale)
-            bucket.hold_for_step(row.to(bucket.records[0].p32.dtype))
-            for record in bucket.working():
-                record.p32.grad = bucket.part_of(record)
+            row = at_least_fp32(bucket.to_step()).mul_(scale)
+            self._show(bucket, row.to(bucket.records[0].p32.dtype))
         self.exposed = True
+
+    def _show(self, bucket: Bucket, row: Tensor) -> None:
+        bucket.hold_for_step(row)
+        for record, gradient in zip(bucket.records, bucket.split(row), strict=True):
+            record.p32.grad = gradient if record.worked else None
 
     def absorb(self) -> None:
         """Let ``g`` be what callers have made of each ``p32.grad``: edited, replaced, taken away or added."""
-        edited = self._edited()
-        for record in self._records:
-            bucket = self._bucket_of.get(record.index)
-            if bucket is None:
-                if record.index in edited:
-                    self._adopt(record, edited[record.index])
-                continue
-            if record.index in edited:
-                bucket.part_of(record).copy_(edited[record.index])
-                record.p32.grad = bucket.part_of(record)
-            elif record.p32.grad is None:
-                bucket.part_of(record).zero_()
-            record.worked = record.p32.grad is not None
-        self._drop_empty()
-        for bucket in self._buckets:
-            self._clear_padding(bucket)
-            bucket.shard.hold_for_step(bucket.shard.row)
-
-    def _edited(self) -> dict[int, Tensor]:
-        """By index, what callers have assigned in place of the gradients that they were shown."""
-        ours = {bucket.shard.row.untyped_storage().data_ptr() for bucket in self._buckets}
-        edited = {}
-        for record in self._records:
-            gradient, bucket = record.p32.grad, self.bucket_of(record)
-            if gradient is not None and (bucket is None or gradient is not bucket.part_of(record)):
-                shared = gradient.untyped_storage().data_ptr() in ours  # another slice's, say, that is replaced too
-                edited[record.index] = gradient.detach().clone() if shared else gradient.detach()
-        return edited
-
-    def _adopt(self, record: ShardedParameter, gradient: Tensor) -> None:
-        """Have a gradient that no reduction left."""
-        bucket = _bucket_apart([record])
-        bucket.state = BucketState.REDUCED
-        self._enter(bucket)
-        bucket.hold_for_step(gradient.clone())
-        record.worked = True
-        record.p32.grad = bucket.part_of(record)
-
-    def _clear_padding(self, bucket: Bucket) -> None:
-        """Make zeros of what an edit has left in a slice behind the parameter's end, and a norm would count."""
-        for record in bucket.working():
-            start, stop = record.split.span(self._rank)
-            if stop - start < record.split.slice_size:
-                bucket.part_of(record)[stop - start :].zero_()
+        added = [[record] for record in self._records if record.index not in self._bucket_of]
+        together = [*(bucket.records for bucket in self._buckets), *added]
+        self.clear()
+        for records in together:
+            left = {record: record.p32.grad for record in records if record.p32.grad is not None}
+            if left:
+                bucket = self._bucket_apart(list(left))
+                bucket.state = BucketState.REDUCED
+                self._enter(bucket)
+                for record in left:
+                    record.worked = True
+                self._show(bucket, torch.cat([_without_padding(*each) for each in left.items()]))
 
     def conceal(self) -> None:
         """Show gradients no longer."""
@@ -214,12 +190,8 @@ class GradientStore:
         for record in unknown:
             record.worked = present[record.index] != 0
         if unknown:
-            self._drop_empty()
-
-    def _drop_empty(self) -> None:
-        """Let go of buckets that hold no ``g`` any more."""
-        self._buckets = [bucket for bucket in self._buckets if bucket.working()]
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.planned.members}
+            self._buckets = [bucket for bucket in self._buckets if bucket.working()]
+            self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.planned.members}
 
     # ---- what callers see ----
 
@@ -228,19 +200,18 @@ class GradientStore:
         bucket = self.bucket_of(record)
         if bucket is None:
             return None
-        return at_least_fp32(bucket.shard.fetch_part(bucket.part_of(record))) * self._scale(bucket)
+        return at_least_fp32(bucket.fetch(bucket.part_of(record, bucket.row))) * self._scale(bucket)
 
     def averaged_rows(self, record: ShardedParameter) -> Tensor | None:
         """The same of every rank, ``[world_size, s]``, where it is kept (stage 1, before the step), or None."""
         bucket = self.bucket_of(record)
         if bucket is None or bucket.rows is None:
             return None
-        rows = bucket.split(bucket.rows)[bucket.planned.members.index(record.index)]
-        return at_least_fp32(rows) * self._scale(bucket)
+        return at_least_fp32(bucket.part_of(record, bucket.rows)) * self._scale(bucket)
 
     def held(self) -> list[Tensor]:
         """The tensors of all sums."""
-        return [held for bucket in self._buckets for held in (bucket.rows, bucket.shard.row) if held is not None]
+        return [held for bucket in self._buckets for held in (bucket.rows, bucket.row) if held is not None]
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -254,14 +225,13 @@ class GradientStore:
         for bucket in self._buckets:
             bucket.rows = None
             bucket.scale = None
-            bucket.hold(torch.zeros_like(bucket.sums()), self._rank)
+            bucket.hold(torch.zeros_like(bucket.sums()))
 
 
-def _bucket_apart(records: Sequence[ShardedParameter]) -> Bucket:
-    """A bucket outside of the plan, of what came with others than it usually does."""
-    sizes = tuple(record.split.slice_size for record in records)
-    planned = PlannedBucket(-1, tuple(record.index for record in records), sizes, sum(sizes))
-    return Bucket(planned, records)
+def _without_padding(record: ShardedParameter, gradient: Tensor) -> Tensor:
+    """``gradient``, ``[s]``, with zeros behind the parameter's end, where an edit may have left what a norm counts."""
+    start, stop = record.split.span(record.rank)
+    return F.pad(gradient.detach()[: stop - start], (0, record.split.slice_size - (stop - start)))
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

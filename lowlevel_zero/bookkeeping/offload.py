@@ -1,15 +1,16 @@
-"""Where a bucket's reduced shard rests until the step: on the device, or, with offload, on the host.
+"""Offload: the optimizer steps on the host, where masters, their state and the reduced shards of buckets are.
 
-``DeviceHome`` and ``HostHome`` make shards with the same verbs, so that nobody else asks which of the two it is. With
-offload the optimizer steps on the host: shards are copied down to it (D2H) during backward, and stepped masters up
-again (H2D). What is copied lies in pinned memory, where the device is another; masters and optimizer state aren't
-copied, and lie in plain memory. Where parameters are on the host too, these are copies within its memory.
+``StepOnDevice`` and ``StepOnHost`` make buckets with the same verbs, so that nobody else asks which of the two it is.
+With offload shards are copied down (D2H) during backward, and stepped masters up again (H2D). What is copied lies in
+pinned memory, where the device is another; masters and optimizer state aren't copied, and lie in plain memory. Where
+parameters are on the host too, these are copies within its memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from ..communication.flat_buffers import lay_end_to_end
 from ..streams import Mark, Passed, Streams
+from .bucket_plan import PlannedBucket
+from .bucket_store import Bucket, NewBucket
+from .parameter_store import ShardedParameter
 
 HOST = torch.device("cpu")
 
@@ -24,67 +28,37 @@ HOST = torch.device("cpu")
 LEAVING = 2
 
 
-class DeviceShard:
-    """This rank's row of a reduced bucket, ``[columns]``, where the parameters are.
+class HostBucket(Bucket):
+    """A bucket whose row rests on the host; its norm is measured before it leaves the device."""
 
-    Attributes:
-        row: where steps are taken; a host's may be read after ``to_step`` alone.
-    """
+    _norm: Tensor
+    _arrived: Mark
 
-    __slots__ = ("row",)
-
-    row: Tensor
-
-    def hold(self, row: Tensor) -> None:
-        """Take another row, which is where the parameters are."""
-        self.row = row
-
-    def hold_for_step(self, row: Tensor) -> None:
-        """Take another row, which is where steps are taken."""
-        self.row = row
-
-    def fetch(self) -> Tensor:
-        """The row where the parameters are; the host doesn't wait."""
-        return self.row
-
-    def fetch_part(self, part: Tensor) -> Tensor:
-        """A part of ``row``, where the parameters are; the host waits, and may use the row."""
-        return part
-
-    def to_step(self) -> Tensor:
-        """The row where steps are taken, complete."""
-        return self.row
-
-    def measured(self) -> Tensor:
-        """What has the row's L2 norm, where the parameters are: the row itself, or its norm."""
-        return self.row
-
-
-class HostShard(DeviceShard):
-    """A row that rests on the host; its norm is measured before it leaves the device."""
-
-    __slots__ = ("_arrived", "_copies", "_device", "_norm")
-
-    def __init__(self, copies: HostHome, device: torch.device) -> None:
+    def __init__(self, copies: StepOnHost, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
+        super().__init__(planned, records)
         self._copies = copies
-        self._device = device
+        self._device = records[0].padded.device
 
-    def hold(self, row: Tensor) -> None:
-        """Start its D2H copy."""
-        self._norm = _l2_norm(row)
-        self.row, self._arrived = self._copies.down(row)
+    def hold(self, total: Tensor) -> None:
+        """Start the D2H copy of the row."""
+        super().hold(total)
+        self._norm = _l2_norm(self.row)
+        self.row, self._arrived = self._copies.down(self.row)
 
     def hold_for_step(self, row: Tensor) -> None:
         """It is there."""
-        self.row, self._arrived = row, Passed()
+        super().hold_for_step(row)
+        self._arrived = Passed()
         self._norm = _l2_norm(row).to(self._device)
 
-    def fetch(self) -> Tensor:
-        """Start its H2D copy; the host must leave the row alone."""
+    def sums(self) -> Tensor:
+        """Start the H2D copy, unless all rows are where the parameters are; the host must leave the row alone."""
+        if self.rows is not None:
+            return self.rows
         self._arrived.wait()
         return self._copies.up(self.row, self._device)
 
-    def fetch_part(self, part: Tensor) -> Tensor:
+    def fetch(self, part: Tensor) -> Tensor:
         """One H2D copy."""
         self._copies.wait(self._arrived)
         return self._copies.up(part, self._device, asynchronous=False)
@@ -99,16 +73,16 @@ class HostShard(DeviceShard):
         return self._norm
 
 
-class DeviceHome:
+class StepOnDevice:
     """Masters and shards are where the parameters are."""
 
-    def shard(self, device: torch.device) -> DeviceShard:
-        """One that is to be filled, of parameters on ``device``."""
-        return DeviceShard()
+    def bucket_type(self) -> NewBucket:
+        """What makes buckets."""
+        return Bucket
 
-    def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
         """What ``masters`` hold, on ``like``'s device, to be gathered in its dtype."""
-        return list(masters)
+        return masters
 
 
 class _Leaving(NamedTuple):
@@ -116,7 +90,7 @@ class _Leaving(NamedTuple):
     arrived: Mark
 
 
-class HostHome(DeviceHome):
+class StepOnHost(StepOnDevice):
     """Masters and shards are on the host.
 
     Args:
@@ -127,16 +101,16 @@ class HostHome(DeviceHome):
         self._streams = streams
         self._leaving: deque[_Leaving] = deque()
 
-    def shard(self, device: torch.device) -> HostShard:
-        """Its row will rest on the host."""
-        return HostShard(self, device)
+    def bucket_type(self) -> NewBucket:
+        """What makes buckets whose rows rest on the host."""
+        return partial(HostBucket, self)
 
-    def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
         """One H2D copy, in ``like``'s dtype; the masters are free again at once."""
         sizes = [master.numel() for master in masters]
         row = self._buffer(sum(sizes), like.dtype)
         lay_end_to_end(row, masters)
-        return list(self.up(row, like.device).split_with_sizes(sizes))
+        return self.up(row, like.device).split_with_sizes(sizes)
 
     def down(self, row: Tensor) -> tuple[Tensor, Mark]:
         """Start copying a row to the host, beside what the current stream does next; and when that has arrived."""

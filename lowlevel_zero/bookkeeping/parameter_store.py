@@ -61,6 +61,7 @@ class ShardedParameter:
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
         worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
         arrived: ``p.grad`` holds what a backward has left there, if anything.
+        kind: what parameters must have in common to share a bucket.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
         address: where ``padded`` begins in memory, and ``p`` has to.
@@ -80,6 +81,7 @@ class ShardedParameter:
         "is_contiguous",
         "is_empty",
         "is_flat",
+        "kind",
         "name",
         "p",
         "p32",
@@ -114,6 +116,7 @@ class ShardedParameter:
         self.communication_dtype = communication_dtype or p.dtype
         self.fp8 = fp8
         self.padded = rehome(p, split)
+        self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8
         self.address = p.data_ptr()
         self.rows = self.padded.view(split.world_size, split.slice_size)
         self.row = self.rows[rank]
@@ -124,11 +127,6 @@ class ShardedParameter:
         self.worked = False
         self.arrived = False
         self.stepped = False
-
-    @property
-    def kind(self) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
-        """What parameters must have in common to share a bucket."""
-        return self.padded.device, self.padded.dtype, self.communication_dtype, self.fp8
 
     @property
     def keeps_more(self) -> bool:

@@ -136,11 +136,6 @@ class Call(NamedTuple):
     name: str
     error: Exception | None = None
 
-    @property
-    def looks(self) -> bool:
-        """Whether its caller wants to see a gradient, for which a device's host waits anyway."""
-        return self.name in ("get_param_grad", "look at gradients")
-
     def check(self) -> None:
         """Raise this rank's ``error``, if there is one."""
         if self.error is not None:
@@ -152,21 +147,21 @@ class Call(NamedTuple):
         In one order with the calls of other optimizers over the same ranks. Communicates.
 
         Returns:
-            How far the ranks have come: the most syncs, and whether any was plain.
+            How far the ranks have come: the most syncs, and whether any rank lacks a gradient.
 
         Raises:
             Exception: this rank's own ``error``.
             RuntimeError: another rank's, or who was called for what.
         """
         number = group.number * len(_NAMES) + _NAMES.index(self.name)
-        syncs, plain, steps = progress
+        syncs, lacks, steps = progress
         told = group.all_reduce_max(
-            [number, _MOST - number, steps, _MOST - steps, self.error is not None, syncs, plain]
+            [number, _MOST - number, steps, _MOST - steps, self.error is not None, syncs, lacks]
         )
-        most, inverse, most_steps, inverse_steps, failed, most_syncs, any_plain = told
+        most, inverse, most_steps, inverse_steps, failed, most_syncs, any_lacks = told
         if failed or most + inverse != _MOST or most_steps + inverse_steps != _MOST:
             self._raise(group, steps)
-        return Progress(most_syncs, bool(any_plain), steps)
+        return Progress(most_syncs, bool(any_lacks), steps)
 
     def _raise(self, group: ShardGroup, steps: int) -> NoReturn:
         told = _gather(group, _Told(self.name, group.number, _reason(self.error), steps))
@@ -180,12 +175,12 @@ class Progress(NamedTuple):
 
     Attributes:
         syncs: gradient syncs that it has closed in this step.
-        plain: whether one of them was of a plain ``loss.backward()``.
+        lacks: whether a backward has left one of its parameters without a gradient.
         steps: steps since gradients were cleared.
     """
 
     syncs: int
-    plain: bool
+    lacks: bool
     steps: int
 
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.diagnostics.debug_checks import CheckedProgress, check
-from tests.support.internals import as_on_a_device
 from tests.support.judging import check_run
 from tests.support.oracle import Result, Run, check_close, train_rank, train_sharded
 from tests.support.ranks import Raised, run_ranks, run_ranks_expecting
@@ -104,13 +103,11 @@ def test_who_looks_at_gradients_alone_is_an_error_on_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("lacking", [0, None], ids=["detected", "all used"])
-def test_a_device_s_hosts_meet_in_every_step(lacking: int | None) -> None:
-    """What they tell each other of gradients is compared in the step it is said in, as long as it is there."""
-
+def test_hosts_meet_in_every_step(lacking: int | None) -> None:
     def live(rank: int, world_size: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = net()
-        optimizer = as_on_a_device(wrap(model))
+        optimizer = wrap(model)
         for step in range(5):
             some = rank == lacking and step > 0
             optimizer.backward(loss_of(model[:1] if some else model))
@@ -188,7 +185,7 @@ def test_a_rank_that_never_comes_is_named_and_told_later() -> None:
 
     message = refused(run_ranks_expecting(live, 3))
     assert re.search(r"rank [01] came to «agreement \(step 2, in step\)", message)
-    assert "has waited 2 s: rank 2 last came to «presence map (step 2, in zero_grad)" in message
+    assert "has waited 2 s: rank 2 last came to «agreement (step 2, in zero_grad)" in message
 
 
 def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,8 @@ from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
-from lowlevel_zero.bookkeeping.offload import HostHome
+from lowlevel_zero.bookkeeping.offload import StepOnHost
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.communication.work import Work
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
 from tests.support.ranks import run_ranks
@@ -126,7 +125,7 @@ class Traced:
         self._spy(monkeypatch, GradientStore, "accumulate", lambda *_: self.added.append(self.api.now.work()))
         self._spy(monkeypatch, Stepper, "assign_gradients", self._assigns)
         self._spy(monkeypatch, ShardGroup, "gather", self._gathers)
-        self._spy(monkeypatch, Work, "wait", lambda *_: self.waited.append(self.api.now))
+        self._spy(monkeypatch, Bucket, "finish_reduce", lambda *_: self.waited.append(self.api.now))
         self._spy(monkeypatch, Gather, "_write", lambda *_: None, lambda *_: self.written.append(self.home.work()))
 
     def backward(self) -> None:
@@ -195,8 +194,8 @@ def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after
             traced.waited.clear()
             traced.backward()
             traced.api.now = caller = Line()
-            traced.optimizer.sharded_groups[0].reducer.drain()
-            assert len(traced.waited) >= len(traced.packed)  # one wait may be within another
+            traced.optimizer.finish_gradients()
+            assert len(traced.waited) == len(traced.packed)
             assert set(traced.waited) == {traced.home}
             traced.optimizer.step()
             assert traced.api.now is caller
@@ -241,9 +240,9 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch
         copied: list[tuple[Any, Line]] = []
         waited: list[Any] = []
         traced = Traced(monkeypatch, 3, cpu_offload=True, partition_grad=True)
-        down, wait = HostHome.down, HostHome.wait
+        down, wait = StepOnHost.down, StepOnHost.wait
 
-        def spy_down(self: HostHome, row: Tensor) -> Any:
+        def spy_down(self: StepOnHost, row: Tensor) -> Any:
             host, arrived = down(self, row)
             copied.append((arrived, traced.api.now))
             copies = self._streams._copies
@@ -252,15 +251,15 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch
             assert len(self._leaving) <= 2
             return host, arrived
 
-        def spy_wait(self: HostHome, arrived: Any) -> None:
+        def spy_wait(self: StepOnHost, arrived: Any) -> None:
             wait(self, arrived)
             assert arrived.query()
             waited.append(arrived)
 
-        monkeypatch.setattr(HostHome, "down", spy_down)
-        monkeypatch.setattr(HostHome, "wait", spy_wait)
+        monkeypatch.setattr(StepOnHost, "down", spy_down)
+        monkeypatch.setattr(StepOnHost, "wait", spy_wait)
         traced.backward()
-        traced.optimizer.sharded_groups[0].reducer.drain()
+        traced.optimizer.finish_gradients()
         assert len(copied) > 2
         assert all(line is traced.home for _, line in copied)
         assert not waited  # nothing but the step waits for copies

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.offload import HostHome
+from lowlevel_zero.bookkeeping.offload import StepOnHost
 from lowlevel_zero.communication import communicator
 from lowlevel_zero.communication.backends.native import Native
 from tests.support.judging import check_run, check_share
@@ -328,13 +328,13 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 def test_offloaded_rows_travel_through_pinned_memory_and_masters_rest_in_plain() -> None:
     def work(rank: int, world_size: int) -> None:
         rows: list[Tensor] = []
-        copy_down = HostHome._copy_down
+        copy_down = StepOnHost._copy_down
 
-        def spy(self: HostHome, row: Tensor) -> Tensor:
+        def spy(self: StepOnHost, row: Tensor) -> Tensor:
             rows.append(copy_down(self, row))
             return rows[-1]
 
-        patch_rank(HostHome, "_copy_down", spy)
+        patch_rank(StepOnHost, "_copy_down", spy)
         model = Blocks(width=64).to(DEVICE, torch.bfloat16)
         optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), cpu_offload=True, partition_grad=True)
         optimizer.backward(model(torch.ones(4, 64, device=DEVICE, dtype=torch.bfloat16)))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero import optimizer as optimizer_module
-from lowlevel_zero.bookkeeping.offload import HostHome
+from lowlevel_zero.bookkeeping.offload import StepOnHost
 from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.stepper import Stepper
@@ -162,8 +162,8 @@ def test_an_overflow_skips_the_step_and_backs_off() -> None:
 def on_two_devices(monkeypatch: pytest.MonkeyPatch, mode: TwoDevices) -> None:
     """Let what crosses from one side to the other say so: the offload, and a master that is made or follows ``p``."""
     for name, side in (("_buffer", HOST), ("up", DEVICE), ("_copy_down", HOST)):
-        move = mode.crossing(side, getattr(HostHome, name))
-        monkeypatch.setattr(HostHome, name, staticmethod(move) if name == "up" else move)
+        move = mode.crossing(side, getattr(StepOnHost, name))
+        monkeypatch.setattr(StepOnHost, name, staticmethod(move) if name == "up" else move)
     monkeypatch.setattr(ShardedParameter, "row_for_master", mode.crossing(HOST, ShardedParameter.row_for_master))
 
 
@@ -240,7 +240,7 @@ def test_nobody_reads_a_row_before_it_has_arrived(subtests: pytest.Subtests) -> 
     made: list[Late] = []
     delayed: list[int] = []
 
-    def copy_later(self: HostHome, row: Tensor) -> Tensor:
+    def copy_later(self: StepOnHost, row: Tensor) -> Tensor:
         host = self._buffer(row.numel(), row.dtype).fill_(math.nan)
         made[-1].copies_due.append(lambda: host.copy_(row))
         delayed.append(row.numel())
@@ -255,7 +255,7 @@ def test_nobody_reads_a_row_before_it_has_arrived(subtests: pytest.Subtests) -> 
         expected = train_sharded(rank, world_size, run)[0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(optimizer_module, "streams_of", late)
-            patch.setattr(HostHome, "_copy_down", copy_later)
+            patch.setattr(StepOnHost, "_copy_down", copy_later)
             got = train_sharded(rank, world_size, run)[0]
         made.clear()
         assert delayed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer, unused_parameters
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.unused_parameters import Message, UnusedParameters
-from tests.support.internals import as_on_a_device, with_and_without_detection
+from lowlevel_zero.unused_parameters import UnusedParameters
+from tests.support.internals import with_and_without_detection
 from tests.support.numbers import trained
 from tests.support.oracle import check_close
 from tests.support.patching import patch_rank
@@ -26,8 +25,6 @@ from tests.support.ranks import run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)
-on_host_and_device = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-HOST_AND_DEVICE = {"host": False, "device": True}
 CALLS = ("driven", "bare")
 LAYERS = 6
 TIMEOUT = 30.0
@@ -117,7 +114,6 @@ class Training:
     backwards: int = 1
     way: Callable[[int, int, int], str] = lambda step, at, rank: "plain"
     call: Callable[[int, int, int], str] = lambda step, at, rank: "driven"
-    on_device: bool = False
     clip: float = 0.0
     width: int = 6
     to_none: bool = True
@@ -198,8 +194,6 @@ def sharded(rank: int, world_size: int, run: Training) -> Seen:
 def wrapped(run: Training, model: nn.Module) -> LowLevelZeroOptimizer:
     options = {"reduce_bucket_size": 1, "clip_grad_norm": run.clip, **run.options}
     optimizer = LowLevelZeroOptimizer(run.optimizer(model), model=model, **options)
-    if run.on_device:
-        as_on_a_device(optimizer)
     return optimizer
 
 
@@ -284,12 +278,11 @@ def test_bytes_shrink_by_exactly_the_dropped_share(subtests: pytest.Subtests) ->
     def kept(step: int, at: int, rank: int) -> set[int]:
         return set(range(LAYERS)) - (dropped if step else set())
 
-    def of(world_size: int, stage: str, place: str) -> Training:
+    def of(world_size: int, stage: str) -> Training:
         options = {"reduce_bucket_size": 6000, **STAGES[stage]}
-        return Training(kept, world_size, steps=5, width=60, on_device=HOST_AND_DEVICE[place], options=options)
+        return Training(kept, world_size, steps=5, width=60, options=options)
 
-    cases = product((1, 2, 3), STAGES, HOST_AND_DEVICE)
-    runs = {f"{size} ranks, {stage}, {place}": of(size, stage, place) for size, stage, place in cases}
+    runs = {f"{size} ranks, {stage}": of(size, stage) for size, stage in product((1, 2, 3), STAGES)}
     layer = 60 * 60 + 60
     for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
         with subtests.test(name):
@@ -299,8 +292,7 @@ def test_bytes_shrink_by_exactly_the_dropped_share(subtests: pytest.Subtests) ->
                 assert whole == sum(-(-p.numel() // size) * size for p in run.model().parameters())
                 assert whole - spared == len(dropped) * layer
                 assert sum(seen.gathered[0]) - sum(seen.gathered[-1]) == len(dropped) * layer
-                # The drop shows in step 1; a device's host looks at what it was told in step 2.
-                assert seen.detecting == [False, not run.on_device, True, True, True]
+                assert seen.detecting == [False, True, True, True, True]  # the drop shows in step 1
 
 
 @over_stages
@@ -347,37 +339,20 @@ def test_what_never_comes_on_any_rank_has_no_bucket() -> None:
 # What the hosts tell each other
 
 
-@on_host_and_device
 @over_stages
 @pytest.mark.parametrize("call", ["driven", "bare"])
-def test_the_step_sends_one_byte_a_parameter_and_so_does_every_sync_that_detects(
-    call: str, stage: str, on_device: bool
+def test_a_byte_a_parameter_is_sent_by_a_step_that_lacks_a_gradient_and_by_every_sync_that_detects(
+    call: str, stage: str
 ) -> None:
-    run = Training(everything, 2, 4, 3, call=lambda *_: call, on_device=on_device, options=STAGES[stage])
+    run = Training(everything, 2, 4, 3, call=lambda *_: call, options=STAGES[stage])
     message = len(list(run.model().parameters())) + 2
     for seen in check(run):
-        assert seen.messages == [[message]] * 4
+        assert seen.messages == [[]] * 4
+    lacking = replace(run, kept=lambda step, at, rank: {0} if (step, rank) == (2, 1) else everything(step, at, rank))
+    for seen in check(lacking):
+        assert seen.messages[:3] == [[], [], [message]]
     for _, detecting in run_ranks(with_and_without_detection(sharded), 2, run):
         assert detecting.messages == [[message] * (3 + 1)] * 4
-
-
-def test_messages_do_not_pile_up_where_nobody_waits_for_them() -> None:
-    def count(rank: int, world_size: int) -> list[int]:
-        run = Training(everything, on_device=True)
-        model = run.model()
-        optimizer = wrapped(run, model)
-        gc.freeze()  # what torch left behind at its import takes long to look at
-        counts = []
-        for step in range(9):
-            for at in range(2):
-                optimizer.backward(run.loss(model, step, at, rank))
-            optimizer.step()
-            optimizer.zero_grad()
-            counts.append(sum(isinstance(each, Message) for each in gc.get_objects()))
-        return counts
-
-    for counts in run_ranks(count, 2):
-        assert 0 < max(counts[3:]) <= counts[2]
 
 
 # When unused parameters are detected
@@ -393,10 +368,10 @@ def no_walks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_without_drops_never_walks_the_graph(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     no_walks(monkeypatch)
 
-    def of(call: str, place: str) -> Training:
-        return Training(everything, 2, 4, 2, call=lambda *_: call, on_device=HOST_AND_DEVICE[place])
+    def of(call: str) -> Training:
+        return Training(everything, 2, 4, 2, call=lambda *_: call)
 
-    runs = {f"{call}, {place}": of(call, place) for call, place in product(CALLS, HOST_AND_DEVICE)}
+    runs = {call: of(call) for call in CALLS}
     travelling = len(list(Tower().parameters()))
     for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
         with subtests.test(name):
@@ -406,18 +381,15 @@ def test_a_run_without_drops_never_walks_the_graph(monkeypatch: pytest.MonkeyPat
                 assert len(set(map(sum, seen.reduced))) == 1
 
 
-def in_stages_and_places(run: Training) -> dict[str, Training]:
-    return {
-        f"{stage}, {place}": replace(run, on_device=HOST_AND_DEVICE[place], options=STAGES[stage])
-        for stage, place in product(STAGES, HOST_AND_DEVICE)
-    }
+def in_stages(run: Training) -> dict[str, Training]:
+    return {stage: replace(run, options=own) for stage, own in STAGES.items()}
 
 
 def test_plain_backwards_alone_carry_everything(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     """However many each rank runs: who has run fewer joins with zeros."""
     no_walks(monkeypatch)
     kept = random_kept(3, nothing=0.4)
-    runs = in_stages_and_places(Training(kept, 3, 6, 3, call=lambda *_: "bare"))
+    runs = in_stages(Training(kept, 3, 6, 3, call=lambda *_: "bare"))
     syncs = [[sum(kept(step, at, rank) is not None for at in range(3)) for rank in range(3)] for step in range(6)]
     assert any(len(set(by_rank)) > 1 for by_rank in syncs)
     travelling = len(list(Tower().parameters()))
@@ -446,11 +418,10 @@ def test_one_drop_on_one_rank_switches_detection_on_everywhere_for_good(subtests
         return {0, 2} if (step, rank) == (1, 2) else everything(step, at, rank)
 
     steps = 24
-    for name, run, ran in trained(in_stages_and_places(Training(kept, 3, steps)), sharded, timeout=TIMEOUT):
+    for name, run, ran in trained(in_stages(Training(kept, 3, steps)), sharded, timeout=TIMEOUT):
         with subtests.test(name):
-            before = 2 if run.on_device else 1
             for seen in judge(run, ran.values(), 2e-5):
-                assert seen.detecting == [False] * before + [True] * (steps - before)
+                assert seen.detecting == [False] + [True] * (steps - 1)
                 assert len(set(map(sum, seen.reduced))) == 1  # and all of them carried everything, which somebody used
 
 
@@ -484,7 +455,7 @@ def in_all_ways(whats: Iterable[str], of: Callable[[str, str], Training]) -> dic
     return {
         f"{what}, {call}, {where}": run
         for what, call in product(whats, CALLS)
-        for where, run in in_stages_and_places(of(what, call)).items()
+        for where, run in in_stages(of(what, call)).items()
     }
 
 
@@ -524,7 +495,7 @@ def test_whoever_looks_at_gradients_sees_those_that_another_rank_had(subtests: p
             optimizer.zero_grad()
         return parameters_of(model)
 
-    runs = in_stages_and_places(Training(lambda step, at, rank: {0, 4} if rank else {0}, 2, 4))
+    runs = in_stages(Training(lambda step, at, rank: {0, 4} if rank else {0}, 2, 4))
     for name, run, ran in trained(runs, train, timeout=TIMEOUT):
         with subtests.test(name):
             check_close(alone(run), ran.values(), 2e-6)
@@ -540,7 +511,7 @@ def test_what_the_graph_hides_or_shows_in_vain(forecasting: None, subtests: pyte
     def of(way: str) -> Training:
         return Training(random_kept(1), 2, way=lambda *_: way)
 
-    runs = {f"{way}, {where}": run for way in WAYS for where, run in in_stages_and_places(of(way)).items()}
+    runs = {f"{way}, {where}": run for way in WAYS for where, run in in_stages(of(way)).items()}
     check_each(runs, subtests)
 
 
@@ -613,19 +584,17 @@ def test_random_drops(subtests: pytest.Subtests) -> None:
 def test_random_drops_under_no_sync(forecasting: None, subtests: pytest.Subtests) -> None:
     """Leftovers count as used, also where the last backward of a step is under no_sync."""
 
-    def of(seed: int, place: str) -> Training:
+    def of(seed: int) -> Training:
         calls = random_calls(seed, ["driven", "no_sync"])
         return Training(
             random_kept(seed, nothing=0.1),
             2 + seed % 2,
             backwards=3,
             call=lambda step, at, rank: calls(step, at, 0),  # the same on all
-            on_device=HOST_AND_DEVICE[place],
             options=STAGES["stage2" if seed % 2 else "stage1"],
         )
 
-    cases = product(range(3), HOST_AND_DEVICE)
-    check_each({f"seed {seed}, {place}": of(seed, place) for seed, place in cases}, subtests, 5e-6)
+    check_each({f"seed {seed}": of(seed) for seed in range(3)}, subtests, 5e-6)
 
 
 def test_any_mixture_of_calls_on_any_rank(forecasting: None, subtests: pytest.Subtests) -> None:

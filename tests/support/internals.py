@@ -46,7 +46,8 @@ def with_and_without_detection(train: Callable[..., T]) -> Callable[..., tuple[T
 
 
 def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
-    """A device's hosts don't wait to agree in every step: there the buckets alone tell of a late gradient."""
-    for group in optimizer.sharded_groups:
-        patch_rank(group.reducer, "_on_host", False)
+    """On a device buckets of further shard groups start at the end of a backward, in their turn."""
+    for group in optimizer.sharded_groups[1:]:
+        patch_rank(group.reducer, "_in_turn", True)
+        patch_rank(group.reducer, "_overlaps", False)
     return optimizer
