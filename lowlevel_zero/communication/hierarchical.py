@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from .backends.backend import Backend
-from .chaining import Chain
-from .work import Work
+from .work import Chain, Work
 
 
 class Hierarchical(Backend):

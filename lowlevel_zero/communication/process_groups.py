@@ -47,7 +47,7 @@ class GroupContext:
         self.unions: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.agreements: HostBackend | None = None
         self.pool: Pool | str | None = None
-        self.abandoned: list[Work[None]] = []
+        self.abandoned: list[Work[Any]] = []
         self.shard_groups, self.connected = count(), count(1)
         self.barriers: defaultdict[str, int] = defaultdict(int)
         self.processes: dict[int, Process] = {}

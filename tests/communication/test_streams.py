@@ -16,8 +16,8 @@ from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
 from lowlevel_zero.bookkeeping.offload import HostHome
+from lowlevel_zero.communication.progress import Progress
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.communication.work import Work
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
 from tests.support.ranks import run_ranks
@@ -126,7 +126,7 @@ class Traced:
         self._spy(monkeypatch, GradientStore, "accumulate", lambda *_: self.added.append(self.api.now.work()))
         self._spy(monkeypatch, Stepper, "assign_gradients", self._assigns)
         self._spy(monkeypatch, ShardGroup, "gather", self._gathers)
-        self._spy(monkeypatch, Work, "wait", lambda *_: self.waited.append(self.api.now))
+        self._spy(monkeypatch, Progress, "wait", lambda *_: self.waited.append(self.api.now))
         self._spy(monkeypatch, Gather, "_write", lambda *_: None, lambda *_: self.written.append(self.home.work()))
 
     def backward(self) -> None:

@@ -130,7 +130,7 @@ class HostBackend(Backend):
         return self.exchange(torch.frombuffer(data, dtype=torch.uint8), AGREED, _unpickled).wait()
 
 
-def bytes_of(tensor: Tensor) -> bytes:
+def _bytes_of(tensor: Tensor) -> bytes:
     """What a contiguous tensor of the host holds; torch may have come without numpy."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
@@ -140,7 +140,7 @@ def _maximum(parts: list[Tensor]) -> Tensor:
 
 
 def _unpickled(parts: list[Tensor]) -> list[Any]:
-    return [pickle.loads(bytes_of(theirs)) for theirs in parts]
+    return [pickle.loads(_bytes_of(theirs)) for theirs in parts]
 
 
 class Alone(HostBackend):
