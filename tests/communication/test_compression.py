@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
 WAYS = ["native", "messages", "shared memory", "staged"]
 over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
-_on_gloo, _send, _start = Communicator.on_gloo, Pairwise.send_and_receive, SharedMemory._start
+_on_gloo, _send, _start_shared = Communicator.on_gloo, Pairwise.send_and_receive, SharedMemory._start
 
 
 def choose(way: str) -> None:
@@ -402,7 +402,7 @@ def _count_bytes() -> list[int]:
     def starting(self: SharedMemory, kind: int, buffer: Tensor, starts: Any, sizes: Any, *others: Any) -> Any:
         theirs = [*sizes[: self.rank], *sizes[self.rank + 1 :]]
         counted.extend(theirs if buffer.dtype == torch.uint8 else [])
-        return _start(self, kind, buffer, starts, sizes, *others)
+        return _start_shared(self, kind, buffer, starts, sizes, *others)
 
     patch_rank(Pairwise, "send_and_receive", sending)
     patch_rank(SharedMemory, "_start", starting)
