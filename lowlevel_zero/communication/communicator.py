@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends.backend import ADDED, Alone, Backend, HostBackend
+from .backends.backend import Alone, Backend, HostBackend
 from .backends.memory_pool import open_pool
 from .backends.native import Native
 from .backends.pairwise import Pairwise
@@ -25,7 +25,7 @@ from .backends.staged import Staged
 from .failed_ranks import know, naming_lost
 from .flat_buffers import as_message, batches, read_message
 from .fp8 import Fp8
-from .process_groups import backends_by_device, context_of, default_group, is_fake, side_group, timeout_of
+from .process_groups import backends_by_device, context_of, data_group, default_group, is_fake, side_group, timeout_of
 from .processes import own_process
 from .work import Work
 
@@ -80,7 +80,7 @@ class Communicator:
         self.has_others = self.size > 1 and not is_fake(self.group)
         self.number = 0
         self.backends = _Backends(self._choose)
-        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(self.group)
+        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(data_group(self.group))
         self.hosts: HostBackend = Alone(self.rank, 1)
         if self.has_others:
             self._meet()
@@ -88,16 +88,11 @@ class Communicator:
 
     def _meet(self) -> None:
         """Have the ranks know each other's processes; all come, and once is enough."""
-        if self.context.agreements is None:
+        if isinstance(self.context.agreements, Alone):
             self.context.agreements = agreements = Pairwise(side_group(self.group))
             with naming_lost(self.group, "first meeting of all ranks"):
                 processes = agreements.all_gather_object(own_process())
             know(dict(zip(self.slice_ranks, processes, strict=True)))
-
-    @property
-    def agreements(self) -> HostBackend:
-        """How the hosts agree, in one order for all optimizers of the process group."""
-        return self.context.agreements or self.hosts
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
         """Give what hosts send each other from here an order of its own; all ranks call it.
@@ -109,21 +104,21 @@ class Communicator:
         fp32 elsewhere too.
         """
         if sums_in_fp32 and self.size > 1:
-            self._native = Native(self.group, sums_in_fp32=True)
+            self._native = Native(data_group(self.group), sums_in_fp32=True)
         self.backends.clear()
         if not self.has_others:
             return
         self.number = next(self.context.connected)
         self.hosts = Pairwise(side_group(self.group), self.number)
         if self.on_gloo(_HOST):
-            (refused,) = self.agreements.all_reduce_max([not shared or os.environ.get(SWITCH) == "0"])
+            (refused,) = self.context.agreements.all_reduce_max([not shared or os.environ.get(SWITCH) == "0"])
             if not refused:
                 self._share_memory()
 
     def _share_memory(self) -> None:
         """Go through shared memory, if all ranks can; alike on all."""
         if self.context.pool is None:
-            self.context.pool = open_pool(self.rank, self.size, timeout_of(self.group), self.agreements)
+            self.context.pool = open_pool(self.rank, self.size, timeout_of(self.group), self.context.agreements)
             self.context.agreements = self._through_pool(0) or self.context.agreements
         self.hosts = self._through_pool(self.number) or self.hosts
 
@@ -157,17 +152,6 @@ class Communicator:
         return {purpose: (self.size - 1) * nbytes for purpose, nbytes in rows.items()}
 
     # ---- what isn't a buffer ----
-
-    def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing a few numbers over the slices, in place: to the same bits on all ranks."""
-        if not self.on_gloo(value.device):
-            return self._native.all_reduce(value)
-        summed = value.cpu() if is_staged(value.device) else value
-
-        def add(values: list[Tensor]) -> Tensor:
-            return value.copy_(torch.stack(values).sum(dim=0).view(value.shape))
-
-        return self.hosts.exchange(summed.view(-1), ADDED, add)
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Overwrite ``tensors`` with rank 0's values: see ``ShardGroup.broadcast``."""

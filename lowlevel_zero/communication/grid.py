@@ -19,7 +19,7 @@ from .communicator import Communicator, is_staged
 from .hierarchical import Nested, Replicated
 from .process_groups import backends_by_device, default_group, store_of, timeout_of, union_group
 from .shard_group import ShardGroup
-from .work import Chain, OnStream, OnThread, Work
+from .work import Chain, OnStream, OnThread
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
@@ -154,14 +154,6 @@ class GridCommunicator(Communicator):
                 sent[purpose] += across
             sent[f"{purpose}_outer"] = across
         return sent
-
-    def sum(self, value: Tensor) -> Work[Tensor]:
-        """Over the slices, each once: over a row where rows are replicas, else over all ranks."""
-        if self._replicated:
-            return self.inner.sum(value)
-        if self.on_gloo(value.device):
-            return super().sum(value)
-        return self._chain(value.device).after(self.inner.sum(value), self.outer.sum)
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """From the first row to the others, then within rows."""

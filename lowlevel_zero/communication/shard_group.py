@@ -57,7 +57,7 @@ class ShardGroup:
         self.slices, self.slice_ranks = self.communicator.slice_group, self.communicator.slice_ranks
         self.instance = next(self.communicator.context.shard_groups)
         self.progress = Progress(self.group)
-        self._backends = self.communicator.backends
+        self._context, self._backends = self.communicator.context, self.communicator.backends
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
         self._parts: dict[str, int] = {}  # bytes of those of no rows, by purpose
 
@@ -158,7 +158,7 @@ class ShardGroup:
 
         On CUDA (NCCL) without a host synchronisation.
         """
-        return self.progress.start(NORM, None, (value,), self.communicator.sum, value)
+        return self.progress.start(NORM, None, (value,), self._backends[value.device, False].sum, value)
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, in a few large messages.
@@ -174,7 +174,7 @@ class ShardGroup:
         It travels beside the data path, so ranks may stand at different buffers when they call it.
         """
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
-        exchange, most = self.communicator.agreements.exchange, partial(_most_into, few)
+        exchange, most = self._context.agreements.exchange, partial(_most_into, few)
         agreed: list[int] = self.progress.start(AGREEMENT, None, (few,), exchange, few, AGREED, most).wait().tolist()
         return agreed
 
@@ -203,7 +203,7 @@ class ShardGroup:
         if not self.communicator.has_others:
             return [mine] * self.ranks
         gather: Work[list[Any]] = self.progress.start(
-            AGREEMENT, None, (), Work, partial(self.communicator.agreements.all_gather_object, mine)
+            AGREEMENT, None, (), Work, partial(self._context.agreements.all_gather_object, mine)
         )
         return gather.wait()
 
