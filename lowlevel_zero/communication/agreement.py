@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from .shard_group import ShardGroup
 
@@ -22,8 +22,6 @@ _NAMES = (
     "state_dict",
     "read or write state",
 )
-# What numbers stay below, of which the maximum comes back.
-_MOST = 2**31
 
 
 class Alike(NamedTuple):
@@ -49,20 +47,19 @@ def agree(
 ) -> None:
     """Raise on every rank if one has an error, or if their ``lines`` differ.
 
-    One small exchange where all is well: a flag and a digest, as many numbers as a ``Call`` exchanges, since a rank may
-    have come to one. Only when it shows that something is wrong do the ranks exchange what.
+    One small exchange where all is well, of a digest. Only when it shows that something is wrong do the ranks exchange
+    what.
 
     Raises:
         Exception: this rank's own ``error``.
         RuntimeError: another rank's error, by its rank; or who was called for what.
         ValueError: the first line that differs, by its ranks.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    parts = [int.from_bytes(digest[at : at + 7], "big") for at in (0, 7, 14)]
     if error is None and group.ranks == 1:
         return
-    failed, *most = group.all_reduce_max([error is not None, *parts, *(-part for part in parts)])
-    if not failed and most[:3] == [-least for least in most[3:]] == parts:
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    same = int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big")
+    if _compare(group, error, same) is not None:
         return
     told = _gather(group, _Told(doing, group.number, _reason(error), lines=list(lines)))
     if error is not None:
@@ -72,6 +69,19 @@ def agree(
             error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
     _raise_others(told)
     raise ValueError(_first_difference([each.lines or [] for each in told], alike))
+
+
+def _compare(
+    group: ShardGroup, error: Exception | None, same: tuple[int, int], most: tuple[int, int] = (0, 0)
+) -> list[int] | None:
+    """The maximum of every rank's ``most``; None: a rank has an error, or not the ``same`` as the others.
+
+    One small exchange, of one size whatever it is for: ranks that came for different things find that out here.
+    """
+    any_failed, *numbers = group.all_reduce_max([error is not None, *same, *(-each for each in same), *most])
+    if any_failed or numbers[:2] != [-least for least in numbers[2:4]]:
+        return None
+    return numbers[4:]
 
 
 @contextmanager
@@ -153,21 +163,16 @@ class Call(NamedTuple):
             Exception: this rank's own ``error``.
             RuntimeError: another rank's, or who was called for what.
         """
-        number = group.number * len(_NAMES) + _NAMES.index(self.name)
-        syncs, lacks, steps = progress
-        told = group.all_reduce_max(
-            [number, _MOST - number, steps, _MOST - steps, self.error is not None, syncs, lacks]
-        )
-        most, inverse, most_steps, inverse_steps, failed, most_syncs, any_lacks = told
-        if failed or most + inverse != _MOST or most_steps + inverse_steps != _MOST:
-            self._raise(group, steps)
-        return Progress(most_syncs, bool(any_lacks), steps)
-
-    def _raise(self, group: ShardGroup, steps: int) -> NoReturn:
-        told = _gather(group, _Told(self.name, group.number, _reason(self.error), steps))
-        self.check()
-        _raise_others(told)
-        raise _different_calls(_came_to(told))
+        number = group.number
+        same = number * len(_NAMES) + _NAMES.index(self.name), progress.steps
+        most = _compare(group, self.error, same, (progress.syncs, progress.lacks))
+        if most is None:
+            told = _gather(group, _Told(self.name, number, _reason(self.error), progress.steps))
+            self.check()
+            _raise_others(told)
+            raise _different_calls(_came_to(told))
+        syncs, lacks = most
+        return Progress(syncs, bool(lacks), progress.steps)
 
 
 class Progress(NamedTuple):

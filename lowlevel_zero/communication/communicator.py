@@ -8,20 +8,24 @@ device's buffers through the host.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends.backend import ADDED, Alone, Backend, HostBackend
+from .backends.backend import Alone, Backend, HostBackend
+from .backends.memory_pool import open_pool
 from .backends.native import Native
 from .backends.pairwise import Pairwise
+from .backends.shared_memory import SharedMemory
 from .backends.staged import Staged
 from .failed_ranks import know, naming_lost
 from .flat_buffers import as_message, batches, read_message
 from .fp8 import Fp8
-from .process_groups import backends_by_device, context_of, default_group, is_fake, side_group, timeout_of
+from .process_groups import backends_by_device, context_of, data_group, default_group, is_fake, side_group, timeout_of
 from .processes import own_process
 from .work import Work
 
@@ -47,7 +51,7 @@ class Communicator:
         has_others: there are other ranks, and they are there.
         number: of this instance among those of the process group that have an order of their own, the same on all
             ranks; 0: it has none.
-        sent: bytes of buffers that this rank has handed to others, by purpose.
+        backends: what carries buffers, by their device and whether they are to travel in fp8.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -75,9 +79,8 @@ class Communicator:
         self.context = context_of(self.group)
         self.has_others = self.size > 1 and not is_fake(self.group)
         self.number = 0
-        self.sent = {"reduce": 0, "gather": 0}
-        self._chosen: dict[tuple[str, bool], Backend] = {}
-        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(self.group)
+        self.backends = _Backends(self._choose)
+        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(data_group(self.group))
         self.hosts: HostBackend = Alone(self.rank, 1)
         if self.has_others:
             self._meet()
@@ -85,16 +88,11 @@ class Communicator:
 
     def _meet(self) -> None:
         """Have the ranks know each other's processes; all come, and once is enough."""
-        if self.context.agreements is None:
+        if isinstance(self.context.agreements, Alone):
             self.context.agreements = agreements = Pairwise(side_group(self.group))
             with naming_lost(self.group, "first meeting of all ranks"):
                 processes = agreements.all_gather_object(own_process())
             know(dict(zip(self.slice_ranks, processes, strict=True)))
-
-    @property
-    def agreements(self) -> HostBackend:
-        """How the hosts agree, in one order for all optimizers of the process group."""
-        return self.context.agreements or self.hosts
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
         """Give what hosts send each other from here an order of its own; all ranks call it.
@@ -106,31 +104,27 @@ class Communicator:
         fp32 elsewhere too.
         """
         if sums_in_fp32 and self.size > 1:
-            self._native = Native(self.group, sums_in_fp32=True)
-        self._chosen.clear()
+            self._native = Native(data_group(self.group), sums_in_fp32=True)
+        self.backends.clear()
         if not self.has_others:
             return
         self.number = next(self.context.connected)
         self.hosts = Pairwise(side_group(self.group), self.number)
         if self.on_gloo(_HOST):
-            (refused,) = self.agreements.all_reduce_max([not shared or os.environ.get(SWITCH) == "0"])
+            (refused,) = self.context.agreements.all_reduce_max([not shared or os.environ.get(SWITCH) == "0"])
             if not refused:
                 self._share_memory()
 
     def _share_memory(self) -> None:
         """Go through shared memory, if all ranks can; alike on all."""
         if self.context.pool is None:
-            from .shared_host import open_pool  # its modules are Linux's alone
-
-            self.context.pool = open_pool(self.rank, self.size, timeout_of(self.group), self.agreements)
+            self.context.pool = open_pool(self.rank, self.size, timeout_of(self.group), self.context.agreements)
             self.context.agreements = self._through_pool(0) or self.context.agreements
         self.hosts = self._through_pool(self.number) or self.hosts
 
     def _through_pool(self, number: int) -> HostBackend | None:
         if isinstance(self.context.pool, str) or self.context.pool is None:
             return None
-        from .backends.shared_memory import SharedMemory
-
         return SharedMemory(self.rank, self.context.pool, number)
 
     # ---- which backend carries what ----
@@ -138,13 +132,6 @@ class Communicator:
     def on_gloo(self, device: torch.device) -> bool:
         """Whether gloo carries tensors of ``device``."""
         return self.has_others and self._backends.get(device.type) == "gloo"
-
-    def backend(self, device: torch.device, fp8: bool = False) -> Backend:
-        """What carries buffers of ``device``, in fp8 if that is wanted and there are others."""
-        chosen = self._chosen.get((device.type, fp8))
-        if chosen is None:
-            chosen = self._chosen[device.type, fp8] = self._choose(device, fp8)
-        return chosen
 
     def _choose(self, device: torch.device, fp8: bool) -> Backend:
         direct = self.hosts if self.on_gloo(device) else self._native
@@ -160,22 +147,11 @@ class Communicator:
         pool = self.context.pool
         return f"pairwise messages over gloo ({pool if isinstance(pool, str) else f'{SWITCH}=0 is set on one of them'})"
 
-    def count(self, purpose: str, row: int, times: int = 1) -> None:
-        """Account for a buffer with rows of so many bytes, of which others get all but one."""
-        self.sent[purpose] += times * (self.size - 1) * row
+    def traffic(self, rows: Mapping[str, int]) -> dict[str, int]:
+        """Bytes that others get of buffers whose rows have so many, by purpose: all rows but this rank's."""
+        return {purpose: (self.size - 1) * nbytes for purpose, nbytes in rows.items()}
 
     # ---- what isn't a buffer ----
-
-    def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing a few numbers over the slices, in place: to the same bits on all ranks."""
-        if not self.on_gloo(value.device):
-            return self._native.all_reduce(value)
-        summed = value.cpu() if is_staged(value.device) else value
-
-        def add(values: list[Tensor]) -> Tensor:
-            return value.copy_(torch.stack(values).sum(dim=0).view(value.shape))
-
-        return self.hosts.exchange(summed.view(-1), ADDED, add)
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Overwrite ``tensors`` with rank 0's values: see ``ShardGroup.broadcast``."""
@@ -198,7 +174,7 @@ class Communicator:
         """Nothing is under way on this rank: give memory back that buffers took."""
         self.hosts.trim(for_good)
 
-    def keep(self, under_way: Sequence[Work[None]]) -> None:
+    def keep(self, under_way: Sequence[Work[Any]]) -> None:
         """Let these travel, though nobody will wait for them.
 
         gloo stops reading from a peer when it has no tensor any more for what comes: all that comes after it, for
@@ -206,6 +182,20 @@ class Communicator:
         """
         kept = self.context.abandoned
         kept[:] = [*(work for work in kept if not work.done()), *under_way]
+
+
+class _Backends(dict[tuple[torch.device, bool], Backend]):
+    """Chosen when they are first asked for."""
+
+    def __init__(self, choose: Callable[[torch.device, bool], Backend]) -> None:
+        super().__init__()
+        self._choose = WeakMethod(choose)  # whose object has this
+
+    def __missing__(self, key: tuple[torch.device, bool]) -> Backend:
+        choose = self._choose()
+        assert choose is not None
+        self[key] = choose(*key)
+        return self[key]
 
 
 def is_staged(device: torch.device) -> bool:

@@ -121,6 +121,10 @@ class Fp8(Backend):
 
         return Work(lambda: gather().wait().flatten()[:numel].view(shape), done, scattered.tensors)
 
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """As it is."""
+        return self._way.sum(value)
+
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """In place, this rank's own row too: all ranks end with the same numbers."""
         row = buffer.shape[1]

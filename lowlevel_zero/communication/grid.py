@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
@@ -15,12 +15,11 @@ from torch import Tensor
 from ..streams import streams_of
 from .backends.backend import Backend
 from .backends.staged import Staged
-from .chaining import Chain, OnStream, OnThread
 from .communicator import Communicator, is_staged
 from .hierarchical import Nested, Replicated
 from .process_groups import backends_by_device, default_group, store_of, timeout_of, union_group
 from .shard_group import ShardGroup
-from .work import Work
+from .work import Chain, OnStream, OnThread
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
@@ -101,7 +100,6 @@ class GridCommunicator(Communicator):
         self.outer, self.inner = Communicator(outer), Communicator(inner)
         self._replicated = replicated
         self._chains: dict[str, Chain] = {}
-        self.sent.update({"reduce_outer": 0, "gather_outer": 0})
         everybody, self._backends_of_all = self.slice_ranks, self._backends
         self._backends = backends_by_device(inner)
         self.device_types = self.inner.device_types
@@ -124,7 +122,7 @@ class GridCommunicator(Communicator):
         return self._over_levels(device, fp8)
 
     def _over_levels(self, device: torch.device, fp8: bool) -> Backend:
-        ways = self.outer.backend(device, fp8), self.inner.backend(device, fp8), self._chain(device)
+        ways = self.outer.backends[device, fp8], self.inner.backends[device, fp8], self._chain(device)
         if self._replicated:
             return Replicated(*ways, self.rank, self.size)
         return Nested(*ways, self.rank, self.size, self._straight(device), self._places)
@@ -146,22 +144,16 @@ class GridCommunicator(Communicator):
         across, within = self.outer.way_of(device), self.inner.way_of(device)
         return None if within is None else f"{within} within rows, {across} across them"
 
-    def count(self, purpose: str, row: int, times: int = 1) -> None:
+    def traffic(self, rows: Mapping[str, int]) -> dict[str, int]:
         """Over two levels others get as many bytes as over one; replicas exchange their sums beside that."""
-        super().count(purpose, row, times)
-        across = times * (self.outer.size - 1) * row
-        if self._replicated:
-            across = 2 * (self.outer.size - 1) * row // self.outer.size if purpose == "reduce" else 0
-            self.sent[purpose] += across
-        self.sent[f"{purpose}_outer"] += across
-
-    def sum(self, value: Tensor) -> Work[Tensor]:
-        """Over the slices, each once: over a row where rows are replicas, else over all ranks."""
-        if self._replicated:
-            return self.inner.sum(value)
-        if self.on_gloo(value.device):
-            return super().sum(value)
-        return self._chain(value.device).after(self.inner.sum(value), self.outer.sum)
+        sent = super().traffic(rows)
+        for purpose, nbytes in rows.items():
+            across = (self.outer.size - 1) * nbytes
+            if self._replicated:
+                across = 2 * across // self.outer.size if purpose == "reduce" else 0
+                sent[purpose] += across
+            sent[f"{purpose}_outer"] = across
+        return sent
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """From the first row to the others, then within rows."""

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from .backends.backend import Backend
-from .chaining import Chain
-from .work import Work
+from .work import Chain, Work
 
 
 class Hierarchical(Backend):
@@ -110,6 +109,12 @@ class Nested(Hierarchical):
 
         return self._chain.after(self._outer.gather([buffer[self.rank]], [block], buffer.shape[1]), spread)
 
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """Between hosts straight; on a device within, then across, which is sure to be by the device's own means."""
+        if value.is_cpu:
+            return self._straight.sum(value)
+        return self._chain.after(self._inner.sum(value), self._outer.sum)
+
     def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
         """Straight: nothing of it becomes less on the way over a third rank."""
         parts, parts_into = buffer.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
@@ -138,6 +143,10 @@ class Replicated(Hierarchical):
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
         """Within."""
         return self._inner.gather(own, rows, row)
+
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """Over the slices, each once: within."""
+        return self._inner.sum(value)
 
     def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
         """Within: each inner group does the same."""

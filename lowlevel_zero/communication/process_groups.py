@@ -13,17 +13,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:  # what the context holds for those above
-    from .backends.backend import HostBackend
-    from .backends.memory_pool import Pool
-    from .processes import Process
-    from .work import Work
+from .backends.backend import Alone, HostBackend
+from .backends.memory_pool import Pool
+from .processes import Process
+from .work import Work
 
 _PREFIX = "lowlevel_zero/"
 
@@ -33,8 +32,9 @@ class GroupContext:
 
     Attributes:
         side_group: a gloo group of the same ranks, once there is one.
+        data_group: a group of the same ranks for buffers on devices, once there is one.
         unions: of the default group: groups of several levels, by their ranks.
-        agreements: how the hosts agree, in one order for all optimizers.
+        agreements: how the hosts agree, in one order for all optimizers; until they have met, each for itself.
         pool: memory that all ranks see; or why there is none; None: nobody has asked.
         abandoned: collectives under way that nobody will wait for.
         shard_groups: numbers those made of it, alike on all ranks.
@@ -46,10 +46,11 @@ class GroupContext:
 
     def __init__(self) -> None:
         self.side_group: dist.ProcessGroup | None = None
+        self.data_group: dist.ProcessGroup | None = None
         self.unions: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.agreements: HostBackend | None = None
+        self.agreements: HostBackend = Alone(0, 1)
         self.pool: Pool | str | None = None
-        self.abandoned: list[Work[None]] = []
+        self.abandoned: list[Work[Any]] = []
         self.shard_groups, self.connected = count(), count(1)
         self.barriers: defaultdict[str, int] = defaultdict(int)
         self.processes: dict[int, Process] = {}
@@ -121,8 +122,30 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     context = context_of(group)
     if context.side_group is None:
-        context.side_group = _gloo_group(f"side/{group.group_name}", dist.get_process_group_ranks(group), group)
+        context.side_group = _group_beside(group, "side", "gloo")
     return context.side_group
+
+
+def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group over the same ranks that carries buffers on devices, made by all of them when they first ask for it.
+
+    NCCL's communicators have one order of collectives each. A reduction starts when this rank is ready, and the caller
+    may be at collectives of its own then, as of SyncBatchNorm in backward: on one communicator the two could pair up.
+    It is made once, whatever number of optimizers there are. gloo's devices need none: it carries messages with tags.
+
+    Where ``init_process_group`` was given a device, NCCL splits the communicator of all ranks, which all would have to
+    take part in: for some of them it is ``group`` itself.
+    """
+    devices = {device: backend for device, backend in backends_by_device(group).items() if backend != "gloo"}
+    splits = getattr(default_group(), "bound_device_id", None) is not None
+    size = dist.get_world_size(group)
+    if not devices or size == 1 or is_fake(group) or (splits and size < dist.get_world_size()):
+        return group
+    context = context_of(group)
+    if context.data_group is None:
+        backends = ",".join(f"{device}:{backend}" for device, backend in devices.items())
+        context.data_group = _group_beside(group, "data", backends)
+    return context.data_group
 
 
 def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -133,19 +156,22 @@ def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     unions, members = context_of(default).unions, tuple(sorted(ranks))
     if members not in unions:
         name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-        unions[members] = _gloo_group(f"union/{default.group_name}/{name}", list(members), default)
+        unions[members] = _group_beside(default, f"union/{name}", "gloo", members)
     return unions[members]
 
 
-def _gloo_group(name: str, ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of these global ranks, with the store and timeout of another; ``name`` is theirs alone."""
+def _group_beside(
+    like: dist.ProcessGroup, name: str, backend: str, members: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """A group with the store and timeout of another, of its ranks or ``members``; ``name`` is theirs alone."""
     torchs: Any = dist.distributed_c10d
-    name = _PREFIX + name
+    ranks = dist.get_process_group_ranks(like) if members is None else list(members)
+    name = f"{_PREFIX}{name}/{like.group_name}"
     made, _ = torchs._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
-        dist.Backend("gloo"),
+        dist.Backend(backend),
         store_of(like),
         name,
         timeout=timedelta(seconds=timeout_of(like)),

@@ -104,7 +104,7 @@ class Progress:
     def start(
         self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
     ) -> Work[T]:
-        """Begin one more collective of ``kind``, that of ``tensors``; who waits for its work waits by ``wait``."""
+        """Begin one more collective of ``kind``, that of ``tensors``; its work's ``wait`` is the one below."""
         serial = self.begun[kind]
         self.begun[kind] = serial + 1
         collective = Collective(kind, serial, self.step, self.micro_batch, about)
@@ -116,7 +116,7 @@ class Progress:
             self._raise_if_lost(error, collective)
             raise
         on_device = bool(work.tensors) and not work.tensors[0].is_cpu
-        work.waiter = partial(self.wait, collective, on_device)
+        work.wait = partial(self.wait, collective, on_device, work.wait)
         return work
 
     def wait(self, collective: Collective, on_device: bool, act: Callable[[], T]) -> T:

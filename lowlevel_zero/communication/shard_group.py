@@ -57,6 +57,9 @@ class ShardGroup:
         self.slices, self.slice_ranks = self.communicator.slice_group, self.communicator.slice_ranks
         self.instance = next(self.communicator.context.shard_groups)
         self.progress = Progress(self.group)
+        self._context, self._backends = self.communicator.context, self.communicator.backends
+        self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
+        self._parts: dict[str, int] = {}  # bytes of those of no rows, by purpose
 
     @property
     def number(self) -> int:
@@ -71,7 +74,7 @@ class ShardGroup:
     def abandon(self, under_way: Sequence[Work[Any]]) -> None:
         """The instance is gone, with buffers that nobody has waited for: let them travel."""
         self.progress.left = True
-        self.communicator.keep([work.detached() for work in under_way])
+        self.communicator.keep([Work(work.done, work.done, work.tensors) for work in under_way])
 
     def side_group(self) -> dist.ProcessGroup:
         """A gloo group over the same ranks, for a checkpoint's collectives, be they a thread's beside training."""
@@ -81,11 +84,11 @@ class ShardGroup:
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False) -> Tensor:
         """A buffer for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
-        return self.communicator.backend(device, fp8).new_buffer(row, dtype, device)
+        return self._backends[device, fp8].new_buffer(row, dtype, device)
 
     def in_flight(self, device: torch.device, row_only: bool) -> int | None:
         """Reductions of ``device``'s tensors, to a row or all, that are worth having under way; None: any number."""
-        backend = self.communicator.backend(device)
+        backend = self._backends[device, False]
         return backend.in_flight if row_only or backend.limits_all_reduce else None
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
@@ -93,22 +96,22 @@ class ShardGroup:
 
         ``buffer`` (``[size, row]``, contiguous) must stay as it is until the result is there, and may be gone then.
         """
-        backend = self.communicator.backend(buffer.device, fp8)
         row = buffer.shape[1]
-        self.communicator.count("reduce", encoded_size(row) if fp8 else row * buffer.element_size())
+        self._rows["reduce"] += encoded_size(row) if fp8 else row * buffer.element_size()
+        backend = self._backends[buffer.device, fp8]
         return self.progress.start(REDUCTION, about, (buffer,), backend.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result has its shape, and may be ``buffer``."""
-        backend = self.communicator.backend(buffer.device, fp8)
         row = buffer.shape[1]
-        self.communicator.count("reduce", encoded_size(row) if fp8 else row * buffer.element_size(), times=2)
+        self._rows["reduce"] += 2 * (encoded_size(row) if fp8 else row * buffer.element_size())
+        backend = self._backends[buffer.device, fp8]
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """Start filling ``buffer`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
-        backend = self.communicator.backend(buffer.device)
-        self.communicator.count("gather", buffer.shape[1] * buffer.element_size())
+        self._rows["gather"] += buffer.shape[1] * buffer.element_size()
+        backend = self._backends[buffer.device, False]
         return self.progress.start(GATHER, None, (buffer,), backend.all_gather, buffer)
 
     def gather(
@@ -126,8 +129,8 @@ class ShardGroup:
         """
         numel = sum(map(Tensor.numel, own))
         row = alignment.padded(numel) if len(own) > 1 else numel
-        backend = self.communicator.backend(rows[0].device, fp8)
-        self.communicator.count("gather", encoded_size(row) if fp8 else row * rows[0].element_size())
+        self._rows["gather"] += encoded_size(row) if fp8 else row * rows[0].element_size()
+        backend = self._backends[rows[0].device, fp8]
         return self.progress.start(GATHER, about, rows, backend.gather, own, rows, row)
 
     def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
@@ -136,9 +139,9 @@ class ShardGroup:
         The result is ``into`` (1-D), of which ``sizes_into[r]`` elements come from rank ``r``. Both must stay as they
         are until the result is there.
         """
-        sent, others = self.communicator.sent, buffer.numel() - sizes[self.rank]
-        sent["step"] = sent.get("step", 0) + others * buffer.element_size()
-        backend = self.communicator.backend(buffer.device)
+        sent = (buffer.numel() - sizes[self.rank]) * buffer.element_size()
+        self._parts["step"] = self._parts.get("step", 0) + sent
+        backend = self._backends[buffer.device, False]
         return self.progress.start(EXCHANGE, None, (buffer,), backend.all_to_all, buffer, sizes, into, sizes_into)
 
     def traffic(self) -> dict[str, int]:
@@ -146,7 +149,7 @@ class ShardGroup:
 
         An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does.
         """
-        return dict(self.communicator.sent)
+        return self.communicator.traffic(self._rows) | self._parts
 
     # ---- a few numbers ----
 
@@ -155,7 +158,7 @@ class ShardGroup:
 
         On CUDA (NCCL) without a host synchronisation.
         """
-        return self.progress.start(NORM, None, (value,), self.communicator.sum, value)
+        return self.progress.start(NORM, None, (value,), self._backends[value.device, False].sum, value)
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, in a few large messages.
@@ -171,7 +174,7 @@ class ShardGroup:
         It travels beside the data path, so ranks may stand at different buffers when they call it.
         """
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
-        exchange, most = self.communicator.agreements.exchange, partial(_most_into, few)
+        exchange, most = self._context.agreements.exchange, partial(_most_into, few)
         agreed: list[int] = self.progress.start(AGREEMENT, None, (few,), exchange, few, AGREED, most).wait().tolist()
         return agreed
 
@@ -200,7 +203,7 @@ class ShardGroup:
         if not self.communicator.has_others:
             return [mine] * self.ranks
         gather: Work[list[Any]] = self.progress.start(
-            AGREEMENT, None, (), Work, partial(self.communicator.agreements.all_gather_object, mine)
+            AGREEMENT, None, (), Work, partial(self._context.agreements.all_gather_object, mine)
         )
         return gather.wait()
 

@@ -1,11 +1,29 @@
-"""Work: a collective that is under way, as every backend returns it."""
+"""Work: a collective that is under way, as every backend returns it; and chains: one starts when another is done.
+
+The second collective of a chain starts whatever this rank is at then: others wait for its part. On a device a stream
+sees to that, on the host a thread, in the order in which the first ones were started.
+"""
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic
+from typing import Generic, Protocol, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, finalize
 
+import torch
 from torch import Tensor
+
+from ..streams import Streams
+
+# How long threads may take to finish what peers may never do their part of.
+_SECONDS_AT_EXIT = 10.0
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -15,38 +33,98 @@ def _already() -> bool:
     return True
 
 
+@dataclass(slots=True)
 class Work(Generic[T]):
     """A collective that is under way.
 
-    Args:
-        finish: waits for it, and makes its result.
-        done: whether ``finish`` would return at once, as far as can be told.
-        tensors: what it reads and writes.
-
     Attributes:
-        done: as given.
-        tensors: as given; kept alive here until the result is taken.
-        waiter: does the waiting: it is called with ``finish``; None: nobody looks on.
+        wait: returns the result, once. On CUDA the current stream waits for it, not the host.
+        done: whether ``wait`` would return at once, as far as can be told.
+        tensors: what it reads and writes; kept alive here until the result is taken.
     """
 
-    __slots__ = ("_finish", "done", "tensors", "waiter")
-
-    def __init__(
-        self, finish: Callable[[], T], done: Callable[[], bool] = _already, tensors: tuple[Tensor, ...] = ()
-    ) -> None:
-        self._finish = finish
-        self.done = done
-        self.tensors = tensors
-        self.waiter: Callable[[Callable[[], T]], T] | None = None
-
-    def wait(self) -> T:
-        """The result, once. On CUDA the current stream waits, not the host."""
-        return self._finish() if self.waiter is None else self.waiter(self._finish)
+    wait: Callable[[], T]
+    done: Callable[[], bool] = _already
+    tensors: tuple[Tensor, ...] = ()
 
     def then(self, act: Callable[[T], S]) -> Work[S]:
         """What ``act`` makes of the result, when it is waited for."""
         return Work(lambda: act(self.wait()), self.done, self.tensors)
 
-    def detached(self) -> Work[None]:
-        """What keeps the collective going, and no more, when nobody will take its result."""
-        return Work(lambda: None, self.done, self.tensors)
+
+# ---- chains ----
+
+
+class Chain(Protocol):
+    """Starts what comes second after what came first."""
+
+    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+        """Start a collective with the first one's result; second ones start in the order of these calls."""
+
+
+class OnStream:
+    """A stream of its own waits for the first, and the second starts from there.
+
+    Args:
+        streams: of the buffers' device.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+        """At once, as far as the host can tell."""
+        with self._streams.copies():
+            second = start(first.wait())
+        return Work(second.wait, second.done, (*first.tensors, *second.tensors))
+
+
+class OnThread:
+    """A thread waits for the first and starts the second. It ends when this object is gone and all has started."""
+
+    def __init__(self) -> None:
+        self._tasks: _Tasks = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+        """One task after the other; an error is raised by the result's ``wait``."""
+        if self._thread is None:
+            self._thread = Thread(target=_run, args=(self._tasks,), name="lowlevel_zero chaining", daemon=True)
+            self._thread.start()
+            _at_work[self._thread] = self._tasks
+            finalize(self, self._tasks.put, None).atexit = False
+        second: Future[Work[T]] = Future()
+        self._tasks.put(partial(_carry_on, first, start, second))
+        return Work(lambda: second.result().wait(), partial(_is_done, second), first.tensors)
+
+
+_Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+_at_work: WeakKeyDictionary[Thread, _Tasks] = WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let threads finish before the interpreter goes: one that came back from a wait afterwards would abort it."""
+    deadline = monotonic() + _SECONDS_AT_EXIT
+    for tasks in _at_work.values():
+        tasks.put(None)
+    for thread in list(_at_work):
+        thread.join(max(0.0, deadline - monotonic()))
+
+
+@torch.no_grad()
+def _run(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # which may hold the object that this thread ends with
+
+
+def _carry_on(first: Work[S], start: Callable[[S], Work[T]], second: Future[Work[T]]) -> None:
+    try:
+        second.set_result(start(first.wait()))
+    except BaseException as error:  # whatever it is, who waits for the second one raises it
+        second.set_exception(error)
+
+
+def _is_done(second: Future[Work[T]]) -> bool:
+    return second.done() and (second.exception() is not None or second.result().done())

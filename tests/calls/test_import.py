@@ -37,10 +37,6 @@ ONLY_WHERE_THERE_IS_POSIX = """
 """
 
 
-# What a rank imports when it finds that it may need it.
-LINUX_ALONE = ("control_pipe", "memory_pool", "shared_memory")
-
-
 def start(source: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "error::UserWarning:lowlevel_zero", "-c", textwrap.dedent(source)]
     own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
@@ -83,8 +79,7 @@ def test_it_trains_where_there_is_no_posix(world_size: int, tmp_path: Path) -> N
     {ONLY_WHERE_THERE_IS_POSIX}
     {EVERYTHING}
     for name in names:
-        if name.partition("lowlevel_zero.communication.backends.")[2] not in {LINUX_ALONE}:
-            importlib.import_module(name)
+        importlib.import_module(name)
     import logging
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     from lowlevel_zero import LowLevelZeroOptimizer

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
 WAYS = ["native", "messages", "shared memory", "staged"]
 over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
-_on_gloo, _send, _view = Communicator.on_gloo, Pairwise.send_and_receive, SharedMemory._view
+_on_gloo, _send, _start_shared = Communicator.on_gloo, Pairwise.send_and_receive, SharedMemory._start
 
 
 def choose(way: str) -> None:
@@ -127,7 +127,8 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_swapped_rows_go_where_they_belong(world_size: int) -> None:
     def swap(way: str, rank: int) -> None:
-        backend = joined(way).communicator.backend(CPU)
+        group = joined(way)
+        backend = group.communicator.backends[CPU, False]
         for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
             wires = [(numbers(world_size, row, seed=of).abs() % 200).to(dtype) for of in range(world_size)]
             packed = backend.new_buffer(row, dtype, CPU).copy_(wires[rank])
@@ -398,12 +399,13 @@ def _count_bytes() -> list[int]:
         counted.extend(mine.numel() for mine, _ in pairs if mine.dtype == torch.uint8)
         return _send(self, pairs, tag)
 
-    def viewing(self: SharedMemory, of: int, offset: int, numel: int, dtype: torch.dtype) -> Any:
-        counted.extend([numel] if dtype == torch.uint8 else [])
-        return _view(self, of, offset, numel, dtype)
+    def starting(self: SharedMemory, kind: int, buffer: Tensor, starts: Any, sizes: Any, *others: Any) -> Any:
+        theirs = [*sizes[: self.rank], *sizes[self.rank + 1 :]]
+        counted.extend(theirs if buffer.dtype == torch.uint8 else [])
+        return _start_shared(self, kind, buffer, starts, sizes, *others)
 
     patch_rank(Pairwise, "send_and_receive", sending)
-    patch_rank(SharedMemory, "_view", viewing)
+    patch_rank(SharedMemory, "_start", starting)
     return counted
 
 

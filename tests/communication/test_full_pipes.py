@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication.backends import control_pipe
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks, run_ranks_losing
 
@@ -32,7 +31,7 @@ def _one_page_each(monkeypatch: pytest.MonkeyPatch) -> None:
         assert change(descriptor, command, 4096) == 4096
         raise PermissionError("not more")
 
-    monkeypatch.setattr(control_pipe.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", "1")
 
 

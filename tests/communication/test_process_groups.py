@@ -277,3 +277,47 @@ def test_two_optimizers_may_go_in_another_order_on_each_rank(partition_grad: boo
 
     for straight, turned in run_ranks(both, 3):
         assert all(torch.equal(one, other) for one, other in zip(straight, turned, strict=True))
+
+
+# ---- a communicator of our own ----
+
+
+def join_stand_in(rank: int, world_size: int, meeting: Path) -> None:
+    """A default group whose backend has, as NCCL, one order of collectives a group: gloo under another name."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.Backend.register_backend(
+        "stand_in",
+        lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout),
+        devices=["cpu"],
+    )
+    dist.init_process_group("cpu:stand_in", f"file://{meeting}", rank=rank, world_size=world_size)
+
+
+def test_what_a_device_reduces_is_not_taken_for_the_callers_own(tmp_path: Path) -> None:
+    """A rank that is ready earlier starts its reduction before the caller's collective, another after it."""
+
+    def mix(rank: int, world_size: int) -> tuple[list[float], float]:
+        join_stand_in(rank, world_size, tmp_path / "meeting")
+        group, callers = ShardGroup(), torch.full((world_size,), 10.0 * (rank + 1))
+        buffer = torch.full((world_size, 1), rank + 1.0)
+        early = group.all_reduce(buffer) if rank == 0 else None
+        asked = dist.all_reduce(callers, async_op=True)
+        total = (early or group.all_reduce(buffer)).wait()
+        asked.wait()
+        dist.barrier()
+        return total.flatten().tolist(), callers[0].item()
+
+    assert run_ranks(mix, 2, init=False) == [([3.0, 3.0], 30.0)] * 2
+
+
+def test_one_communicator_serves_all_optimizers_and_trains(tmp_path: Path) -> None:
+    def count(rank: int, world_size: int) -> tuple[int, list[Tensor]]:
+        join_stand_in(rank, world_size, tmp_path / "meeting")
+        before, models = groups(), [net() for _ in range(3)]
+        values = [train(model, made(model, partition_grad=True), rank)[0] for model in models]
+        assert not ShardGroup().communicator.on_gloo(torch.device("cpu"))
+        return groups() - before, values
+
+    (made_first, first), (made_second, second) = run_ranks(count, 2, init=False)
+    assert made_first == made_second == 2  # for buffers, and for what hosts tell each other
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

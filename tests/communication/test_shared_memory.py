@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.backends import memory_pool, shared_memory
 from lowlevel_zero.communication.backends.control_pipe import INLINE, ControlPipe, PeerPipe
-from lowlevel_zero.communication.backends.memory_pool import Memory, Peer
+from lowlevel_zero.communication.backends.memory_pool import Memory, map_of
 from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.communication.shard_group import ShardGroup
@@ -57,9 +57,9 @@ def group_with_wires(shared: bool = True) -> ShardGroup:
     return group
 
 
-def seen_by_another(own: Memory, **changed: Any) -> Peer:
+def seen_by_another(own: Memory, **changed: Any) -> None:
     """Memory of this process as if it were another's, under an address that may be wrong."""
-    return Peer(own.address._replace(**changed))
+    map_of(own.address._replace(**changed))
 
 
 def random_wire(rank: int, world_size: int, row: int, dtype: torch.dtype) -> Tensor:
@@ -290,17 +290,22 @@ def test_a_killed_rank_is_an_error_to_the_others() -> None:
     assert issubclass(LostRank, RuntimeError)
 
 
-def piped() -> tuple[ControlPipe, PeerPipe]:
-    """A pipe of this process, to which it writes as if it were ranks 1 and 2."""
-    own = ControlPipe()
-    others = PeerPipe(f"/proc/{os.getpid()}/fd/{own.descriptor}", os.getpid(), timeout=1)
-    for rank in (1, 2):
-        own.watch(rank, others.process)
-    return own, others
+def to(pipe: ControlPipe) -> PeerPipe:
+    return PeerPipe(f"/proc/{os.getpid()}/fd/{pipe.descriptor}", os.getpid(), timeout=1)
+
+
+def connected(own: ControlPipe) -> list[ControlPipe]:
+    """Pipes of ranks 1 and 2, of this same process, which tell ``own``, rank 0's, what they have to say."""
+    others = [ControlPipe(rank, {}) for rank in (1, 2)]
+    for rank, other in enumerate(others, 1):
+        own.connect(rank, to(other))
+        other.connect(0, to(own))
+    return others
 
 
 def test_a_pipe_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, others = piped()
+    own = ControlPipe(0, {})
+    others = connected(own)
     looks = 0
     collect = own.collect
 
@@ -310,9 +315,9 @@ def test_a_pipe_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytes
         collect()
 
     monkeypatch.setattr(own, "collect", count)
-    for serial in (0, 1):
-        for rank in (1, 2):
-            others.send((7, serial), rank, 0, 0)
+    for _ in range(2):
+        for other in others:
+            other.tell(7)
     assert own.has((7, 1))
     assert looks == 1
     assert own.has((7, 0))
@@ -323,27 +328,50 @@ def test_a_pipe_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytes
 
 
 def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
-    own, others = piped()
+    own = ControlPipe(0, {})
+    others = connected(own)
     for count in (1, 400, 1024, 3000):
         for serial in range(count):
-            for rank in (1, 2):
-                others.send((count, serial), rank, rank, serial, bytes(serial % INLINE))
+            for rank, other in enumerate(others, 1):
+                other.tell(count, rank, [serial], bytes(serial % INLINE))
             if serial % 200 == 0:
                 own.collect()
         for serial in range(count):
             messages = own.receive((count, serial), timeout=10)
             assert {rank: message.offset for rank, message in messages.items()} == {1: 1, 2: 2}
-            assert all((each.readers, len(each.part)) == (serial, serial % INLINE) for each in messages.values())
+            assert all((each.start, len(each.part)) == (serial, serial % INLINE) for each in messages.values())
 
 
-def test_a_block_is_used_again_when_all_have_finished_with_it() -> None:
+def test_a_block_is_used_again_when_all_have_said_that_they_have_finished_with_it() -> None:
     own = Memory(ranks=3)
-    peer = Peer(own.address)
-    block = own.take(5000)
-    for memory, rank in ((own, 0), (peer, 1), (peer, 2)):
-        assert own.take(5000) is not block
-        memory.map[block.readers + rank] = 0
-    assert own.take(5000) is block
+    others = connected(own.pipe)
+    block, _ = own.take(5000, torch.uint8)
+    block.readers.discard(0)
+    for other in others:
+        other.peers[0].finished.append(block.offset)
+    assert own.take(5000, torch.uint8)[0] is not block  # what others know nobody sees before they say it
+    others[0].tell(0)
+    assert own.take(5000, torch.uint8)[0] is not block
+    others[1].tell(1, part=b"besides")
+    assert own.take(5000, torch.uint8)[0] is block
+    assert not own.pipe.has((1, 0))  # rank 1 has told of no collective
+    others[0].tell(1)
+    assert own.pipe.receive((1, 0), timeout=1)[2].part == b"besides"
+
+
+def test_any_number_of_blocks_may_be_finished_with_at_a_time() -> None:
+    own = Memory(ranks=2)
+    others = connected(own.pipe)
+    blocks = [own.take(1, torch.uint8)[0] for _ in range(600)]
+    for block in blocks:
+        block.readers.discard(0)
+        others[0].peers[0].finished.append(block.offset)
+    for left in (344, 88, 0, 0):
+        others[0].tell(0)
+        own.pipe.collect()
+        assert sum(bool(block.readers) for block in blocks) == left
+    own.trim()
+    assert own.held() == []
 
 
 @over_world_sizes
@@ -375,7 +403,7 @@ def refuse(*_: object) -> Any:
 
 REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no memfd": lambda patch: patch.delattr(os, "memfd_create"),
-    "a peer's can't be opened": lambda patch: patch.setattr(memory_pool, "Peer", refuse),
+    "a peer's can't be opened": lambda patch: patch.setattr(memory_pool, "map_of", refuse),
     "switched off": lambda patch: patch.setenv(SWITCH, "0"),
 }
 
@@ -491,14 +519,14 @@ def test_it_may_be_switched_from_optimizer_to_optimizer() -> None:
 def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Memory()
     with pytest.raises(MemoryError, match=f"{SWITCH}=0"):
-        own.take(own.address.size)
+        own.take(own.address.size, torch.uint8)
 
     def full(*_: int) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(MemoryError, match="no space"):
-        own.take(100)
+        own.take(100, torch.uint8)
 
 
 # Nothing piles up

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from lowlevel_zero.communication import chaining
-from lowlevel_zero.communication.chaining import OnStream, OnThread
+from lowlevel_zero.communication import work
 from lowlevel_zero.communication.grid import GridCommunicator, shard_group
-from lowlevel_zero.communication.work import Work
+from lowlevel_zero.communication.work import OnStream, OnThread, Work
 from lowlevel_zero.streams import Streams
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
 from tests.support.grid import Grid, group_among
@@ -205,7 +204,7 @@ def slowed(seed: int, rank: int) -> Any:
     """In this rank's process, the thread between the levels, and layers, take a while at random."""
     draw = random.Random(100 * seed + rank)
     slow = draw.random() < 0.5
-    carry_on, forward = chaining._carry_on, nn.Linear.forward
+    carry_on, forward = work._carry_on, nn.Linear.forward
 
     def nap() -> None:
         if slow and draw.random() < 0.4:
@@ -220,7 +219,7 @@ def slowed(seed: int, rank: int) -> Any:
         return forward(layer, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chaining, "_carry_on", slow_carry_on)
+        patch.setattr(work, "_carry_on", slow_carry_on)
         patch.setattr(nn.Linear, "forward", slow_forward)
         yield
 
@@ -326,8 +325,7 @@ def test_the_thread_ends_with_its_owner() -> None:
 def test_the_thread_finishes_before_the_interpreter_goes() -> None:
     script = (
         "import time\n"
-        "from lowlevel_zero.communication.chaining import OnThread\n"
-        "from lowlevel_zero.communication.work import Work\n"
+        "from lowlevel_zero.communication.work import OnThread, Work\n"
         "chain = OnThread()\n"
         "slow = Work(lambda: time.sleep(0.3))\n"
         "chain.after(slow, lambda _: Work(print('started')))"

@@ -6,6 +6,7 @@ import ctypes
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +72,10 @@ class Backend(ABC):
         The result is ``into``, ``sizes_into[r]`` elements of it from rank ``r``.
         """
 
+    @abstractmethod
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """Start summing a few numbers, in place: to the same bits on all ranks."""
+
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
         """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``.
 
@@ -116,6 +121,10 @@ class HostBackend(Backend):
         others that may only be known by waiting.
         """
 
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """Everybody's, in rank order."""
+        return self.exchange(value.view(-1), ADDED, partial(_sum_into, value))
+
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum of every rank's ``values``, an agreement: they have one order on all ranks."""
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -130,9 +139,13 @@ class HostBackend(Backend):
         return self.exchange(torch.frombuffer(data, dtype=torch.uint8), AGREED, _unpickled).wait()
 
 
-def bytes_of(tensor: Tensor) -> bytes:
+def _bytes_of(tensor: Tensor) -> bytes:
     """What a contiguous tensor of the host holds; torch may have come without numpy."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _sum_into(value: Tensor, parts: list[Tensor]) -> Tensor:
+    return value.copy_(torch.stack(parts).sum(dim=0).view(value.shape))
 
 
 def _maximum(parts: list[Tensor]) -> Tensor:
@@ -140,7 +153,7 @@ def _maximum(parts: list[Tensor]) -> Tensor:
 
 
 def _unpickled(parts: list[Tensor]) -> list[Any]:
-    return [pickle.loads(bytes_of(theirs)) for theirs in parts]
+    return [pickle.loads(_bytes_of(theirs)) for theirs in parts]
 
 
 class Alone(HostBackend):

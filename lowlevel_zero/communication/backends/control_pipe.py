@@ -4,26 +4,32 @@ A reader sleeps in the kernel until a record comes, and no thread has to carry i
 message through gloo's threads takes a hundred times as long. A reader also wakes when the process that it waits for
 has ended.
 
+A record tells of a part of a collective, and which blocks of the reader's memory the sender has finished with. All that
+a process learns of another's memory it learns here, never by looking: whoever has read a record sees what was written
+before it was sent, also on machines whose cores reorder reads and writes (ARM, POWER), since both went through the
+pipe's lock in the kernel.
+
 Nobody waits for room in a pipe, where two could wait for each other. A pipe is small where the user has many, and
 others may have much to tell at once. So what finds no room is left to a thread.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import struct
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from threading import Lock, RLock, Thread
+from threading import Lock, Thread
 from time import monotonic, sleep
 from typing import NamedTuple, TypeAlias
 from weakref import finalize
 
-_RECORD = struct.Struct("=iqiqqH")  # a collective's kind and serial, the sender, offset and readers, bytes that follow
-# Bytes that a record may bring along. The kernel keeps 4,096 together.
-INLINE = 1024
+# A collective's kind and serial, the sender, offset and start; how many offsets and how many bytes follow.
+_RECORD = struct.Struct("=iqiqqHH")
+# Bytes, and offsets, that a record may bring along. The kernel keeps 4,096 bytes together.
+INLINE, _FINISHED = 1024, 256
 _MOST = 2**16  # bytes that are read at a time
 _ROOM = 2**20  # of a pipe: tens of thousands of records
 _DOZE, _NAP, _LATE = 0.05, 0.001, 1.0  # seconds
@@ -36,66 +42,114 @@ class Message(NamedTuple):
     """What a rank tells of its part of a collective.
 
     Attributes:
-        offset: where it lies in the rank's memory.
-        readers: where that says who has yet to read it.
-        part: or the part itself, if it is small.
+        offset: of the block that holds it, in the rank's memory.
+        start: what is for the receiver starts so many bytes further.
+        part: or that itself, if it is small.
     """
 
     offset: int
-    readers: int
+    start: int
     part: bytes
 
 
 class ControlPipe:
-    """This process's own, which others write to.
+    """This process's own, which its peers write to, and theirs.
+
+    Args:
+        rank: this process's.
+        readers: by offset of each block of its memory, the ranks that haven't finished with it.
 
     Attributes:
-        descriptor: of the pipe.
+        descriptor: of its own pipe.
+        peers: the others', by rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, readers: Mapping[int, set[int]]) -> None:
+        import fcntl  # which Linux has, as it has what is asked of it
+
         self.descriptor, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         close_with(self, self.descriptor, writing)  # the other end stays open, lest the pipe ends with its writers
         with suppress(OSError):  # more than this user may have
             fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
+        self.peers: dict[int, PeerPipe] = {}
+        self._rank = rank
+        self._readers = readers
         self._rest = b""
+        self._serials: defaultdict[int, int] = defaultdict(int)
         self._received: dict[Key, dict[int, Message]] = {}
-        self._lock = RLock()
+        self._lock = Lock()
         self._sleeping = Lock()  # a poll object serves one thread at a time
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)
-        self._process_of: dict[int, int] = {}
-        self._rank_of: dict[int, int] = {}
         self._ended: set[int] = set()
 
-    def watch(self, rank: int, process: int) -> None:
+    def connect(self, rank: int, peer: PeerPipe) -> None:
         """Messages of ``rank`` belong to each collective; tell who waits when its process has ended."""
-        self._process_of[rank] = process
-        self._rank_of[process] = rank
-        self._poll.register(process, select.POLLIN)
+        self.peers[rank] = peer
+        self._poll.register(peer.process, select.POLLIN)
 
-    def collect(self) -> None:
-        """Take in what has come."""
-        with self._lock, suppress(BlockingIOError):
-            more = True
-            while more:
+    def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = (), part: bytes = b"") -> Key:
+        """Tell all peers of the next collective of a kind, and which of their blocks are finished with.
+
+        What a pipe has no room for goes later; messages may overtake each other.
+
+        Args:
+            kind: 0: there is no collective.
+            offset, part: see ``Message``.
+            starts: by rank; empty: all 0.
+        """
+        serial = self._serials[kind]
+        self._serials[kind] = serial + 1
+        for rank, peer in self.peers.items():
+            finished: list[int] = []
+            with suppress(IndexError):  # one by one: another thread may be telling, too
+                while len(finished) < _FINISHED:
+                    finished.append(peer.finished.popleft())
+            start = starts[rank] if starts else 0
+            record = _RECORD.pack(kind, serial, self._rank, offset, start, len(finished), len(part))
+            record += struct.pack(f"={len(finished)}q", *finished) + part
+            try:
+                os.write(peer.descriptor, record)
+            except BlockingIOError:
+                peer.write_later(record)
+        return kind, serial
+
+    def collect(self, wait: bool = True) -> None:
+        """Take in what has come; if another thread is at it, ``wait`` for that to end."""
+        if not self._lock.acquire(blocking=wait):
+            return
+        try:
+            while True:
                 data = os.read(self.descriptor, _MOST)
-                more, data, at = len(data) == _MOST, self._rest + data, 0
-                while at + _RECORD.size <= len(data):
-                    kind, serial, sender, offset, readers, length = _RECORD.unpack_from(data, at)
-                    end = at + _RECORD.size + length
-                    if end > len(data):  # the rest of it is still in the pipe
-                        break
-                    message = Message(offset, readers, data[at + _RECORD.size : end])
-                    self._received.setdefault((kind, serial), {})[sender] = message
-                    at = end
-                self._rest = data[at:]
+                self._rest = self._taken_in(self._rest + data)
+                if len(data) < _MOST:
+                    return
+        except BlockingIOError:
+            return
+        finally:
+            self._lock.release()
+
+    def _taken_in(self, data: bytes) -> bytes:
+        """Take in all records in ``data``; what is left of it is the start of one more."""
+        at = 0
+        while at + _RECORD.size <= len(data):
+            kind, serial, sender, offset, start, finished, length = _RECORD.unpack_from(data, at)
+            part = at + _RECORD.size + 8 * finished
+            if part + length > len(data):
+                break
+            for block in struct.unpack_from(f"={finished}q", data, at + _RECORD.size):
+                self._readers[block].discard(sender)
+            if kind:
+                message = Message(offset, start, data[part : part + length])
+                self._received.setdefault((kind, serial), {})[sender] = message
+            at = part + length
+        return data[at:]
 
     def has(self, key: Key) -> bool:
         """Whether all ranks' messages have come; looks into the pipe only if it has to."""
-        if len(self._received.get(key, ())) < len(self._process_of):
+        if len(self._received.get(key, ())) < len(self.peers):
             self.collect()
-        return len(self._received.get(key, ())) == len(self._process_of)
+        return len(self._received.get(key, ())) == len(self.peers)
 
     def receive(self, key: Key, timeout: float) -> dict[int, Message]:
         """The messages of a collective by rank, once, when all have come.
@@ -103,15 +157,16 @@ class ControlPipe:
         Raises:
             RuntimeError: a sender has ended, or ``timeout`` seconds are over.
         """
-        if len(self._received.get(key, ())) < len(self._process_of):
+        if len(self._received.get(key, ())) < len(self.peers):
             self._wait(key, monotonic() + timeout, timeout)
         return self._received.pop(key)
 
     def _wait(self, key: Key, deadline: float, timeout: float) -> None:
         while True:
+            self._sleep(deadline)
             ended = set(self._ended)  # what they have sent has come by now
             self.collect()
-            missing = self._process_of.keys() - self._received.get(key, {}).keys()
+            missing = self.peers.keys() - self._received.get(key, {}).keys()
             if not missing:
                 return
             if ended & missing:
@@ -120,19 +175,18 @@ class ControlPipe:
                 )
             if monotonic() > deadline:
                 raise RuntimeError(f"expected gradients or parameters of ranks {sorted(missing)} within {timeout:g} s")
-            self._sleep(deadline)
 
     def _sleep(self, deadline: float) -> None:
-        """Until something happens, or not for long: another thread may take in what this one waits for."""
+        """Until something has come, or not for long: another thread may take in what this one waits for."""
         if not self._sleeping.acquire(blocking=False):
             sleep(_NAP)
             return
         try:
-            events = self._poll.poll(max(0.0, min(_DOZE, deadline - monotonic())) * 1000)
-            for descriptor, _ in events:
-                if descriptor in self._rank_of:
-                    self._ended.add(self._rank_of[descriptor])
-                    self._poll.unregister(descriptor)  # it would go on being ready
+            ready = dict(self._poll.poll(max(0.0, min(_DOZE, deadline - monotonic())) * 1000))
+            for rank, peer in self.peers.items():
+                if peer.process in ready:
+                    self._ended.add(rank)
+                    self._poll.unregister(peer.process)  # it would go on being ready
         finally:
             self._sleeping.release()
 
@@ -146,44 +200,40 @@ class PeerPipe:
         timeout: seconds for which there may be no room.
 
     Attributes:
+        descriptor: of the pipe.
         process: a descriptor that can be read from when it has ended.
+        finished: offsets of its blocks that this process has finished with, and not told it.
     """
 
     def __init__(self, path: str, process: int, timeout: float) -> None:
         # For reading, too: so writing never fails for want of a reader, when the other process has left.
-        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        close_with(self, self._pipe)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        close_with(self, self.descriptor)
         self.process = os.pidfd_open(process)
         close_with(self, self.process)
+        self.finished: deque[int] = deque()
         self._timeout = timeout
         self._unsent: deque[bytes] = deque()
         self._lock = Lock()
 
-    def send(self, key: Key, sender: int, offset: int = 0, readers: int = 0, part: bytes = b"") -> None:
-        """Send a message, if there is no room for it now then later; messages may overtake each other."""
-        record = _RECORD.pack(*key, sender, offset, readers, len(part)) + part
-        try:
-            os.write(self._pipe, record)
-        except BlockingIOError:
-            self._send_later(record)
-
-    def _send_later(self, record: bytes) -> None:
+    def write_later(self, record: bytes) -> None:
+        """Have a thread write what there is no room for now."""
         with self._lock:
             self._unsent.append(record)
             if len(self._unsent) == 1:  # else there is a thread
-                Thread(target=self._send_unsent, name="lowlevel_zero control pipe", daemon=True).start()
+                Thread(target=self._write_unsent, name="lowlevel_zero control pipe", daemon=True).start()
 
-    def _send_unsent(self) -> None:
-        """Send what is left, for as long as the process lives and reads."""
+    def _write_unsent(self) -> None:
+        """Write what is left, for as long as the process lives and reads."""
         deadline, poll = monotonic() + self._timeout, select.poll()
-        poll.register(self._pipe, select.POLLOUT)
+        poll.register(self.descriptor, select.POLLOUT)
         poll.register(self.process, select.POLLIN)
         while monotonic() < deadline:
             if any(descriptor == self.process for descriptor, _ in poll.poll(_LATE * 1000)):
                 return
             with self._lock, suppress(BlockingIOError):
                 while self._unsent:
-                    os.write(self._pipe, self._unsent[0])
+                    os.write(self.descriptor, self._unsent[0])
                     self._unsent.popleft()
                     deadline = monotonic() + self._timeout
                 return

@@ -2,34 +2,32 @@
 
 A process's memory is one anonymous file (a memfd: no name that a killed process could leave behind, no limit as
 /dev/shm has in containers), as large as the machine's memory and mapped once by everybody. It takes memory only where
-a block is; a block's memory is given back by punching a hole, whoever still has it mapped::
+a block is; a block's memory is given back by punching a hole, whoever still has it mapped.
 
-    | token | a byte for each block and rank: 1 until that rank has read the block | blocks ...
-
-So those who have read a block say so without a message. They do so after their reads: the interpreter's lock, which a
-copy or a sum lets go of and takes again, orders the two.
+Who has read a block says so in its next message (see ``control_pipe``). When all have, the block is used again.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import resource
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from .backend import HostBackend
 from .control_pipe import ControlPipe, PeerPipe, close_with
 
 _MOST = 64 * 2**30  # of address space
 _PAGE = mmap.PAGESIZE
-_TABLE = 2**20  # bytes
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+T = TypeVar("T")
 
 
 class Address(NamedTuple):
@@ -50,13 +48,13 @@ class Block:
 
     Attributes:
         offset, nbytes: where it is.
-        readers: where the memory has a byte for each rank: 1 until it has finished with the block.
+        readers: the ranks that haven't finished with it.
         resident: it takes memory.
     """
 
     offset: int
     nbytes: int
-    readers: int
+    readers: set[int]
     resident: bool = False
 
 
@@ -64,6 +62,7 @@ class Memory:
     """This process's own.
 
     Args:
+        rank: this process's.
         ranks: how many map it, this process too.
 
     Attributes:
@@ -75,13 +74,14 @@ class Memory:
         OSError: the system has no such thing, or no room for it.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
         _check_room(ranks, size)
-        self._ranks = ranks
+        self._everybody = range(ranks)
         self._file = os.memfd_create("lowlevel_zero")
         close_with(self, self._file)
-        self.pipe = ControlPipe()
+        self._readers: dict[int, set[int]] = {}
+        self.pipe = ControlPipe(rank, self._readers)
         os.ftruncate(self._file, size)
         self.map = _mapped(self._file, size)
         token = secrets.token_bytes(16)
@@ -91,28 +91,36 @@ class Memory:
         self.address = Address(_host(), os.getpid(), self._file, self.pipe.descriptor, file, size, token)
         self._blocks: list[Block] = []
         self._lock = Lock()
-        self._top = _PAGE + _TABLE
+        self._top = _PAGE
 
-    def take(self, nbytes: int) -> Block:
-        """A block of at least ``nbytes`` that nobody reads, until all ranks have finished with it; never waits for one.
+    def take(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
+        """A block that nobody reads, until all ranks have finished with it; and so many elements, 1-D, in it.
+
+        Never waits for one.
 
         Raises:
             MemoryError: there is no more.
         """
+        nbytes = numel * dtype.itemsize
         nbytes = max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
         with self._lock:
-            block = self._free(nbytes) or self._new(nbytes)
+            block = self._free(nbytes)
+            if block is None or block.nbytes != nbytes or not block.resident:
+                self.pipe.collect()  # peers may have finished with a better one
+                block = self._free(nbytes) or self._new(nbytes)
             if not block.resident:
                 self._populate(block)
-            self.map[block.readers : block.readers + self._ranks] = b"\1" * self._ranks
-            return block
+            block.readers.update(self._everybody)
+        if numel == 0:
+            return block, torch.empty(0, dtype=dtype, device="cpu")
+        return block, torch.frombuffer(self.map, dtype=dtype, count=numel, offset=block.offset)
 
     def _free(self, nbytes: int) -> Block | None:
         """One of just that size, else the best that is large enough."""
         best: Block | None = None
         for block in self._blocks:
             fits = block.nbytes == nbytes or block.nbytes > nbytes > _PAGE  # a few numbers shall not keep a large one
-            if fits and self.map.find(b"\1", block.readers, block.readers + self._ranks) < 0:
+            if fits and not block.readers:
                 if block.nbytes == nbytes and block.resident:
                     return block
                 if best is None or (best.resident, -best.nbytes) < (block.resident, -block.nbytes):
@@ -121,15 +129,22 @@ class Memory:
 
     def trim(self, keep: int = 0) -> None:
         """Give back the memory of free blocks, but for about ``keep`` bytes."""
-        with self._lock:
+        self.pipe.tell(0)  # which blocks this process has finished with, for its peers to do the same
+        self.pipe.collect(wait=False)
+        if not self._lock.acquire(blocking=False):  # it is in use by what this interrupts, as a finaliser may
+            return
+        try:
             for block in self._blocks:
-                if block.resident and self.map.find(b"\1", block.readers, block.readers + self._ranks) < 0:
+                if block.resident and not block.readers:
                     keep -= block.nbytes
                     if keep < 0:
                         self.map.madvise(mmap.MADV_REMOVE, block.offset, block.nbytes)
                         block.resident = False
             while self._blocks and not self._blocks[-1].resident:
                 self._top = self._blocks.pop().offset
+                del self._readers[self._top]
+        finally:
+            self._lock.release()
 
     def held(self) -> list[Tensor]:
         """The blocks that take memory, as bytes."""
@@ -137,9 +152,9 @@ class Memory:
         return [torch.frombuffer(self.map, dtype=torch.uint8, count=b.nbytes, offset=b.offset) for b in resident]
 
     def _new(self, nbytes: int) -> Block:
-        block = Block(self._top, nbytes, _PAGE + len(self._blocks) * self._ranks)
-        if block.offset + nbytes > self.address.size or block.readers + self._ranks > _PAGE + _TABLE:
+        if self._top + nbytes > self.address.size:
             raise MemoryError(_exhausted(nbytes, "all of its address space is taken"))
+        block = Block(self._top, nbytes, self._readers.setdefault(self._top, set()))
         self._blocks.append(block)
         self._top += nbytes
         return block
@@ -153,39 +168,6 @@ class Memory:
         block.resident = True
 
 
-class Peer:
-    """Another process's memory.
-
-    Args:
-        address: where it is.
-        timeout: seconds for which its pipe may have no room.
-
-    Attributes:
-        map: all of it.
-        pipe: how this process tells it where its own parts lie.
-
-    Raises:
-        OSError, ValueError: it can't be reached from here.
-    """
-
-    def __init__(self, address: Address, timeout: float = 60.0) -> None:
-        if address.host != _host():
-            raise ValueError("it is on another host")
-        folder = f"/proc/{address.process}/fd"
-        # In another PID namespace this may be any process, and opening some files does something: look first.
-        seen = os.stat(f"{folder}/{address.memory}")
-        if (seen.st_dev, seen.st_ino) != address.file:
-            raise ValueError("its process has another number here")
-        file = os.open(f"{folder}/{address.memory}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self.map = _mapped(file, address.size)
-        finally:
-            os.close(file)
-        if self.map[: len(address.token)] != address.token:
-            raise ValueError("its memory isn't what is seen here")
-        self.pipe = PeerPipe(f"{folder}/{address.pipe}", address.process, timeout)
-
-
 class Pool:
     """The memory of all ranks of a process group, as one of them sees it; all of its optimizers use it.
 
@@ -197,7 +179,7 @@ class Pool:
 
     Attributes:
         own: this rank's.
-        peers: the others', by rank.
+        maps: the others', by rank, beginning with the rank before this one.
         timeout: seconds to wait for a peer.
 
     Raises:
@@ -207,14 +189,66 @@ class Pool:
     def __init__(self, own: Memory, rank: int, addresses: Sequence[Address], timeout: float) -> None:
         self.own = own
         self.timeout = timeout
-        others = {of: address for of, address in enumerate(addresses) if of != rank}
-        self.peers = {of: Peer(address, timeout) for of, address in others.items()}
-        for of, peer in self.peers.items():
-            own.pipe.watch(of, peer.pipe.process)
+        size = len(addresses)
+        turns = [(rank - turn) % size for turn in range(1, size)]
+        self.maps = {of: map_of(addresses[of]) for of in turns}
+        for of in turns:
+            process = addresses[of].process
+            own.pipe.connect(of, PeerPipe(f"/proc/{process}/fd/{addresses[of].pipe}", process, timeout))
+
+
+def map_of(address: Address) -> mmap.mmap:
+    """Another process's memory.
+
+    Raises:
+        OSError, ValueError: it can't be reached from here.
+    """
+    if address.host != _host():
+        raise ValueError("it is on another host")
+    path = f"/proc/{address.process}/fd/{address.memory}"
+    # In another PID namespace this may be any process, and opening some files does something: look first.
+    seen = os.stat(path)
+    if (seen.st_dev, seen.st_ino) != address.file:
+        raise ValueError("its process has another number here")
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mapped = _mapped(file, address.size)
+    finally:
+        os.close(file)
+    if mapped[: len(address.token)] != address.token:
+        raise ValueError("its memory isn't what is seen here")
+    return mapped
+
+
+def open_pool(rank: int, size: int, timeout: float, ranks: HostBackend) -> Pool | str:
+    """Memory that every rank can see every other's of, else why not; alike on all, which all call it."""
+    own = _or_why_not(lambda: Memory(rank, size))
+    addresses = ranks.all_gather_object(own if isinstance(own, str) else own.address)
+    refusals = _refusals(addresses)
+    if isinstance(own, str) or refusals:
+        return refusals
+    pool = _or_why_not(lambda: Pool(own, rank, addresses, timeout))
+    return _refusals(ranks.all_gather_object(pool if isinstance(pool, str) else None)) or pool
+
+
+def _or_why_not(make: Callable[[], T]) -> T | str:
+    try:
+        return make()
+    except (ImportError, AttributeError) as error:
+        return f"not on its system: {error}"
+    except (OSError, ValueError) as error:  # other hosts, containers or users
+        return str(error)
+
+
+def _refusals(answers: list[object]) -> str:
+    """Which ranks have said that they can't, and why; empty: none has."""
+    return "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str))
 
 
 def _check_room(count: int, size: int) -> None:
     """Raise ``OSError`` where so many mappings would take more than half of the address space that is left."""
+    import resource  # which Linux has
+
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return

@@ -45,6 +45,10 @@ class Native(Backend):
         """In place."""
         return _work(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
 
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """As a buffer."""
+        return self.all_reduce(value)
+
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """In place."""
         work = _all_gather_single(buffer.view(-1), buffer[self.rank], group=self._group, async_op=True)

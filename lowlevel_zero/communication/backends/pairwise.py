@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..chaining import OnThread
 from ..flat_buffers import in_rows, sum_rows
-from ..work import Work
+from ..work import OnThread, Work
 from .backend import GATHER, HAND_OUT, KINDS, PRESENT, REDUCE, SPREAD, HostBackend
 
 T = TypeVar("T")

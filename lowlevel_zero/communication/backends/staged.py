@@ -37,6 +37,10 @@ class Staged(Backend):
         device = buffer.device
         return self._host.all_reduce(self._staged(buffer)).then(lambda total: total.to(device))
 
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """As ``host`` does it."""
+        return self._host.sum(value.to(_HOST)).then(value.copy_)
+
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """Of ``buffer`` its own row goes to the host, and all come back."""
         staged = torch.empty(buffer.shape, dtype=buffer.dtype, device=_HOST)
