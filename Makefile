@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST_VENV := .venv-oldest
 # -qq: errors only. Nothing is asked of the index but packages.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
@@ -10,12 +11,17 @@ INSTALLED := $(VENV)/.installed
 COLOSSALAI_INSTALLED := $(VENV)/.colossalai-installed
 PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
+OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
+
+# A process of tests for each core; who has done its share takes of another's.
+SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
+WITHOUT_COLOSSALAI := --ignore tests/plugin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test soak peers bench house lint clean
+.PHONY: help demo booster test test-core test-full soak test-oldest peers bench house lint clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo ARGS="--help")
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
@@ -23,11 +29,20 @@ demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo AR
 booster: $(COLOSSALAI_INSTALLED)  ## train a small Llama through ColossalAI's Booster (options: as for demo)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_llama_booster.py $(ARGS)
 
-test: $(COLOSSALAI_INSTALLED)  ## run the tests (options: make test ARGS="-k floors")
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(COLOSSALAI_INSTALLED)  ## run the tests, 5 minutes on 2 cores (options: make test ARGS="-k floors")
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
-soak: $(COLOSSALAI_INSTALLED)  ## run the long tests, for a night (options: make soak ARGS="-k long_run")
+test-core: $(INSTALLED)  ## run those of them that need torch alone, and not ColossalAI
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(WITHOUT_COLOSSALAI) $(ARGS)
+
+test-full: $(COLOSSALAI_INSTALLED)  ## run the tests and the long ones
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "" $(ARGS)
+
+soak: $(COLOSSALAI_INSTALLED)  ## run the long tests alone (options: make soak ARGS="-k long_run")
 	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+test-oldest: $(OLDEST_INSTALLED)  ## run the core's tests with the oldest torch, in an environment of its own (5 GB)
+	@$(OLDEST_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(WITHOUT_COLOSSALAI) $(ARGS)
 
 peers: $(PEERS_INSTALLED)  ## install what the benchmarks compare with
 
@@ -43,8 +58,8 @@ lint: $(LINTERS_INSTALLED)  ## check style, format, types and imports
 	$(BIN)/mypy --strict lowlevel_zero examples
 	$(BIN)/lint-imports --no-logo
 
-clean:  ## remove .venv and all that was built or cached
-	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+clean:  ## remove .venv, .venv-oldest and all that was built or cached
+	rm -rf $(VENV) $(OLDEST_VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps live in .venv, so that they go with it; they are written last, so that a failed install is retried.
@@ -54,6 +69,14 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --requirement requirements.lock
 	@$(PIP) install --no-deps --editable .
+	@touch $@
+
+# Python 3.12 is the newest that torch 2.4 has a build for.
+$(OLDEST_INSTALLED): requirements.lock pyproject.toml
+	@echo "Installing torch 2.4 into $(OLDEST_VENV) (once; torch is a large download) ..."
+	@$(PYTHON) -m venv --clear $(OLDEST_VENV)
+	@sed 's/^torch==.*/torch==2.4.1/' requirements.lock | $(OLDEST_VENV)/bin/python -m pip -qq install --requirement /dev/stdin
+	@$(OLDEST_VENV)/bin/python -m pip -qq install --no-deps --editable .
 	@touch $@
 
 # --no-build-isolation: the one package that has to be built is built by the lock file's setuptools, not the newest.

@@ -81,8 +81,8 @@ def start(seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
     return model, LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model=model)
 
 
-def killed_at_each_operation(folder: Path, save: Callable[[nn.Module, Any], Any], check: Callable[[], None]) -> int:
-    """A process for each operation of ``save``, killed there, and ``check`` in the next; how many there were."""
+def killed_in_a_save(folder: Path, save: Callable[[nn.Module, Any], Any], check: Callable[[], None], every: int) -> int:
+    """A process for each or ``every`` so many operations of ``save``, killed there; ``check`` in the next; how many."""
 
     def crash(rank: int, world_size: int, fatal: int) -> None:
         if fatal > 1:
@@ -93,14 +93,14 @@ def killed_at_each_operation(folder: Path, save: Callable[[nn.Module, Any], Any]
         fuse.light()
         save(model, optimizer)
 
-    for fatal in range(1, 200):
+    for count, fatal in enumerate(range(1, 200, every)):
         try:
             run_ranks(crash, 1, fatal, timeout=20.0)
         except AssertionError as error:
             if "ProcessDied" not in str(error) and "SIGKILL" not in str(error):
                 raise
         else:
-            return fatal - 1
+            return count
     raise AssertionError("a save has no end")
 
 
@@ -109,7 +109,8 @@ def loaded(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["beside", "over"])
-def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(overwrite: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(every: int, overwrite: bool, tmp_path: Path) -> None:
     """The former one or, once it is in place, the new one, and no half one; what is left behind is no hindrance."""
     run = tmp_path / "run"
     former, new = run / "step-1", run / ("step-1" if overwrite else "step-2")
@@ -131,10 +132,10 @@ def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(overwrite: bool
             file.write(f"{found} ")
 
     run_ranks(first, 1)
-    count = killed_at_each_operation(
-        run, lambda model, optimizer: save_checkpoint(new, model, optimizer, extra="new", keep=1), check
+    count = killed_in_a_save(
+        run, lambda model, optimizer: save_checkpoint(new, model, optimizer, extra="new", keep=1), check, every
     )
-    assert count > 20
+    assert count > 40 // every
     assert {*seen.read_text().split()} == {"former", "new"}
     assert [place.name for place in run.iterdir()] == [new.name]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import cycle, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
+from tests.support.covering import covering
 from tests.support.internals import with_and_without_detection
 from tests.support.numbers import trained
 from tests.support.oracle import check_close, worst
@@ -29,6 +30,13 @@ WAYS: dict[str, dict[str, Any]] = {"bare": {"bare": True}, "driven": {"bare": Fa
 BOTH: dict[str, dict[str, Any]] = {
     f"{stage}, {way}": {**STAGES[stage], **WAYS[way]} for stage, way in product(STAGES, WAYS)
 }
+
+
+def in_both(names: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Each with both stages, and with both ways to run backwards."""
+    return [(name, f"{stage}, {way}") for name, stage, way in covering(names, STAGES, WAYS)]
+
+
 TIMEOUT = 20.0
 
 
@@ -231,7 +239,7 @@ SEGMENTS = {
 
 @nested_warns
 def test_checkpointing_with_a_weight_shared_by_segments(subtests: pytest.Subtests) -> None:
-    check_each({f"{kind}, {way}": Case(SEGMENTS[kind], BOTH[way]) for kind, way in product(SEGMENTS, BOTH)}, subtests)
+    check_each({f"{kind}, {way}": Case(SEGMENTS[kind], BOTH[way]) for kind, way in in_both(SEGMENTS)}, subtests)
 
 
 def test_checkpointing_on_other_world_sizes(subtests: pytest.Subtests) -> None:
@@ -247,7 +255,7 @@ def test_checkpointing_over_several_micro_batches(subtests: pytest.Subtests) -> 
         return Case(train_recomputed(kind, True, micro_batches=2), BOTH[way])
 
     kinds = (Recomputed, AllRecomputed)
-    check_each({f"{kind.__name__}, {way}": of(kind, way) for kind, way in product(kinds, BOTH)}, subtests)
+    check_each({f"{kind.__name__}, {way}": of(kind, way) for kind, way in in_both(kinds)}, subtests)
 
 
 def test_checkpointing_without_overlap() -> None:
@@ -387,7 +395,7 @@ def some_inputs(side: Alone) -> nn.Module:
 
 def test_several_backwards_before_a_step(subtests: pytest.Subtests) -> None:
     scripts = {"two losses": two_losses, "same loss twice": same_loss_twice, "some inputs": some_inputs}
-    check_each({f"{name}, {way}": Case(scripts[name], BOTH[way], 3) for name, way in product(scripts, BOTH)}, subtests)
+    check_each({f"{name}, {way}": Case(scripts[name], BOTH[way], 3) for name, way in in_both(scripts)}, subtests)
 
 
 def test_backward_by_grad(subtests: pytest.Subtests) -> None:
@@ -500,7 +508,7 @@ def test_gradients_that_share_memory_are_each_reduced_once(subtests: pytest.Subt
     assert model.one.grad is not None
     assert model.other.grad is not None
     assert model.one.grad.data_ptr() == model.other.grad.data_ptr()  # else the test is none
-    check_each({f"{size} ranks, {way}": Case(script, BOTH[way], size) for size, way in product((2, 3), BOTH)}, subtests)
+    check_each({f"{size} ranks, {way}": Case(script, BOTH[way], size) for size, way in in_both((2, 3))}, subtests)
 
 
 # Where gradients are
@@ -687,13 +695,8 @@ def test_gan(subtests: pytest.Subtests) -> None:
 
         return script
 
-    cases = product(zip(GANS, cycle(STAGES)), WAYS)
     check_each(
-        {
-            f"{moves.__name__}, {stage}, {way}": Case(script_of(moves), {**STAGES[stage], **WAYS[way]})
-            for (moves, stage), way in cases
-        },
-        subtests,
+        {f"{moves.__name__}, {way}": Case(script_of(moves), BOTH[way]) for moves, way in in_both(GANS)}, subtests
     )
 
 
@@ -858,13 +861,13 @@ def test_zero_grad_and_step_anywhere(subtests: pytest.Subtests) -> None:
 
         return script
 
-    cases = product(zip(ANYWHERE, cycle(STAGES)), WAYS, (True, False))
+    cases = covering(ANYWHERE, STAGES, WAYS, (True, False))
     check_each(
         {
             f"{moves.__name__}, {stage}, {way}, {'to none' if to_none else 'to zeros'}": Case(
                 script_of(moves, to_none), {**STAGES[stage], **WAYS[way]}
             )
-            for (moves, stage), way, to_none in cases
+            for moves, stage, way, to_none in cases
         },
         subtests,
     )
@@ -1148,7 +1151,7 @@ def test_a_step_between_forward_and_backward_is_noticed(world_size: int, subtest
         optimizer.zero_grad()
         side.backward(optimizer, early)
 
-    cases = product(WAYS, (torch.float32, torch.bfloat16), (1, 2**20))
+    cases = covering(WAYS, (torch.float32, torch.bfloat16), (1, 2**20))
     for (way, dtype, bucket), ran in run_cases_expecting(train, world_size, cases):
         with subtests.test(way=way, dtype=dtype, bucket=bucket):
             for error in ran.raised():

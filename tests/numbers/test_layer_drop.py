@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.covering import covering
 from tests.support.internals import with_and_without_detection
 from tests.support.judging import check_norms, check_run
 from tests.support.numbers import trained
@@ -157,14 +158,17 @@ PATTERNS: dict[str, Rounds] = {
 }
 
 
+OF_FOUR = ("last-rank-all-layers", "never-the-same-twice", "more-losses-on-higher-ranks", "different")
+
+
 def test_pattern(subtests: pytest.Subtests) -> None:
-    ways = zip(product(PATTERNS, (2, 4)), cycle(STAGES), cycle(["bare", "bare", "driven", "driven"]))
+    ways = zip(PATTERNS, cycle(STAGES), cycle(["bare", "bare", "driven", "driven"]))
     check(
         {
-            f"{pattern}, {size} ranks, {stage}, {way}": Training(
-                PATTERNS[pattern], size, bare=WAYS[way], options=STAGES[stage]
+            f"{pattern}, {stage}, {way}": Training(
+                PATTERNS[pattern], 4 if pattern in OF_FOUR else 2, bare=WAYS[way], options=STAGES[stage]
             )
-            for (pattern, size), stage, way in ways
+            for pattern, stage, way in ways
         },
         subtests,
     )
@@ -379,7 +383,7 @@ def test_a_layer_that_nobody_used_stays_bit_for_bit(subtests: pytest.Subtests) -
         )
 
     places = [(1, "stage2"), (2, "stage1"), (3, "stage1-scatter"), (3, "stage2"), (4, "stage1")]
-    cases = product(places, (torch.float32, torch.bfloat16))
+    cases = zip(places, cycle((torch.float32, torch.bfloat16)))
     runs = {f"{size} ranks, {stage}, {dtype}": of(size, stage, dtype) for (size, stage), dtype in cases}
     for name, _, ran in trained(runs, train_and_watch, "layers.1", timeout=TIMEOUT):
         with subtests.test(name):
@@ -485,7 +489,7 @@ def test_gradient_of_a_parameter_is_the_oracle_s_or_none(subtests: pytest.Subtes
     def of(world_size: int, stage: str, way: str) -> Training:
         return Training(PARTLY, world_size, bare=WAYS[way], options=STAGES[stage])
 
-    cases = product((2, 3), STAGES, WAYS)
+    cases = covering((2, 3), STAGES, WAYS)
     runs = {f"{size} ranks, {stage}, {way}": of(size, stage, way) for size, stage, way in cases}
     for name, run, ran in trained(runs, sharded_gradients, timeout=TIMEOUT):
         with subtests.test(name):

@@ -86,7 +86,8 @@ def test_all_settings_on_any_number_of_ranks(subtests: pytest.Subtests) -> None:
         run = replace(run_of(world_size, drop=DROPS["different"]), optimizer=muon_of(**SETTINGS[settings]))
         return run.with_options(**STAGES[stage])
 
-    runs = {f"{size} ranks, {settings}": of(size, settings) for size, settings in product(WORLD_SIZES, SETTINGS)}
+    cases = zip((1, 2, 3, 4, 3, 4, 1, 2), [*SETTINGS, *SETTINGS], strict=True)
+    runs = {f"{size} ranks, {settings}": of(size, settings) for size, settings in cases}
     for name, run, ran in trained(runs):
         with subtests.test(name):
             check(run, ran.values())

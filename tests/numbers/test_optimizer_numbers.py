@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, cycle, product
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.covering import covering
 from tests.support.judging import check_movement, check_norms, check_run, mistakes
 from tests.support.numbers import (
     DROPS,
@@ -90,29 +90,16 @@ class Case(NamedTuple):
         return run
 
 
-def covering() -> list[Case]:
-    """A selection in which every two levels of different factors meet: a regular frame, the rest dealt from decks."""
-    draw = random.Random(52)
-    decks = []
-    for levels in OTHER_FACTORS.values():
-        deck = [name for _ in range(20) for name in draw.sample(range(len(levels)), len(levels))]
-        decks.append(cycle([list(levels)[at] for at in deck]))
-    stages, drops = list(STAGES), list(DROPS)
-    return [
-        Case(WORLD_SIZES[at // 5 % 4], stages[at % 3], drops[at % 5], tuple(next(deck) for deck in decks))
-        for at in range(30)
-    ]
-
-
-CASES = covering()
+LEVELS = [WORLD_SIZES, tuple(STAGES), tuple(DROPS), *(tuple(each) for each in OTHER_FACTORS.values())]
+CASES = [Case(size, stage, drop, tuple(others)) for size, stage, drop, *others in covering(*LEVELS)]
 
 
 def test_the_selection_covers_every_pair_of_levels() -> None:
-    rows = [(case.world_size, case.stage, case.drop, *case.others) for case in CASES]
-    levels = [WORLD_SIZES, tuple(STAGES), tuple(DROPS), *(tuple(each) for each in OTHER_FACTORS.values())]
-    for one, other in combinations(range(len(levels)), 2):
+    rows = covering(*LEVELS)
+    assert len(rows) < 30
+    for one, other in combinations(range(len(LEVELS)), 2):
         met = {(row[one], row[other]) for row in rows}
-        assert met == set(product(levels[one], levels[other]))
+        assert met == set(product(LEVELS[one], LEVELS[other]))
 
 
 def test_fp32(subtests: pytest.Subtests) -> None:
@@ -191,7 +178,7 @@ def sixteen(world_size: int, dtype: str, stage: str, way: str) -> Run:
 
 
 def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
-    cases = [(*place, way) for place, way in zip(product(WORLD_SIZES, SIXTEEN, STAGES), cycle(SIXTEEN_WAYS))]
+    cases = covering(WORLD_SIZES, SIXTEEN, STAGES, SIXTEEN_WAYS)
     for name, run, ran in trained({label(case): sixteen(*case) for case in cases}, masters_of):
         with subtests.test(name):
             check_masters(run, ran.values(), share_of(run.dtype, run.world_size))

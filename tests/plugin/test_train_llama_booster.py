@@ -15,6 +15,7 @@ import train_llama_booster
 from tests.support.ranks import run_ranks
 
 
+@pytest.mark.soak
 def test_the_command_runs(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, train_llama_booster.__file__, "--steps", "2", "--save", str(tmp_path)]

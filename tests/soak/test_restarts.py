@@ -14,6 +14,8 @@ import pytest
 from tests.support.mortal import AGENT_DIES, BACKWARD, SAVE, Task, train
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.soak
+
 ROOT = Path(__file__).parents[2]
 # A store that outlives a start has the addresses of the ranks that were.
 FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -88,7 +90,6 @@ def test_a_killed_run_comes_back_by_itself_and_its_losses_are_the_same(tmp_path:
     check(task, uninterrupted(task, tmp_path / "whole"))
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_killed_at_twenty_random_moments_it_loses_nothing_but_the_steps_since_the_last_save(tmp_path: Path) -> None:
     task = Task(str(tmp_path), 2000, 10, killed=20)

@@ -17,6 +17,8 @@ import torch.distributed.tensor  # here once, not in every forked rank
 from tests.support.ranks import run_ranks
 from tests.support.soak import Held, Memory, Outcome, Report, Soak, train_alone, train_rank
 
+pytestmark = pytest.mark.soak
+
 WAYS = {
     "stage 1": Soak(),
     "stage 2": Soak(options={"partition_grad": True, "reduce_bucket_size": 100}),
@@ -45,7 +47,6 @@ def test_a_short_run(way: str, tmp_path: Path) -> None:
     check(replace(WAYS[way], steps=60, evaluate_every=5, save_every=15), tmp_path, timeout=60)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("way", WAYS)

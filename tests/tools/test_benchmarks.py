@@ -32,7 +32,10 @@ def _measure(folder: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("arguments", [["--dtype=fp32"], ["--dtype=bf16", "--micro-batches=2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--dtype=fp32"], pytest.param(["--dtype=bf16", "--micro-batches=2"], marks=pytest.mark.soak)],
+)
 def test_all_contestants_train_alike(tmp_path: Path, arguments: list[str]) -> None:
     found = _measure(tmp_path, *arguments)
     baseline = found["contestants"][found["baseline"]]

@@ -287,6 +287,7 @@ def killed_after(step: int, out: Path, *arguments: str) -> None:
             process.join()
 
 
+@pytest.mark.soak
 def test_killed_again_and_again_it_ends_the_same(tmp_path: Path, whole_run: Path) -> None:
     out = tmp_path / "out"
     for step in (EVERY, 2 * EVERY, 4 * EVERY):
