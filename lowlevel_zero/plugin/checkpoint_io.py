@@ -64,7 +64,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     whichever of model and optimizer is loaded first.
 
     With ``use_async`` values are copied to the host, and a thread writes them while training goes on: in safetensors'
-    format, one save after the other. The next ``save_model``, or a load, waits for it, and raises what it met with.
+    format, one save after the other. What goes wrong there a later save or load raises; a load, and a save without
+    ``use_async``, waits for all of them.
 
     Raises (each method, on every rank):
         TypeError: what is to be saved or loaded isn't boosted.
@@ -79,11 +80,16 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         self._writes: list[Future[None]] = []
 
     def _sync_io(self) -> None:
-        while self._writes:
+        self._raise_failures(wait=True)
+
+    def _raise_failures(self, wait: bool) -> None:
+        """Raise what the thread has met with; ``wait``: when it has written all."""
+        while self._writes and (wait or self._writes[0].done()):
             self._writes.pop(0).result()
 
-    def _check_target(self, checkpoint: str, index_name: str | None, use_safetensors: bool) -> None:
+    def _check_target(self, checkpoint: str, index_name: str | None, use_safetensors: bool, use_async: bool) -> None:
         """Raise, on the rank that writes, unless a checkpoint can be written there: with an index, or to one file."""
+        self._raise_failures(wait=not use_async)  # the thread may be writing there
         if not self.coordinator.is_master():
             return
         if index_name is not None:
@@ -117,10 +123,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         weights_name, index_name = get_model_base_filenames(prefix, use_safetensors)
         with all_or_none("save its model"):
             check_boosted(model, BoostedModel, "model")
-            self._check_target(checkpoint, index_name if shard else None, use_safetensors)
+            self._check_target(checkpoint, index_name if shard else None, use_safetensors, use_async)
         model.finish_gathers()
         with all_or_none("save its model"):
-            self._sync_io()
             if self.coordinator.is_master():
                 state_dict = _to_write(model, use_safetensors, use_async)
                 form = partial(save_state_dict, use_safetensors=use_safetensors)
@@ -195,7 +200,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         names = get_optimizer_base_filenames(prefix, use_async)
         with all_or_none("save its optimizer"):
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
-            self._check_target(checkpoint, names[1] if shard else None, use_async)
+            self._check_target(checkpoint, names[1] if shard else None, use_async, use_async)
         if shard:
             self._save_pieces(optimizer, checkpoint, names, size_per_shard, use_async)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -450,6 +451,26 @@ def test_an_asynchronous_save_has_the_values_of_its_moment(shard: bool, tmp_path
         check_equal(state, pair.state())
 
     run_ranks(rank, 2)
+
+
+def test_a_save_waits_for_the_thread(tmp_path: Path) -> None:
+    """Both want the same file; the later one stays."""
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp32")
+        path = str(tmp_path / "model.safetensors")
+        pair.train(rank, 0, 1)
+        pair.booster.checkpoint_io._thread.submit(time.sleep, 0.3)
+        pair.booster.save_model(pair.model, path, use_async=True)
+        pair.train(rank, 1, 2)
+        pair.booster.save_model(pair.model, path, use_safetensors=True)
+        values = pair.values()
+        pair.train(rank, 2, 3)
+        pair.booster.load_model(pair.model, path)
+        check_equal(values, pair.values())
+
+    run_ranks(rank, 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_what_an_asynchronous_save_meets_with_is_raised_by_the_next(tmp_path: Path) -> None:
