@@ -24,6 +24,7 @@ from .peers.peer import DTYPES
 from .picture import Curve, draw_curves
 from .report import Spread
 from .rounds import settle
+from .tables import TABLES
 
 _RENAMED = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows += [_row(world_size, case, [rank[at] for rank in seen]) for at, case in enumerate(cases)]
     facts["load average after"] = load()
     content = {"header": facts, "run": {"rounds": options.rounds}, "rows": rows}
-    publish(options.out, content, _table(rows), _draw)
+    publish(options.out, content, TABLES["collectives"](content).text(), _draw)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -132,18 +133,6 @@ def _row(world_size: int, case: Case, seen: list[list[list[float]]]) -> dict[str
     }
     seconds = {way: median(times) for way, times in zip(WAYS, rounds, strict=True)}
     return {"ranks": world_size, **case._asdict(), "seconds": seconds, "ratios": ratios}
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    columns = "".join(f"{way + ' ms':>13}" for way in WAYS) + "".join(f"{way:>10} min-max  " for way in WAYS[1:])
-    lines = [f"{'':16}{'ranks':>6}{'dtype':>7}{'elements':>12}{columns}"]
-    for row in rows:
-        times = "".join(f"{1e3 * row['seconds'][way]:13.2f}" for way in WAYS)
-        spreads = "".join(
-            f"{spread['median']:10.2f} {spread['least']:.2f}-{spread['most']:.2f}" for spread in row["ratios"].values()
-        )
-        lines.append(f"{row['collective']:16}{row['ranks']:6}{row['dtype']:>7}{row['elements']:12,}{times}{spreads}")
-    return "\n".join(lines)
 
 
 def _draw(figure: Any, content: Mapping[str, Any]) -> None:

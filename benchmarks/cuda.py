@@ -32,6 +32,7 @@ from .machine import header, load
 from .output import RESULTS, publish, refuse_unkept
 from .peers.peer import adamw
 from .picture import draw_bars
+from .tables import TABLES
 
 # Bytes that a step must move for each element that a rank owns (gradient, master, two states, row), and to copy the
 # gathered rows out into each parameter.
@@ -68,7 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(_beside_floor(_in_a_process(options.timeout, _measure, case), bandwidth))
     facts["load average after"] = load()
     run = {"size": options.size, "dtype": "bf16", "steps": options.steps, "copies, GB/s": round(bandwidth / 1e9, 1)}
-    publish(options.out, {"header": facts, "run": run, "rows": rows}, table(rows), _draw)
+    content = {"header": facts, "run": run, "rows": rows}
+    publish(options.out, content, TABLES["cuda"](content).text(), _draw)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -230,31 +232,6 @@ def _beside_floor(row: dict[str, Any], bandwidth: float) -> dict[str, Any]:
     gathered = COPIED if row["world size"] > 1 else 0
     floor = 1e3 * row["elements"] * (OWNED / row["world size"] + gathered) / bandwidth
     return {**row, "copying ms": floor, "to copying": row["step ms"] / floor}
-
-
-_COLUMNS = (
-    ("step ms", 1, 10, 2),
-    ("copying ms", 1, 12, 2),
-    ("to copying", 1, 12, 2),
-    ("host ms", 1, 10, 2),
-    ("collectives", 1, 13, 0),
-    ("launches", 1, 10, 0),
-    ("synchronisations", 1, 18, 0),
-    ("peak bytes", 2**20, 12, 0),
-    ("bytes after", 2**20, 13, 0),
-)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line a case; bytes in MiB."""
-    lines = [f"{'':14}{'ranks':>6}" + "".join(f"{name:>{width}}" for name, _, width, _ in _COLUMNS)]
-    for row in rows:
-        cells = [
-            f"{row[name] / unit:{width}.{digits}f}" if name in row else f"{'-':>{width}}"
-            for name, unit, width, digits in _COLUMNS
-        ]
-        lines.append(f"{row['name']:14}{row['world size']:6}{''.join(cells)}")
-    return "\n".join(lines)
 
 
 def _draw(figure: Any, content: Mapping[str, Any]) -> None:

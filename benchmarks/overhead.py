@@ -39,6 +39,7 @@ from .peers.peer import DTYPES
 from .picture import Curve, draw_curves
 from .report import Spread
 from .rounds import settle
+from .tables import TABLES
 
 _PACKING = (bucket_store.pack, flat_buffers.unpack)
 
@@ -82,7 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
     (rows,) = run_ranks(_measure, 1, case, timeout=options.timeout, init=False)
     facts["load average after"] = load()
     run = {name: getattr(case, name) for name in ("parameters", "elements", "dtype", "stage", "implementation")}
-    publish(options.out, {"header": facts, "run": run, "rows": rows}, table(rows), _draw)
+    content = {"header": facts, "run": run, "rows": rows}
+    publish(options.out, content, TABLES["overhead"](content).text(), _draw)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -207,17 +209,6 @@ def _row(world_size: int, turns: list[dict[str, float]], first: list[dict[str, f
         "spread": Spread.of(overheads)._asdict(),
         "to the first": Spread.of(ratios)._asdict(),
     }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line a world size: microseconds per parameter and step, medians over the rounds."""
-    names = ("ours", "plain", "overhead", "packing", "the rest", "collectives")
-    lines = [f"{'ranks':>6}" + "".join(f"{name:>13}" for name in (*names, "min-max", "to the first"))]
-    for row in rows:
-        span = f"{row['spread']['least']:.2f}-{row['spread']['most']:.2f}"
-        cells = [f"{row[name]:13.2f}" for name in names]
-        lines.append(f"{row['world size']:6}{''.join(cells)}{span:>13}{row['to the first']['median']:13.2f}")
-    return "\n".join(lines)
 
 
 def _draw(figure: Any, content: Mapping[str, Any]) -> None:

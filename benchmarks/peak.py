@@ -18,6 +18,7 @@ from .peers import CONTESTANTS, Setting, left_out, taking_part
 from .peers.peer import DTYPES
 from .picture import draw_bars
 from .rounds import Course, run_course, settle
+from .tables import TABLES
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,7 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
     settle()
     rows = {name: _measure(name, setting, options) for name in names}
     run = {"ranks": options.world_size, **asdict(setting)}
-    publish(options.out, {"header": facts, "run": run, "contestants": rows}, table(rows), _draw)
+    content = {"header": facts, "run": run, "contestants": rows}
+    publish(options.out, content, TABLES["peak"](content).text(), _draw)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -54,16 +56,6 @@ def _measure(name: str, setting: Setting, options: argparse.Namespace) -> dict[s
     peak, base = max((rank[name].peak_rss for rank in seen), key=lambda pair: pair[0])
     held = max(sum(rank[name].after_backward.values()) for rank in seen)
     return {"title": CONTESTANTS[name].title, "peak rss": peak, "before": base, "held after backward": held}
-
-
-def table(rows: Mapping[str, Any]) -> str:
-    """One line a contestant, in MiB."""
-    lines = [f"{'MiB':44}{'peak RSS':>10}{'of which since the start':>26}{'held after backward':>21}"]
-    for row in rows.values():
-        values = (row["peak rss"], row["peak rss"] - row["before"], row["held after backward"])
-        peak, since, held = (value / 2**20 for value in values)
-        lines.append(f"{row['title']:44}{peak:10.0f}{since:26.0f}{held:21.0f}")
-    return "\n".join(lines)
 
 
 def _draw(figure: Any, content: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from .peers import CONTESTANTS, Peer, Setting
 from .peers.peer import DTYPES
 from .picture import Curve, draw_curves
 from .rounds import settle
+from .tables import TABLES
 
 NAMES = ("ours-1", "ours-2", "fsdp2")
 
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(file=sys.stderr)
     facts["load average after"] = load()
     run = {"size": options.size, "dtype": options.dtype, "rounds": options.rounds}
-    publish(options.out, {"header": facts, "run": run, "rows": rows}, table(rows), _draw)
+    content = {"header": facts, "run": run, "rows": rows}
+    publish(options.out, content, TABLES["scale"](content).text(), _draw)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -109,17 +111,6 @@ def _row(name: str, world_size: int, turns: list[dict[str, float]], setting: Set
 
 
 _COLUMNS = ("forward and backward ms", "step ms", "bytes after backward", "bytes after step", "collectives")
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line a contestant and world size; medians over the rounds."""
-    lines = [f"{'':32}{'ranks':>6}{'fwd+bwd ms':>12}{'step ms':>10}{'B/p bwd':>9}{'B/p step':>10}{'collectives':>13}"]
-    for row in sorted(rows, key=lambda row: (str(row["name"]), int(row["world size"]))):
-        times = f"{row['forward and backward ms']:12.1f}{row['step ms']:10.1f}"
-        held = [row[name] / row["elements"] for name in ("bytes after backward", "bytes after step")]
-        cells = f"{times}{held[0]:9.2f}{held[1]:10.2f}{row['collectives']:13.0f}"
-        lines.append(f"{row['title']:32}{row['world size']:6}{cells}")
-    return "\n".join(lines)
 
 
 def _draw(figure: Any, content: Mapping[str, Any]) -> None:

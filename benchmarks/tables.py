@@ -1,0 +1,126 @@
+"""What was measured as a table: for the terminal, and for the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lowlevel_zero.planning.text import aligned
+
+
+class Table(NamedTuple):
+    """Titles of the columns, and what stands in them."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def text(self) -> str:
+        """For the terminal."""
+        return aligned([tuple(self.titles), *map(tuple, self.rows)], right=range(1, len(self.titles)))
+
+    def markdown(self) -> list[str]:
+        """For a page."""
+        lines = [self.titles, ["---"] * len(self.titles), *self.rows]
+        return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def steps(content: dict[str, Any]) -> Table:
+    """A contestant's whole step beside the baseline's."""
+    titles = ["", "time", "least to most", "ms", "bytes per parameter after backward, after step", "MB sent, told"]
+    return Table(titles, [_step(row) for row in content["contestants"].values()])
+
+
+def _step(row: dict[str, Any]) -> list[str]:
+    spread = row["ratios"]["whole"]
+    held = [sum(row[when].values()) / row["elements"] for when in ("held after backward", "held after step")]
+    sent = [row[name] for name in ("sent bytes a step", "sent by its own account")]
+    return [
+        row["title"],
+        f"{spread['median']:.2f}",
+        f"{spread['least']:.2f} to {spread['most']:.2f}",
+        f"{1e3 * row['seconds']['whole']['median']:.0f}",
+        ", ".join(f"{value:.1f}" for value in held),
+        ", ".join("-" if value is None else f"{value / 1e6:.0f}" for value in sent),
+    ]
+
+
+def peaks(content: dict[str, Any]) -> Table:
+    """The most memory that a rank has taken."""
+    rows = content["contestants"].values()
+    cells = [
+        [row["title"], f"{row['peak rss'] / 2**20:.0f}", f"{(row['peak rss'] - row['before']) / 2**20:.0f}"]
+        for row in rows
+    ]
+    return Table(["", "peak RSS of a rank, MiB", "of which since its start"], cells)
+
+
+def overheads(content: dict[str, Any]) -> Table:
+    """Host time by simulated world size."""
+    cells = [
+        [f"{row['world size']:,}", *(f"{row[name]:.2f}" for name in ("plain", "overhead", "packing", "the rest"))]
+        for row in content["rows"]
+    ]
+    titles = ["ranks", "plain, microseconds per parameter and step", "beyond that", "of it packing", "the rest"]
+    return Table(titles, cells)
+
+
+def scales(content: dict[str, Any]) -> Table:
+    """Time and memory by simulated world size."""
+    cells = [
+        [
+            row["title"],
+            f"{row['world size']:,}",
+            f"{row['forward and backward ms']:.0f}",
+            f"{row['step ms']:.1f}",
+            f"{row['bytes after backward'] / row['elements']:.2f}",
+            f"{row['collectives']:.0f}",
+        ]
+        for row in content["rows"]
+    ]
+    titles = ["", "ranks", "forward and backward, ms", "step, ms", "bytes per parameter after backward", "collectives"]
+    return Table(titles, cells)
+
+
+def collectives(content: dict[str, Any]) -> Table:
+    """Milliseconds of each way, and ratios to the native one; medians over the rounds."""
+    cells = [
+        [
+            row["collective"],
+            str(row["ranks"]),
+            row["dtype"],
+            f"{row['elements']:,}",
+            *(f"{1e3 * seconds:.2f}" for seconds in row["seconds"].values()),
+            *(f"{spread['median']:.2f}" for spread in row["ratios"].values()),
+        ]
+        for row in content["rows"]
+    ]
+    first = content["rows"][0]
+    times, ratios = [f"{way}, ms" for way in first["seconds"]], [f"{way} / native" for way in first["ratios"]]
+    return Table(["", "ranks", "dtype", "elements", *times, *ratios], cells)
+
+
+def cuda(content: dict[str, Any]) -> Table:
+    """One GPU's step, at simulated world sizes."""
+    names = ("step ms", "copying ms", "to copying", "host ms", "collectives", "launches", "synchronisations")
+    memory = ("peak bytes", "bytes after")
+    cells = [
+        [
+            row["name"],
+            str(row["world size"]),
+            *(f"{row[name]:.2f}" if name in row else "-" for name in names),
+            *(f"{row[name]:,}" if name in row else "-" for name in memory),
+        ]
+        for row in content["rows"]
+    ]
+    return Table(["", "ranks", *names, *memory], cells)
+
+
+# By the first word of a result's name.
+TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
+    "step": steps,
+    "peak": peaks,
+    "overhead": overheads,
+    "scale": scales,
+    "collectives": collectives,
+    "cuda": cuda,
+}
