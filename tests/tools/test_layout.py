@@ -36,8 +36,8 @@ def of_run(rank: int, world_size: int, run: Run) -> tuple[Layout, dict[str, int]
     for record in optimizer.sharded_parameters:
         bucket = optimizer.sharded_group_of(record).gradients.bucket_of(record)
         if bucket is not None:
-            part = bucket.part_of(record)
-            parts[record.name] = (part.storage_offset() - bucket.shard.row.storage_offset(), part.numel())
+            part = bucket.part_of(record, bucket.row)
+            parts[record.name] = (part.storage_offset() - bucket.row.storage_offset(), part.numel())
     return layout, held, parts
 
 
