@@ -166,7 +166,8 @@ class Bucket:
 
     def part_of(self, record: ShardedParameter, row: Tensor) -> Tensor:
         """One record's slice in such a row: ``g``, ``[s]``, in this bucket's own."""
-        return self.split(row)[self.planned.members.index(record.index)]
+        at = self.planned.members.index(record.index)
+        return row.narrow(-1, self.planned.starts[at], self.planned.sizes[at])
 
     def working(self) -> list[ShardedParameter]:
         """The mapping p <-> p32 <-> g of this bucket: the records that a rank had a gradient for."""
