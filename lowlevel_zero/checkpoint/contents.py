@@ -22,7 +22,7 @@ from .held import Entry, held_by, without_values
 from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name
-from .saved import Saved
+from .saved import SavedCheckpoint
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ class Contents:
 
     # ---- what is loaded ----
 
-    def templates(self, saved: Saved) -> tuple[dict[str, Tensor], States]:
+    def templates(self, saved: SavedCheckpoint) -> tuple[dict[str, Tensor], States]:
         """Empty tensors to load into, this rank's boxes alone: of the model and of its optimizers' states.
 
         Raises:

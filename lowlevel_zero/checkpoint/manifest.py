@@ -145,6 +145,13 @@ class Manifest:
                 return f"{name} is not what was written: its checksum differs"
         return None
 
+    def check_files(self, folder: Path, names: Iterable[str], verify: bool = True) -> None:
+        """Raise ``ValueError`` unless these files are what was written: by size and, to ``verify``, by checksum."""
+        names = list(names)
+        wrong = self.first_missing(folder, names) or (self.first_damaged(folder, names) if verify else None)
+        if wrong is not None:
+            raise ValueError(f"{folder}: damaged: {wrong}; take another, or copy it anew")
+
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint ``folder``.

@@ -17,7 +17,8 @@ from ..optim.probe import NoProbe, first_states
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
 from .global_names import from_leaders
-from .whole import MASTER, State, in_group_order, is_slice, load_slices, own_state, scale_as_numbers
+from .values import is_slice
+from .whole import MASTER, State, in_group_order, load_slices, own_state, scale_as_numbers
 
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
