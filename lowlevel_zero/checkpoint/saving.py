@@ -202,9 +202,10 @@ def _log_error(written: Future[None]) -> None:
 
 def wait_for_last(group: ShardGroup) -> None:
     """Return when this group's asynchronous save is over, however it ended: its own ``wait`` tells."""
-    written = context_of(group.group).writing
-    if written is not None:
-        written.exception()
+    context = context_of(group.group)
+    if context.writing is not None:
+        context.writing.exception()
+        context.writing = None
 
 
 def runs_of(optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = ()) -> tuple[str, ...]:
