@@ -183,7 +183,7 @@ class Contents:
             if name in saved.manifest.tensors:
                 device = entry.tensor.device if entry.record is None else entry.record.padded.device
                 split = EvenSplit(entry.saved.numel, entry.ranks.size)
-                own = torch.empty(split.slice_size, dtype=saved.of_model(name).properties.dtype, device=device)
+                own = torch.empty(split.slice_size, dtype=saved.of_model(name).dtype, device=device)
                 model[name] = boxed(own, entry.saved.shape, entry.saved.stride, entry.ranks)
         states = {name: own for each in self.states_of.values() for name, own in each.templates(saved.states).items()}
         return model, states

@@ -186,20 +186,18 @@ def whole_manifest(folder: Path) -> Manifest | None:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
+    """That of a file's content; ``experts``, ``excluded`` and ``runs`` aren't in all of format 1's."""
     return Manifest(
-        version=content["version"],
-        torch=content["torch"],
-        world_size=content["world_size"],
-        stage=content["stage"],
-        saved=content["saved"],
-        serial=content["serial"],
-        tensors={name: _saved_tensor(entry) for name, entry in content["tensors"].items()},
-        tied=content["tied"],
-        files={name: FileSum(*file) for name, file in content["files"].items()},
-        experts={name: _expert(entry) for name, entry in content.get("experts", {}).items()},
-        excluded={name: _saved_tensor(entry) for name, entry in content.get("excluded", {}).items()},
-        runs=tuple(content.get("runs", ())),
-        format=content["format"],
+        **{
+            **content,
+            "tensors": {name: _saved_tensor(entry) for name, entry in content["tensors"].items()},
+            "files": {name: FileSum(*file) for name, file in content["files"].items()},
+            "experts": {
+                name: Expert(of["name"], tuple(of["ranks"])) for name, of in content.get("experts", {}).items()
+            },
+            "excluded": {name: _saved_tensor(entry) for name, entry in content.get("excluded", {}).items()},
+            "runs": tuple(content.get("runs", ())),
+        }
     )
 
 
@@ -208,8 +206,7 @@ def _expert(entry: Mapping[str, Any]) -> Expert:
 
 
 def _saved_tensor(entry: Mapping[str, Any]) -> SavedTensor:
-    shape, stride = tuple(entry["shape"]), tuple(entry["stride"])
-    return SavedTensor(shape, stride, entry["dtype"], entry["kind"], entry["group"], entry.get("optimizer"))
+    return SavedTensor(**{**entry, "shape": tuple(entry["shape"]), "stride": tuple(entry["stride"])})
 
 
 def _digest(content: Mapping[str, Any]) -> str:

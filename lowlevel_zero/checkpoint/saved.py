@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ..bookkeeping.sharding import SCALARS
+from ..state.sharded import Stored
 from . import format_1
 from .manifest import METADATA, OBJECTS, Manifest, read_manifest
 from .metadata import read_metadata
@@ -51,24 +53,30 @@ class SavedCheckpoint:
         return [*manifest.tensors, *manifest.excluded, *manifest.tied, *self.objects.model]
 
     @cached_property
-    def states(self) -> dict[str, dict[str, TensorStorageMetadata]]:
+    def states(self) -> dict[str, dict[str, Stored]]:
         """By parameter and key, the optimizers' states that are tensors."""
-        found: dict[str, dict[str, TensorStorageMetadata]] = {}
+        found: dict[str, dict[str, Stored]] = {}
         prefix = STATE if self.manifest.format > 1 else format_1.STATE
         for full, described in self.metadata.state_dict_metadata.items():
             if full.startswith(prefix) and isinstance(described, TensorStorageMetadata):
                 name, _, key = full.removeprefix(prefix).rpartition(".")
-                found.setdefault(name, {})[key] = described
+                found.setdefault(name, {})[key] = self._stored(described, name, key)
         return found
 
-    def of_model(self, name: str) -> TensorStorageMetadata:
-        """Where the model's tensor is; ``ValueError`` unless it has the shape that the manifest tells."""
+    def of_model(self, name: str) -> Stored:
+        """A tensor of the model; ``ValueError`` unless it has the shape that the manifest tells."""
         described = self.metadata.state_dict_metadata.get(f"{MODEL}{name}")
-        entry = self.manifest.tensors[name]
-        stored = entry.shape if self.manifest.format > 1 else (entry.numel,)
-        if not isinstance(described, TensorStorageMetadata) or tuple(described.size) != stored:
-            raise ValueError(f"{self.path / METADATA}: damaged: expected {MODEL}{name} of {stored} in it")
-        return described
+        expected = self.manifest.tensors[name].shape
+        if not isinstance(described, TensorStorageMetadata) or self._stored(described, name).shape != expected:
+            raise ValueError(f"{self.path / METADATA}: damaged: expected {MODEL}{name} of {expected} in it")
+        return self._stored(described, name)
+
+    def _stored(self, described: TensorStorageMetadata, name: str, key: str = "") -> Stored:
+        """The model's ``name``, or its state ``key``, by its own shape also where it lies flat, in format 1."""
+        entry, shape = self.manifest.tensors.get(name), tuple(described.size)
+        if self.manifest.format == 1 and entry is not None and key not in SCALARS and shape == (entry.numel,):
+            shape = entry.shape
+        return Stored(shape, described.properties.dtype)
 
     def read(self, model: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Fill tensors, or boxes of them, by this process alone; of the model's by name, of states by key too.

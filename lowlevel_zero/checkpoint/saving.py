@@ -289,10 +289,10 @@ def _stage(optimizer: LowLevelZeroOptimizer) -> int:
 
 def _kept(options: ZeroOptions) -> dict[str, Any]:
     """What its layout depends on, and loading doesn't."""
-    wire = options.communication_dtype
+    dtype = options.communication_dtype
     return {
         "bucket_size": options.reduce_bucket_size,
-        "communication_dtype": None if wire is None else str(wire).removeprefix("torch."),
+        "communication_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "reduce_scatter": options.reduce_scatter,
         "master_weights": options.master_weights,
         "cpu_offload": options.cpu_offload,

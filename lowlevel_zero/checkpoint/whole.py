@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..bookkeeping.module_names import matched, without_wrappers
 from ..bookkeeping.sharding import SCALARS
+from ..state.sharded import Stored
 from ..state.whole import EXTRAS, FP8
 from .manifest import TRAINABLE
 from .objects import Settings
@@ -91,7 +91,7 @@ class WholeCheckpoint(SavedCheckpoint):
         manifest = self.manifest
         names = {name: name for name in manifest.tensors}
         names |= {alias: name for alias, name in manifest.tied.items() if name in manifest.tensors}
-        stored = {name: self._stored(name, "", self.of_model(name)) for name in manifest.tensors}
+        stored = {name: self._tensor(name, "", self.of_model(name)) for name in manifest.tensors}
         return {self._own[each]: stored[name] for each, name in names.items()}
 
     def tensors_beside(self) -> dict[str, Tensor]:
@@ -147,18 +147,15 @@ class WholeCheckpoint(SavedCheckpoint):
 
     def state(self, name: str) -> dict[str, Any]:
         """A parameter's optimizer state: tensors that are stored, and plain values."""
-        described = self.states.get(name, {})
-        keys = sorted(described, key=lambda key: (key not in SCALARS, key))
-        stored: dict[str, Any] = {key: self._stored(name, key, described[key]) for key in keys}
+        found = self.states.get(name, {})
+        keys = sorted(found, key=lambda key: (key not in SCALARS, key))
+        stored: dict[str, Any] = {key: self._tensor(name, key, found[key]) for key in keys}
         others = [settings["states"].get(name, {}) for settings in self.objects.optimizers.values()]
         return {**stored, **{key: value for other in others for key, value in other.items()}}
 
-    def _stored(self, name: str, key: str, described: TensorStorageMetadata) -> StoredTensor:
+    def _tensor(self, name: str, key: str, stored: Stored) -> StoredTensor:
         """The model's ``name``, or its state ``key``."""
-        entry, shape = self.manifest.tensors[name], tuple(described.size)
-        if sum(chunk.sizes.numel() for chunk in described.chunks) != described.size.numel():
-            raise ValueError(f"{self.path}: {name} {key}: expected pieces that make it whole, got {described.chunks}")
-        if key not in SCALARS and shape in (entry.shape, (entry.numel,)):  # stored flat in format 1
-            return StoredTensor(name, key, described.properties.dtype, entry.shape, entry.stride)
-        stride = torch.empty(shape, device="meta").stride()
-        return StoredTensor(name, key, described.properties.dtype, shape, stride)
+        entry = self.manifest.tensors[name]
+        sliced = key not in SCALARS and stored.shape == entry.shape
+        stride = entry.stride if sliced else torch.empty(stored.shape, device="meta").stride()
+        return StoredTensor(name, key, stored.dtype, stored.shape, stride)
