@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,15 +186,13 @@ def whole_manifest(folder: Path) -> Manifest | None:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
-    """That of a file's content; ``experts``, ``excluded`` and ``runs`` aren't in all of format 1's."""
+    """That of a file's content: format 1 has more in it, and not always ``experts``, ``excluded`` and ``runs``."""
     return Manifest(
         **{
-            **content,
+            **{each.name: content[each.name] for each in fields(Manifest) if each.name in content},
             "tensors": {name: _saved_tensor(entry) for name, entry in content["tensors"].items()},
             "files": {name: FileSum(*file) for name, file in content["files"].items()},
-            "experts": {
-                name: Expert(of["name"], tuple(of["ranks"])) for name, of in content.get("experts", {}).items()
-            },
+            "experts": {name: _expert(entry) for name, entry in content.get("experts", {}).items()},
             "excluded": {name: _saved_tensor(entry) for name, entry in content.get("excluded", {}).items()},
             "runs": tuple(content.get("runs", ())),
         }
