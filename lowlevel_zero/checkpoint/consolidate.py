@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def refuse_existing(out: Path, force: bool) -> None:
 def _model(checkpoint: WholeCheckpoint) -> dict[str, Any]:
     """Row-major: the format has no strides."""
     stored = {
-        name: StoredTensor(each.key, each.dtype, each.shape, torch.empty(each.shape, device="meta").stride())
+        name: replace(each, stride=torch.empty(each.shape, device="meta").stride())
         for name, each in checkpoint.model().items()
     }
     return {**stored, **checkpoint.tensors_beside()}
@@ -107,7 +108,7 @@ def _read(checkpoint: WholeCheckpoint, value: Any, scratch: Path, done: Callable
         if not isinstance(each, StoredTensor):
             return each
         tensor = _room_for(each, scratch / str(secrets.randbits(62)))
-        checkpoint.read({each.key: tensor})
+        checkpoint.read_whole(each, tensor)
         done(each.nbytes)
         return tensor
 

@@ -22,7 +22,7 @@ from .held import Entry, held_by, without_values
 from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name
-from .saved import Saved
+from .saved import SavedCheckpoint
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ class Contents:
 
     # ---- what is loaded ----
 
-    def templates(self, saved: Saved) -> tuple[dict[str, Tensor], States]:
+    def templates(self, saved: SavedCheckpoint) -> tuple[dict[str, Tensor], States]:
         """Empty tensors to load into, this rank's boxes alone: of the model and of its optimizers' states.
 
         Raises:
@@ -183,7 +183,7 @@ class Contents:
             if name in saved.manifest.tensors:
                 device = entry.tensor.device if entry.record is None else entry.record.padded.device
                 split = EvenSplit(entry.saved.numel, entry.ranks.size)
-                own = torch.empty(split.slice_size, dtype=saved.of_model(name).properties.dtype, device=device)
+                own = torch.empty(split.slice_size, dtype=saved.of_model(name).dtype, device=device)
                 model[name] = boxed(own, entry.saved.shape, entry.saved.stride, entry.ranks)
         states = {name: own for each in self.states_of.values() for name, own in each.templates(saved.states).items()}
         return model, states

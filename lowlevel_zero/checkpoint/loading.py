@@ -13,10 +13,11 @@ from torch import nn
 
 from ..communication.agreement import together
 from ..communication.monitored_barrier import monitored_barrier
+from ..communication.shard_group import ShardGroup
 from ..planning.text import counted, ranks_text
 from .contents import Contents
 from .folders import locate, seen_by_first
-from .manifest import METADATA, OBJECTS, RANK_STATE, Manifest, read_manifest
+from .manifest import RANK_STATE, Manifest, read_manifest
 from .objects import read_data
 from .optimizers import (
     Name,
@@ -28,7 +29,7 @@ from .optimizers import (
     group_of,
     told,
 )
-from .saved import Saved, read_saved
+from .saved import SavedCheckpoint
 from .saving import runs_of, wait_for_last
 
 _log = logging.getLogger("lowlevel_zero")
@@ -86,10 +87,9 @@ def load_checkpoint(
         each.finish_gathers()
     folder = seen_by_first(group, lambda: locate(Path(os.path.abspath(path))))
     with together(group, doing) as lines:
-        manifest = read_manifest(folder)
-        _refuse_damaged(folder, manifest, [METADATA, OBJECTS], verify=False)
-        _refuse_damaged(folder, manifest, sorted(manifest.files)[group.place :: group.ranks], verify)
-        saved = read_saved(folder, manifest)
+        saved = SavedCheckpoint(folder)
+        manifest = saved.manifest
+        manifest.check_files(folder, sorted(manifest.files)[group.place :: group.ranks], verify)
         check_same_optimizers(optimizers, saved.objects.optimizers)
         own = {} if rank_state is None else _state_of(folder, manifest, group.place)
         contents = Contents(model, optimizers)
@@ -102,16 +102,7 @@ def load_checkpoint(
             saved.read(model_state, states)
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder}: damaged, rank {group.place} could not read it: {error}") from error
-    before: dict[Name, Any] = {}
-    try:
-        with together(group, doing):
-            before.update({name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()})
-            for name, each in schedulers.items():
-                each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
-    except Exception:
-        for name, state in before.items():
-            schedulers[name].load_state_dict(state)
-        raise
+    _load_schedulers(saved, schedulers, group, doing)
     for each in optimizers.values():
         each.zero_grad()
     contents.put(model_state, states, saved.objects)
@@ -141,52 +132,55 @@ def _state_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     name = RANK_STATE.format(rank)
     if name not in manifest.files:
         return {}
-    _refuse_damaged(folder, manifest, [name])
+    manifest.check_files(folder, [name])
     state = read_data(folder / name)
     assert isinstance(state, dict)
     return state
 
 
-def _refuse_damaged(folder: Path, manifest: Manifest, names: list[str], verify: bool = True) -> None:
-    """Raise ``ValueError`` unless these files are what was written, by their sizes or, to ``verify``, to the byte."""
-    wrong = manifest.first_missing(folder, names)
-    if wrong is None and verify:
-        wrong = manifest.first_damaged(folder, names)
-    if wrong is not None:
-        raise ValueError(f"{folder}: damaged: {wrong}; load another, or copy it anew")
-
-
-def _check_same(saved: Saved, contents: Contents, schedulers: Mapping[Name, Any]) -> None:
+def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[Name, Any]) -> None:
     """Raise ``ValueError`` unless the checkpoint is of this model, its optimizers and schedulers."""
     contents.check_same(saved.manifest)
     for name, settings in saved.objects.optimizers.items():
         contents.states_of[name].check(settings)
         if name in schedulers and settings["scheduler"] is None:
             raise ValueError(
-                f"{called(name, 'scheduler')}: {saved.folder} was saved without one: leave it out, or save with it"
+                f"{called(name, 'scheduler')}: {saved.path} was saved without one: leave it out, or save with it"
             )
+
+
+def _load_schedulers(saved: SavedCheckpoint, schedulers: Mapping[Name, Any], group: ShardGroup, doing: str) -> None:
+    """Load them, or leave them as they were: one may refuse its state, on one rank."""
+    before: dict[Name, Any] = {}
+    try:
+        with together(group, doing):
+            before.update({name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()})
+            for name, each in schedulers.items():
+                each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
+    except Exception:  # whatever a stranger's class raises
+        for name, state in before.items():
+            schedulers[name].load_state_dict(state)
+        raise
 
 
 # ---- what the caller should know ----
 
 
-def _tell(saved: Saved, ranks: int, wants_states: bool) -> None:
+def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:
     """Log what the checkpoint doesn't bring, and what of it nobody is given."""
     left_out = list(saved.manifest.excluded)
     if left_out:
         _log.warning(
             "%s was saved without %s (exclude_frozen=True), which keep the values that the model has: %s",
-            saved.folder,
+            saved.path,
             counted(len(left_out), "frozen parameter"),
             ", ".join(left_out),
         )
     states = saved.manifest.rank_states
     if wants_states and states != list(range(ranks)):
-        _log.warning("%s: rank_state: %s", saved.folder, _who_is_given(states, ranks))
+        _log.warning("%s: rank_state: %s", saved.path, _who_is_given(states, ranks))
     elif states and not wants_states:
-        _log.info(
-            "%s: it has states of ranks' own, which nobody has asked for: pass rank_state={} to fill", saved.folder
-        )
+        _log.info("%s: it has states of ranks' own, which nobody has asked for: pass rank_state={} to fill", saved.path)
 
 
 def _who_is_given(states: list[int], ranks: int) -> str:

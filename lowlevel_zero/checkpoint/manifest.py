@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,6 +145,13 @@ class Manifest:
                 return f"{name} is not what was written: its checksum differs"
         return None
 
+    def check_files(self, folder: Path, names: Iterable[str], verify: bool = True) -> None:
+        """Raise ``ValueError`` unless these files are what was written: by size and, to ``verify``, by checksum."""
+        names = list(names)
+        wrong = self.first_missing(folder, names) or (self.first_damaged(folder, names) if verify else None)
+        if wrong is not None:
+            raise ValueError(f"{folder}: damaged: {wrong}; take another, or copy it anew")
+
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint ``folder``.
@@ -179,20 +186,16 @@ def whole_manifest(folder: Path) -> Manifest | None:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
+    """That of a file's content: format 1 has more in it, and not always ``experts``, ``excluded`` and ``runs``."""
     return Manifest(
-        version=content["version"],
-        torch=content["torch"],
-        world_size=content["world_size"],
-        stage=content["stage"],
-        saved=content["saved"],
-        serial=content["serial"],
-        tensors={name: _saved_tensor(entry) for name, entry in content["tensors"].items()},
-        tied=content["tied"],
-        files={name: FileSum(*file) for name, file in content["files"].items()},
-        experts={name: _expert(entry) for name, entry in content.get("experts", {}).items()},
-        excluded={name: _saved_tensor(entry) for name, entry in content.get("excluded", {}).items()},
-        runs=tuple(content.get("runs", ())),
-        format=content["format"],
+        **{
+            **{each.name: content[each.name] for each in fields(Manifest) if each.name in content},
+            "tensors": {name: _saved_tensor(entry) for name, entry in content["tensors"].items()},
+            "files": {name: FileSum(*file) for name, file in content["files"].items()},
+            "experts": {name: _expert(entry) for name, entry in content.get("experts", {}).items()},
+            "excluded": {name: _saved_tensor(entry) for name, entry in content.get("excluded", {}).items()},
+            "runs": tuple(content.get("runs", ())),
+        }
     )
 
 
@@ -201,8 +204,7 @@ def _expert(entry: Mapping[str, Any]) -> Expert:
 
 
 def _saved_tensor(entry: Mapping[str, Any]) -> SavedTensor:
-    shape, stride = tuple(entry["shape"]), tuple(entry["stride"])
-    return SavedTensor(shape, stride, entry["dtype"], entry["kind"], entry["group"], entry.get("optimizer"))
+    return SavedTensor(**{**entry, "shape": tuple(entry["shape"]), "stride": tuple(entry["stride"])})
 
 
 def _digest(content: Mapping[str, Any]) -> str:

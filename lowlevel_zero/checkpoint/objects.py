@@ -21,7 +21,7 @@ class Objects:
 
     Attributes:
         optimizers: of each its settings (see ``ShardedState``), its ``scheduler``'s state, and what its layout
-            depends on: ``options``, ``stage`` and ``slices``. The only one's are on the file's first level.
+            depends on: ``options``, ``stage`` and ``slices``. (In format 1 the only one's are on the first level.)
         model: extra states of modules, by name.
         extra: the caller's.
     """
@@ -36,14 +36,16 @@ class Objects:
         Raises:
             TypeError: a part that could not be read back, by its name.
         """
-        for name, settings in self.optimizers.items():
-            for key, value in settings.items():
-                packed(value, key if name is None else f"{key} of {called(name)}")
-        packed(self.model, "extra states of the model")
-        packed(self.extra, "extra")
-        alone = set(self.optimizers) == {None}
-        first = self.optimizers[None] if alone else {"optimizers": self.optimizers}
-        return packed({**first, "model": self.model, "extra": self.extra}, "the checkpoint's objects")
+        try:
+            content = {"optimizers": self.optimizers, "model": self.model, "extra": self.extra}
+            return packed(content, "the checkpoint's objects")
+        except TypeError:
+            for name, settings in self.optimizers.items():
+                for key, value in settings.items():
+                    packed(value, key if name is None else f"{key} of {called(name)}")
+            packed(self.model, "extra states of the model")
+            packed(self.extra, "extra")
+            raise
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> Objects:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ..bookkeeping.sharding import SCALARS
+from ..state.sharded import Stored
 from . import format_1
-from .manifest import METADATA, Manifest
+from .manifest import METADATA, OBJECTS, Manifest, read_manifest
 from .metadata import read_metadata
 from .objects import Objects, read_objects
 from .planners import LoadPlanner
@@ -23,19 +24,27 @@ from .planners import LoadPlanner
 MODEL, STATE = "model.", "optim.state."
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What was saved.
+class SavedCheckpoint:
+    """What was saved; nothing in it is run.
 
     Attributes:
-        folder: where.
+        path: the folder.
         metadata: torch.distributed.checkpoint's.
+
+    Raises:
+        ValueError: it is damaged, or something else.
+        OSError: it can't be read.
     """
 
-    folder: Path
-    manifest: Manifest
-    objects: Objects
-    metadata: Metadata
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest = read_manifest(path)
+        self.manifest.check_files(path, [METADATA, OBJECTS])
+        self.objects: Objects = read_objects(path)
+        self.metadata: Metadata = read_metadata(path)
+        for info in (self.metadata.storage_data or {}).values():
+            if info.relative_path not in self.manifest.files:
+                raise ValueError(f"{path / METADATA}: names {info.relative_path}, which isn't the checkpoint's")
 
     @property
     def names(self) -> list[str]:
@@ -44,24 +53,30 @@ class Saved:
         return [*manifest.tensors, *manifest.excluded, *manifest.tied, *self.objects.model]
 
     @cached_property
-    def states(self) -> dict[str, dict[str, TensorStorageMetadata]]:
+    def states(self) -> dict[str, dict[str, Stored]]:
         """By parameter and key, the optimizers' states that are tensors."""
-        found: dict[str, dict[str, TensorStorageMetadata]] = {}
+        found: dict[str, dict[str, Stored]] = {}
         prefix = STATE if self.manifest.format > 1 else format_1.STATE
         for full, described in self.metadata.state_dict_metadata.items():
             if full.startswith(prefix) and isinstance(described, TensorStorageMetadata):
                 name, _, key = full.removeprefix(prefix).rpartition(".")
-                found.setdefault(name, {})[key] = described
+                found.setdefault(name, {})[key] = self._stored(described, name, key)
         return found
 
-    def of_model(self, name: str) -> TensorStorageMetadata:
-        """Where the model's tensor is; ``ValueError`` unless it has the shape that the manifest tells."""
+    def of_model(self, name: str) -> Stored:
+        """A tensor of the model; ``ValueError`` unless it has the shape that the manifest tells."""
         described = self.metadata.state_dict_metadata.get(f"{MODEL}{name}")
-        entry = self.manifest.tensors[name]
-        stored = entry.shape if self.manifest.format > 1 else (entry.numel,)
-        if not isinstance(described, TensorStorageMetadata) or tuple(described.size) != stored:
-            raise ValueError(f"{self.folder / METADATA}: damaged: expected {MODEL}{name} of {stored} in it")
-        return described
+        expected = self.manifest.tensors[name].shape
+        if not isinstance(described, TensorStorageMetadata) or self._stored(described, name).shape != expected:
+            raise ValueError(f"{self.path / METADATA}: damaged: expected {MODEL}{name} of {expected} in it")
+        return self._stored(described, name)
+
+    def _stored(self, described: TensorStorageMetadata, name: str, key: str = "") -> Stored:
+        """The model's ``name``, or its state ``key``, by its own shape also where it lies flat, in format 1."""
+        entry, shape = self.manifest.tensors.get(name), tuple(described.size)
+        if self.manifest.format == 1 and entry is not None and key not in SCALARS and shape == (entry.numel,):
+            shape = entry.shape
+        return Stored(shape, described.properties.dtype)
 
     def read(self, model: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Fill tensors, or boxes of them, by this process alone; of the model's by name, of states by key too.
@@ -79,24 +94,10 @@ class Saved:
             raise
         except Exception as error:  # of whatever kind torch's reader raises for bytes that are no tensor's
             names = ", ".join([*model, *states][:3])
-            raise ValueError(f"{self.folder}: {names}, ... can't be read: {error!r}") from error
+            raise ValueError(f"{self.path}: {names}, ... can't be read: {error!r}") from error
 
     def _read(self, into: dict[str, Any]) -> None:
-        planner, reader = LoadPlanner(), FileSystemReader(self.folder)
+        planner, reader = LoadPlanner(), FileSystemReader(self.path)
         planner.set_up_planner(into, self.metadata, is_coordinator=False)
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-def read_saved(folder: Path, manifest: Manifest) -> Saved:
-    """The checkpoint ``folder``; nothing in it is run.
-
-    Raises:
-        ValueError: it is damaged, or something else.
-        OSError: it can't be read.
-    """
-    metadata = read_metadata(folder)
-    for info in (metadata.storage_data or {}).values():
-        if info.relative_path not in manifest.files:
-            raise ValueError(f"{folder / METADATA}: names {info.relative_path}, which isn't the checkpoint's")
-    return Saved(folder, manifest, read_objects(folder), metadata)

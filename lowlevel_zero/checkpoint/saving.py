@@ -101,22 +101,16 @@ def save_checkpoint(
         schedulers = check_schedulers(scheduler, optimizers)
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [told(optimizers, "optimizer")]
-    for each in optimizers.values():
-        each.finish_gathers()
-    with together(group, doing) as lines:
-        for record in (record for each in optimizers.values() for record in each.sharded_parameters):
-            record.follow_edits()
-        contents = Contents(model, optimizers)
-        lines += contents.lines()
-    contents.meet(doing)
+    contents = _contents(group, model, optimizers, doing)
     if exclude_frozen:
         contents.exclude_frozen()
     _tell_untrained(contents)
     with together(group, doing) as lines:
         files = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
         data = _objects(contents, optimizers, schedulers, extra).packed()
-        state = as_torch_has_it(contents.model(), contents.states(), Objects.of(unpacked(data)))
-        lines += contents.state_lines(contents.states())
+        states = contents.states()
+        lines += contents.state_lines(states)
+        state = _as_torch_has_it(contents.model(), states, Objects.of(unpacked(data)))
         if async_save:
             state = tree_map_only(Tensor, _copied, state)
     if group.place == 0:
@@ -208,9 +202,10 @@ def _log_error(written: Future[None]) -> None:
 
 def wait_for_last(group: ShardGroup) -> None:
     """Return when this group's asynchronous save is over, however it ended: its own ``wait`` tells."""
-    written = context_of(group.group).writing
-    if written is not None:
-        written.exception()
+    context = context_of(group.group)
+    if context.writing is not None:
+        context.writing.exception()
+        context.writing = None
 
 
 def runs_of(optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = ()) -> tuple[str, ...]:
@@ -220,6 +215,21 @@ def runs_of(optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[s
     for optimizer in optimizers.values():
         optimizer.runs = runs
     return runs
+
+
+def _contents(
+    group: ShardGroup, model: nn.Module, optimizers: Mapping[Name, LowLevelZeroOptimizer], doing: str
+) -> Contents:
+    """What is to be saved, up to date, and alike on all ranks."""
+    for each in optimizers.values():
+        each.finish_gathers()
+    with together(group, doing) as lines:
+        for record in (record for each in optimizers.values() for record in each.sharded_parameters):
+            record.follow_edits()
+        contents = Contents(model, optimizers)
+        lines += contents.lines()
+    contents.meet(doing)
+    return contents
 
 
 def _check_arguments(target: Path, keep: int | None, rank_state: object) -> None:
@@ -241,7 +251,7 @@ def _tell_untrained(contents: Contents) -> None:
         )
 
 
-def as_torch_has_it(model: dict[str, Tensor], states: States, objects: Objects) -> dict[str, Any]:
+def _as_torch_has_it(model: dict[str, Tensor], states: States, objects: Objects) -> dict[str, Any]:
     """What is saved, as torch's ``get_state_dict`` puts it together, so that its tools find it by name."""
     optimizers = objects.optimizers.values()
     state: dict[str, dict[str, Any]] = {name: {**of} for each in optimizers for name, of in each["states"].items()}
@@ -279,10 +289,10 @@ def _stage(optimizer: LowLevelZeroOptimizer) -> int:
 
 def _kept(options: ZeroOptions) -> dict[str, Any]:
     """What its layout depends on, and loading doesn't."""
-    wire = options.communication_dtype
+    dtype = options.communication_dtype
     return {
         "bucket_size": options.reduce_bucket_size,
-        "communication_dtype": None if wire is None else str(wire).removeprefix("torch."),
+        "communication_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "reduce_scatter": options.reduce_scatter,
         "master_weights": options.master_weights,
         "cpu_offload": options.cpu_offload,

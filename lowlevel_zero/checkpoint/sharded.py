@@ -40,9 +40,6 @@ class Sharded(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """What it holds, and zeros for states that a step is going to make; to save, or to load into."""
-        self.optimizer.finish_gathers()
-        for record in self.optimizer.sharded_parameters:
-            record.follow_edits()
         state, settings = held(self.optimizer)
         groups = settings.pop("param_groups")
         own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()

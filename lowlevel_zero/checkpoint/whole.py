@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..bookkeeping.module_names import matched, without_wrappers
 from ..bookkeeping.sharding import SCALARS
-from ..state.sharded import States
+from ..state.sharded import Stored
 from ..state.whole import EXTRAS, FP8
-from .manifest import METADATA, OBJECTS, TRAINABLE, read_manifest
+from .manifest import TRAINABLE
 from .objects import Settings
-from .saved import read_saved
+from .saved import SavedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,13 @@ class StoredTensor:
     """A whole tensor that lies in files.
 
     Attributes:
-        key: the model's name, and that of a state of it, or nothing.
+        name: the model's.
+        key: that of the state of it that it is, or nothing.
         stride: of the tensor that was saved.
     """
 
-    key: tuple[str, str]
+    name: str
+    key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,7 +41,7 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class WholeCheckpoint:
+class WholeCheckpoint(SavedCheckpoint):
     """One checkpoint, in tensors of the parameters' shapes, of which none is read before it is asked for.
 
     Raises:
@@ -49,13 +50,10 @@ class WholeCheckpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.manifest = read_manifest(path)
-        self._refuse(self.manifest.first_missing(path) or self.manifest.first_damaged(path, [METADATA, OBJECTS]))
-        self._saved = read_saved(path, self.manifest)
-        self.objects = self._saved.objects
+        super().__init__(path)
+        self.manifest.check_files(path, self.manifest.files, verify=False)
         # By name as it was saved, maybe with wrappers' attributes in it, the likeliest one of the model's own.
-        self._own = matched(self._saved.names, {without_wrappers(name) for name in self._saved.names})
+        self._own = matched(self.names, {without_wrappers(name) for name in self.names})
 
     def check_files(self, done: Callable[[int], object] = lambda count: None) -> None:
         """Read every file whole; ``ValueError`` if one isn't what was written.
@@ -64,12 +62,8 @@ class WholeCheckpoint:
             done: called with the bytes of each file that is.
         """
         for name, file in self.manifest.files.items():
-            self._refuse(self.manifest.first_damaged(self.path, [name]))
+            self.manifest.check_files(self.path, [name])
             done(file.bytes)
-
-    def _refuse(self, wrong: str | None) -> None:
-        if wrong is not None:
-            raise ValueError(f"{self.path}: not a whole checkpoint: {wrong}")
 
     def check_one_model(self) -> None:
         """Raise ``ValueError`` unless its tensors have the names of one model that has them all."""
@@ -81,25 +75,23 @@ class WholeCheckpoint:
                     "anew"
                 )
 
-    def read(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
-        """Fill dense ``tensors`` of the whole shapes with what is stored under these keys.
+    def read_whole(self, stored: StoredTensor, into: Tensor) -> None:
+        """Fill a dense tensor of its shape with what is stored.
 
         Raises:
             ValueError, OSError: it is damaged, or can't be read.
         """
-        model = {name: tensor for (name, key), tensor in tensors.items() if not key}
-        states: States = {}
-        for (name, key), tensor in tensors.items():
-            if key:
-                states.setdefault(name, {})[key] = tensor
-        self._saved.read(model, states)
+        if stored.key:
+            self.read({}, {stored.name: {stored.key: into}})
+        else:
+            self.read({stored.name: into}, {})
 
     def model(self) -> dict[str, StoredTensor]:
         """Parameters and persistent buffers by the model's own names, tied ones under each of theirs."""
         manifest = self.manifest
         names = {name: name for name in manifest.tensors}
         names |= {alias: name for alias, name in manifest.tied.items() if name in manifest.tensors}
-        stored = {name: self._stored(name, "", self._saved.of_model(name)) for name in manifest.tensors}
+        stored = {name: self._tensor(name, "", self.of_model(name)) for name in manifest.tensors}
         return {self._own[each]: stored[name] for each, name in names.items()}
 
     def tensors_beside(self) -> dict[str, Tensor]:
@@ -155,18 +147,15 @@ class WholeCheckpoint:
 
     def state(self, name: str) -> dict[str, Any]:
         """A parameter's optimizer state: tensors that are stored, and plain values."""
-        described = self._saved.states.get(name, {})
-        keys = sorted(described, key=lambda key: (key not in SCALARS, key))
-        stored: dict[str, Any] = {key: self._stored(name, key, described[key]) for key in keys}
+        found = self.states.get(name, {})
+        keys = sorted(found, key=lambda key: (key not in SCALARS, key))
+        stored: dict[str, Any] = {key: self._tensor(name, key, found[key]) for key in keys}
         others = [settings["states"].get(name, {}) for settings in self.objects.optimizers.values()]
         return {**stored, **{key: value for other in others for key, value in other.items()}}
 
-    def _stored(self, name: str, key: str, described: TensorStorageMetadata) -> StoredTensor:
+    def _tensor(self, name: str, key: str, stored: Stored) -> StoredTensor:
         """The model's ``name``, or its state ``key``."""
-        entry, shape = self.manifest.tensors[name], tuple(described.size)
-        if sum(chunk.sizes.numel() for chunk in described.chunks) != described.size.numel():
-            raise ValueError(f"{self.path}: {name} {key}: expected pieces that make it whole, got {described.chunks}")
-        if key not in SCALARS and shape in (entry.shape, (entry.numel,)):  # stored flat in format 1
-            return StoredTensor((name, key), described.properties.dtype, entry.shape, entry.stride)
-        stride = torch.empty(shape, device="meta").stride()
-        return StoredTensor((name, key), described.properties.dtype, shape, stride)
+        entry = self.manifest.tensors[name]
+        sliced = key not in SCALARS and stored.shape == entry.shape
+        stride = entry.stride if sliced else torch.empty(stored.shape, device="meta").stride()
+        return StoredTensor(name, key, stored.dtype, stored.shape, stride)

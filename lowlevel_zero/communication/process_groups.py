@@ -41,7 +41,7 @@ class GroupContext:
         connected: numbers those that have an order of their own.
         barriers: by name, attempts at a monitored barrier that are known to be over.
         processes: of the default group: those of other ranks, by global rank.
-        writing: what a thread writes over the side group, or wrote last.
+        writing: what a thread is writing over the side group; None: nothing, as far as anybody has asked.
     """
 
     def __init__(self) -> None:

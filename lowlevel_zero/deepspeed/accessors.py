@@ -27,8 +27,15 @@ from torch import Tensor, nn
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..construction import ShardedGroup
 from ..optimizer import LowLevelZeroOptimizer
-from ..state.values import at_least_fp32, copied_state, fill_slice, whole_gradients, whole_masters, whole_states
-from ..state.whole import is_slice
+from ..state.values import (
+    at_least_fp32,
+    copied_state,
+    fill_slice,
+    is_slice,
+    whole_gradients,
+    whole_masters,
+    whole_states,
+)
 from .owners import at_once, is_frozen, owner_of, owners_of
 
 __all__ = [

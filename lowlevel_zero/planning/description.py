@@ -68,9 +68,11 @@ def _only(by_name: Mapping[Name, Any]) -> Any:
 def _steps(checkpoint: WholeCheckpoint, states: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
     counters = [state["step"] for state in states.values() if "step" in state]
     stored = [each for each in counters if isinstance(each, StoredTensor)]
-    read = {each.key: torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in stored}
-    checkpoint.read(read)
-    counts = [int(read[each.key] if isinstance(each, StoredTensor) else each) for each in counters]
+    counts = [int(each) for each in counters if not isinstance(each, StoredTensor)]
+    for each in stored:
+        count = torch.empty(each.shape, dtype=each.dtype, device="cpu")
+        checkpoint.read_whole(each, count)
+        counts.append(int(count))
     return (min(counts), max(counts)) if counts else None
 
 

@@ -17,12 +17,20 @@ from ..optim.probe import NoProbe, first_states
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
 from .global_names import from_leaders
-from .whole import MASTER, State, in_group_order, is_slice, load_slices, own_state, scale_as_numbers
+from .values import is_slice
+from .whole import MASTER, State, in_group_order, load_slices, own_state, scale_as_numbers
 
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
 
 _TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint: what has one number an element of the parameter has its shape."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Told(NamedTuple):
@@ -150,12 +158,8 @@ class ShardedState:
 
     # ---- writing ----
 
-    def templates(self, saved: Mapping[str, Mapping[str, Any]]) -> States:
-        """Empty tensors to load into, of what was ``saved``, whether or not the optimizer has it yet.
-
-        Args:
-            saved: by parameter and key, ``torch.distributed.checkpoint``'s descriptions of tensors.
-        """
+    def templates(self, saved: Mapping[str, Mapping[str, Stored]]) -> States:
+        """Empty tensors to load into, of what was ``saved``, whether or not the optimizer has it yet."""
         found: States = {}
         for record in self._parameters:
             of_record = saved.get(self._name(record), {}).items()
@@ -164,11 +168,10 @@ class ShardedState:
                 found[self._name(record)] = {key: self._template(key, each, record) for key, each in state.items()}
         return found
 
-    def _template(self, key: str, saved: Any, record: ShardedParameter) -> Tensor:
-        dtype, size = saved.properties.dtype, tuple(saved.size)
-        if key in SCALARS or size not in (record.p.shape, (record.split.numel,)):
-            return torch.empty(size, dtype=dtype, device="cpu")
-        return self._boxed(record, torch.empty(record.split.slice_size, dtype=dtype, device=record.p32.device))
+    def _template(self, key: str, saved: Stored, record: ShardedParameter) -> Tensor:
+        if key in SCALARS or saved.shape != record.p.shape:
+            return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+        return self._boxed(record, torch.empty(record.split.slice_size, dtype=saved.dtype, device=record.p32.device))
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless ``settings`` are of an optimizer with the same parameters in the same groups."""

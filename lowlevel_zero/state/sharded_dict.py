@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..sharded_optimizer import ShardedOptimizer
 from .global_names import GlobalNames, from_leaders
-from .sharded import ShardedState, States
+from .sharded import ShardedState, States, Stored
 from .whole import FP8, State
 
 SETTINGS = "settings"
@@ -40,11 +40,14 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
 def held(optimizer: ShardedOptimizer) -> tuple[States, State]:
     """What it holds, with zeros for states that a step is going to make, and its settings, which name those.
 
-    To save, or to load into. Communicates with experts.
+    Masters have followed what others wrote into parameters. To save, or to load into. Communicates with experts.
 
     Raises:
         ValueError: a state's name has a dot in it.
     """
+    optimizer.finish_gathers()
+    for record in optimizer.sharded_parameters:
+        record.follow_edits()
     sharded = ShardedState(optimizer, _names(optimizer))
     room = sharded.room()
     told = from_leaders(optimizer.sharded_parameters.shard_groups, list(_flat(room)))
@@ -86,10 +89,11 @@ def _to_load_into(optimizer: ShardedOptimizer, metadata: Any, prefix: str) -> di
     """Empty tensors of what was saved, and ``metadata`` tells of."""
     described = metadata.state_dict_metadata.items()
     saved = {name.removeprefix(prefix): each for name, each in described if name.startswith(prefix)}
-    size = getattr(saved.pop(SETTINGS, None), "size", None)
+    size = getattr(saved.get(SETTINGS), "size", None)
     if size is None:
         raise ValueError(f"metadata: expected {prefix}{SETTINGS}, which sharded_state_dict() saved, found none")
-    by_name = _nested({name: each for name, each in saved.items() if hasattr(each, "size")})
+    tensors = {name: each for name, each in saved.items() if hasattr(each, "size")}
+    by_name = _nested({name: Stored(tuple(each.size), each.properties.dtype) for name, each in tensors.items()})
     templates = ShardedState(optimizer, _names(optimizer, by_name)).templates(by_name)
     return {**_flat(templates), SETTINGS: torch.empty(size, dtype=torch.uint8, device="cpu")}
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharding import SCALARS
 from ..communication.shard_group import ShardGroup
 from ..construction import ShardedGroup
-from .whole import is_slice, whole_of_rows
 
 # Bytes of a message that brings many slices: what is held beside them.
-WIRE_BYTES = 64 * 2**20
+MESSAGE_BYTES = 64 * 2**20
 
 
 class Slice(NamedTuple):
@@ -30,10 +30,21 @@ class Slice(NamedTuple):
         return self.record.padded.device, self.own.dtype
 
 
-def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
-    """``gather_slice`` of many, in order, in few messages of at most ``WIRE_BYTES`` (or one larger tensor).
+def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
+    """Whether a state is one number an element of the parameter, of which this rank holds its own."""
+    return isinstance(value, Tensor) and key not in SCALARS and value.shape == record.p32.shape
 
-    A message travels when its first tensor is asked for. Communicates: all ranks iterate to the end.
+
+def whole_of_rows(rows: Tensor, record: ShardedParameter) -> Tensor:
+    """``[world_size, s]`` without its padding, as a tensor of ``p``'s shape and strides."""
+    return record.restore(rows.reshape(-1)[: record.split.numel])
+
+
+def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
+    """The whole of each, in order: of ``p``'s shape and strides and on its device, of the slice's dtype.
+
+    They travel in few messages of at most ``MESSAGE_BYTES`` (or one larger tensor), each when its first tensor is asked
+    for. Communicates: all ranks iterate to the end.
     """
     for batch in _batches(slices, group.size):
         yield from _gathered(batch, group)
@@ -42,12 +53,12 @@ def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]
 def _batches(slices: Iterable[Slice], world_size: int) -> Iterator[list[Slice]]:
     """Neighbours of one device and dtype, as many as fit."""
     batch: list[Slice] = []
-    room = WIRE_BYTES
+    room = MESSAGE_BYTES
     for each in slices:
         size = world_size * each.own.numel() * each.own.element_size()
         if batch and (size > room or each.kind != batch[0].kind):
             yield batch
-            batch, room = [], WIRE_BYTES
+            batch, room = [], MESSAGE_BYTES
         batch.append(each)
         room -= size
     if batch:

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
-from ..bookkeeping.sharding import SCALARS, slice_state
+from ..bookkeeping.sharding import slice_state
 from ..communication.agreement import Alike, agree, together
 from ..communication.shard_group import ShardGroup
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..sharded_optimizer import ShardedOptimizer
+from .values import Slice, is_slice, whole_slices
 
 MASTER = "master_param"
 # What a plain optimizer's state dict doesn't have, and doesn't mind.
@@ -37,21 +38,6 @@ _SAVED = Alike(
 
 State = dict[str, Any]
 Pinned = dict[int, State]
-
-
-def gather_slice(own: Tensor, record: ShardedParameter, group: ShardGroup) -> Tensor:
-    """The whole of a ``[s]`` tensor of which each rank holds its slice: ``p``'s shape and strides, ``own``'s dtype.
-
-    On ``p``'s device, wherever ``own`` is. Communicates: all ranks call it.
-    """
-    wire = torch.empty(group.size, record.split.slice_size, dtype=own.dtype, device=record.padded.device)
-    wire[group.rank].copy_(own)
-    return whole_of_rows(group.all_gather(wire).wait() if wire.numel() else wire, record)
-
-
-def whole_of_rows(rows: Tensor, record: ShardedParameter) -> Tensor:
-    """``[world_size, s]`` without its padding, as a tensor of ``p``'s shape and strides."""
-    return record.restore(rows.reshape(-1)[: record.split.numel])
 
 
 def state_dict(optimizer: ShardedOptimizer, pinned: Pinned | None = None, only_on_master: bool = False) -> State:
@@ -162,7 +148,7 @@ def _whole_state(
     size = 0.0
     for key, value in state.items():
         if is_slice(key, value, record):
-            gathered = gather_slice(value, record, group)
+            (gathered,) = whole_slices([Slice(record, value)], group)
             size += gathered.numel() * gathered.element_size() / 2**20
             if keep:
                 whole[key] = _on_host(gathered) if pinned is None else _into_pinned(pinned, key, gathered)
@@ -182,11 +168,6 @@ def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
         pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
     held: Tensor = pinned[key].copy_(tensor)
     return held
-
-
-def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
-    """Whether a state is one number an element of the parameter, of which this rank holds its own."""
-    return isinstance(value, Tensor) and key not in SCALARS and value.shape == record.p32.shape
 
 
 def described(state_dict: Mapping[str, Any]) -> Iterator[str]:

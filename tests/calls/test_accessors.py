@@ -470,7 +470,7 @@ def test_many_take_one_message_and_a_fifth_of_the_time(what: str, monkeypatch: p
 
 def test_a_message_is_no_larger_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = 3000  # ten parameters of 288 bytes
-    monkeypatch.setattr(values, "WIRE_BYTES", bound)
+    monkeypatch.setattr(values, "MESSAGE_BYTES", bound)
 
     def rank(rank: int, world_size: int) -> list[int]:
         model, optimizer = many()

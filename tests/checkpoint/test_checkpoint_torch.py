@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_metadata, save_checkpoint
+from lowlevel_zero.checkpoint import LoadPlanner, SavePlanner, Sharded, load_checkpoint, read_metadata, save_checkpoint
 from lowlevel_zero.state.boxes import BoxedTensor
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
 from tests.support.patching import patch_rank
@@ -304,7 +304,17 @@ def test_where_torch_does_not_ask_tensors_what_they_have_checkpoints_are_the_sam
         save_checkpoint(tmp_path / "a", model, optimizer)
         other, its = ours(1)
         load_checkpoint(tmp_path / "a", other, its)
-        return differences(whole(model, optimizer), whole(other, its))
+        wrong = differences(whole(model, optimizer), whole(other, its))
+        dcp.save(
+            {"model": model.state_dict(), "optim": Sharded(optimizer)},
+            checkpoint_id=tmp_path / "b",
+            planner=SavePlanner(),
+        )
+        other, its = ours(2)
+        dcp.load(
+            {"model": other.state_dict(), "optim": Sharded(its)}, checkpoint_id=tmp_path / "b", planner=LoadPlanner()
+        )
+        return wrong + differences(whole(model, optimizer), whole(other, its), at="of one's own")
 
     assert run_ranks(save_and_load, 2) == [[], []]
     model, state = Net(5), read_metadata(tmp_path / "a").state_dict_metadata

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.parameter_store import Place, ShardedParameter
+from lowlevel_zero.bookkeeping.sharding import SCALARS, slice_state
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.partition import EvenSplit
-from lowlevel_zero.state.whole import SCALARS, gather_slice, slice_state, whole_of_rows
+from lowlevel_zero.state.values import Slice, whole_of_rows, whole_slices
 from tests.support.oracle import Run, batch, build, check_close, groups, loss_of
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 
@@ -62,7 +63,7 @@ def test_gathered_slices_are_the_whole(world_size: int, subtests: pytest.Subtest
     def gather(rank: int, world_size: int, shape: str) -> tuple[Tensor, tuple[int, ...]]:
         make = SHAPES[shape]
         record = record_of(make(), rank, world_size)
-        whole = gather_slice(record.slice_of(make() * 2), record, ShardGroup())
+        (whole,) = whole_slices([Slice(record, record.slice_of(make() * 2))], ShardGroup())
         return whole, whole.stride()
 
     for (shape,), ran in run_cases(gather, world_size, [(shape,) for shape in SHAPES]):
