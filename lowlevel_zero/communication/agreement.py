@@ -61,7 +61,7 @@ def agree(
     same = int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big")
     if _compare(group, error, same) is not None:
         return
-    told = _gather(group, _Told(doing, group.number, _reason(error), lines=list(lines)))
+    told = _gather(group, _Told(doing, group.communicator.number, _reason(error), lines=list(lines)))
     if error is not None:
         try:
             raise error
@@ -78,10 +78,9 @@ def _compare(
 
     One small exchange, of one size whatever it is for: ranks that came for different things find that out here.
     """
-    any_failed, *numbers = group.all_reduce_max([error is not None, *same, *(-each for each in same), *most])
-    if any_failed or numbers[:2] != [-least for least in numbers[2:4]]:
-        return None
-    return numbers[4:]
+    first, second = same
+    any_failed, *bounds = group.all_reduce_max([error is not None, first, second, -first, -second, *most])
+    return None if any_failed or bounds[:4] != [first, second, -first, -second] else bounds[4:]
 
 
 @contextmanager
@@ -163,7 +162,7 @@ class Call(NamedTuple):
             Exception: this rank's own ``error``.
             RuntimeError: another rank's, or who was called for what.
         """
-        number = group.number
+        number = group.communicator.number
         same = number * len(_NAMES) + _NAMES.index(self.name), progress.steps
         most = _compare(group, self.error, same, (progress.syncs, progress.lacks))
         if most is None:
