@@ -61,14 +61,14 @@ def agree(
     same = int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big")
     if _compare(group, error, same) is not None:
         return
-    told = _gather(group, _Told(doing, group.number, _reason(error), lines=list(lines)))
+    statements = _gather(group, _Statement(doing, group.communicator.number, _reason(error), lines=list(lines)))
     if error is not None:
         try:
             raise error
         finally:
             error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
-    _raise_others(told)
-    raise ValueError(_first_difference([each.lines or [] for each in told], alike))
+    _raise_others(statements)
+    raise ValueError(_first_difference([each.lines or [] for each in statements], alike))
 
 
 def _compare(
@@ -78,10 +78,9 @@ def _compare(
 
     One small exchange, of one size whatever it is for: ranks that came for different things find that out here.
     """
-    any_failed, *numbers = group.all_reduce_max([error is not None, *same, *(-each for each in same), *most])
-    if any_failed or numbers[:2] != [-least for least in numbers[2:4]]:
-        return None
-    return numbers[4:]
+    first, second = same
+    any_failed, *bounds = group.all_reduce_max([error is not None, first, second, -first, -second, *most])
+    return None if any_failed or bounds[:4] != [first, second, -first, -second] else bounds[4:]
 
 
 @contextmanager
@@ -163,14 +162,14 @@ class Call(NamedTuple):
             Exception: this rank's own ``error``.
             RuntimeError: another rank's, or who was called for what.
         """
-        number = group.number
+        number = group.communicator.number
         same = number * len(_NAMES) + _NAMES.index(self.name), progress.steps
         most = _compare(group, self.error, same, (progress.syncs, progress.lacks))
         if most is None:
-            told = _gather(group, _Told(self.name, number, _reason(self.error), progress.steps))
+            statements = _gather(group, _Statement(self.name, number, _reason(self.error), progress.steps))
             self.check()
-            _raise_others(told)
-            raise _different_calls(_came_to(told))
+            _raise_others(statements)
+            raise _different_calls(_last_calls(statements))
         syncs, lacks = most
         return Progress(syncs, bool(lacks), progress.steps)
 
@@ -189,8 +188,8 @@ class Progress(NamedTuple):
     steps: int
 
 
-class _Told(NamedTuple):
-    """What a rank tells of its call.
+class _Statement(NamedTuple):
+    """What a rank says of its call, once something is wrong.
 
     Attributes:
         name: of the call.
@@ -211,17 +210,17 @@ def _reason(error: Exception | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _gather(group: ShardGroup, mine: _Told) -> list[_Told]:
+def _gather(group: ShardGroup, mine: _Statement) -> list[_Statement]:
     return group.all_gather_object(mine)
 
 
-def _raise_others(told: Sequence[_Told]) -> None:
+def _raise_others(statements: Sequence[_Statement]) -> None:
     """Raise another rank's error, or that some compare lines where others do something else."""
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(statements):
         if each.reason is not None:
             raise RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
-    if len({each.lines is None for each in told}) > 1:
-        raise _different_calls([each.name for each in told])
+    if len({each.lines is None for each in statements}) > 1:
+        raise _different_calls([each.name for each in statements])
 
 
 def _different_calls(calls: Sequence[str]) -> RuntimeError:
@@ -233,11 +232,11 @@ def _different_calls(calls: Sequence[str]) -> RuntimeError:
     )
 
 
-def _came_to(told: Sequence[_Told]) -> list[str]:
+def _last_calls(statements: Sequence[_Statement]) -> list[str]:
     """Each rank's call, where they differ: the call itself, or a ``zero_grad`` before it, which doesn't communicate."""
-    if len({each.optimizer for each in told}) > 1:
-        return [f"{each.name} of optimizer {each.optimizer}" for each in told]
-    if len({each.name for each in told}) > 1:
-        return [each.name for each in told]
-    fewest = min(each.steps for each in told)
-    return ["zero_grad" if each.steps == fewest else each.name for each in told]
+    if len({each.optimizer for each in statements}) > 1:
+        return [f"{each.name} of optimizer {each.optimizer}" for each in statements]
+    if len({each.name for each in statements}) > 1:
+        return [each.name for each in statements]
+    fewest = min(each.steps for each in statements)
+    return ["zero_grad" if each.steps == fewest else each.name for each in statements]

@@ -8,9 +8,8 @@ device's buffers through the host.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -51,7 +50,6 @@ class Communicator:
         has_others: there are other ranks, and they are there.
         number: of this instance among those of the process group that have an order of their own, the same on all
             ranks; 0: it has none.
-        backends: what carries buffers, by their device and whether they are to travel in fp8.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -79,7 +77,7 @@ class Communicator:
         self.context = context_of(self.group)
         self.has_others = self.size > 1 and not is_fake(self.group)
         self.number = 0
-        self.backends = _Backends(self._choose)
+        self._chosen: dict[tuple[torch.device, bool], Backend] = {}
         self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(data_group(self.group))
         self.hosts: HostBackend = Alone(self.rank, 1)
         if self.has_others:
@@ -105,7 +103,7 @@ class Communicator:
         """
         if sums_in_fp32 and self.size > 1:
             self._native = Native(data_group(self.group), sums_in_fp32=True)
-        self.backends.clear()
+        self._chosen.clear()
         if not self.has_others:
             return
         self.number = next(self.context.connected)
@@ -132,6 +130,13 @@ class Communicator:
     def on_gloo(self, device: torch.device) -> bool:
         """Whether gloo carries tensors of ``device``."""
         return self.has_others and self._backends.get(device.type) == "gloo"
+
+    def backend(self, device: torch.device, fp8: bool = False) -> Backend:
+        """What carries buffers of ``device``, in fp8 if that is wanted and there are others."""
+        chosen = self._chosen.get((device, fp8))
+        if chosen is None:
+            chosen = self._chosen[device, fp8] = self._choose(device, fp8)
+        return chosen
 
     def _choose(self, device: torch.device, fp8: bool) -> Backend:
         direct = self.hosts if self.on_gloo(device) else self._native
@@ -182,20 +187,6 @@ class Communicator:
         """
         kept = self.context.abandoned
         kept[:] = [*(work for work in kept if not work.done()), *under_way]
-
-
-class _Backends(dict[tuple[torch.device, bool], Backend]):
-    """Chosen when they are first asked for."""
-
-    def __init__(self, choose: Callable[[torch.device, bool], Backend]) -> None:
-        super().__init__()
-        self._choose = WeakMethod(choose)  # whose object has this
-
-    def __missing__(self, key: tuple[torch.device, bool]) -> Backend:
-        choose = self._choose()
-        assert choose is not None
-        self[key] = choose(*key)
-        return self[key]
 
 
 def is_staged(device: torch.device) -> bool:

@@ -58,7 +58,7 @@ def lost(ranks: Sequence[int]) -> list[int]:
     return sorted({rank for ranks in found for rank in ranks})
 
 
-class Lookout:
+class PeriodicCheck:
     """For who waits by itself: looks now and then for ranks that have ended."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> L
     if not dist.is_initialized() or isinstance(error, LostRank) or not _BROKEN.search(str(error)):
         return None
     try:
-        return farewell(_lost_at_last(dist.get_process_group_ranks(group)), what)
+        return lost_rank_error(_lost_at_last(dist.get_process_group_ranks(group)), what)
     except RuntimeError:
         return LostRank(
             f"{what}: expected all ranks, lost the connection to one of them, and to the store: the process that holds "
@@ -100,7 +100,7 @@ def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> L
         )
 
 
-def farewell(ranks: Sequence[int], what: object) -> LostRank:
+def lost_rank_error(ranks: Sequence[int], what: object) -> LostRank:
     """The error with which this rank ends, having lost ``ranks`` in ``what``; leaves the note that it does."""
     note, store = json.dumps(ranks), _store()
     store.set(_note_of(dist.get_rank()), note)

@@ -122,7 +122,7 @@ class GridCommunicator(Communicator):
         return self._over_levels(device, fp8)
 
     def _over_levels(self, device: torch.device, fp8: bool) -> Backend:
-        ways = self.outer.backends[device, fp8], self.inner.backends[device, fp8], self._chain(device)
+        ways = self.outer.backend(device, fp8), self.inner.backend(device, fp8), self._chain(device)
         if self._replicated:
             return Replicated(*ways, self.rank, self.size)
         return Nested(*ways, self.rank, self.size, self._straight(device), self._places)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from .failed_ranks import Lookout, farewell, naming_lost
+from .failed_ranks import PeriodicCheck, lost_rank_error, naming_lost
 from .process_groups import context_of, store_of, timeout_of
 
 _FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.5  # seconds between looks at the store
@@ -53,7 +53,7 @@ def monitored_barrier(
         if not outcome:
             _forget_earlier(group, name)
     if "lost" in outcome:
-        raise farewell(outcome["lost"], doing or name)
+        raise lost_rank_error(outcome["lost"], doing or name)
     if "missing" in outcome:
         raise _timed_out(dist.get_world_size(group), outcome, doing or name)
 
@@ -74,9 +74,9 @@ def _wait(store: Any, group: dist.ProcessGroup, timeout: float) -> _Outcome:
     store.set(f"rank {dist.get_rank(group)}", "")
     if store.add("count", 1) == len(ranks):
         return _settle(store, {})
-    began, patience, lookout = time.monotonic(), timeout, Lookout(ranks)
+    began, patience, check = time.monotonic(), timeout, PeriodicCheck(ranks)
     while not store.check(["outcome"]):
-        waited, lost = time.monotonic() - began, lookout.lost()
+        waited, lost = time.monotonic() - began, check.lost()
         if lost:
             return _settle(store, {"lost": lost})
         if waited >= patience:

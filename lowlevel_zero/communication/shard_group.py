@@ -57,7 +57,7 @@ class ShardGroup:
         self.slices, self.slice_ranks = self.communicator.slice_group, self.communicator.slice_ranks
         self.instance = next(self.communicator.context.shard_groups)
         self.progress = Progress(self.group)
-        self._context, self._backends = self.communicator.context, self.communicator.backends
+        self._context = self.communicator.context
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
         self._parts: dict[str, int] = {}  # bytes of those of no rows, by purpose
 
@@ -84,11 +84,11 @@ class ShardGroup:
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False) -> Tensor:
         """A buffer for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
-        return self._backends[device, fp8].new_buffer(row, dtype, device)
+        return self.communicator.backend(device, fp8).new_buffer(row, dtype, device)
 
     def in_flight(self, device: torch.device, row_only: bool) -> int | None:
         """Reductions of ``device``'s tensors, to a row or all, that are worth having under way; None: any number."""
-        backend = self._backends[device, False]
+        backend = self.communicator.backend(device)
         return backend.in_flight if row_only or backend.limits_all_reduce else None
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
@@ -98,20 +98,20 @@ class ShardGroup:
         """
         row = buffer.shape[1]
         self._rows["reduce"] += encoded_size(row) if fp8 else row * buffer.element_size()
-        backend = self._backends[buffer.device, fp8]
+        backend = self.communicator.backend(buffer.device, fp8)
         return self.progress.start(REDUCTION, about, (buffer,), backend.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result has its shape, and may be ``buffer``."""
         row = buffer.shape[1]
         self._rows["reduce"] += 2 * (encoded_size(row) if fp8 else row * buffer.element_size())
-        backend = self._backends[buffer.device, fp8]
+        backend = self.communicator.backend(buffer.device, fp8)
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """Start filling ``buffer`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
         self._rows["gather"] += buffer.shape[1] * buffer.element_size()
-        backend = self._backends[buffer.device, False]
+        backend = self.communicator.backend(buffer.device)
         return self.progress.start(GATHER, None, (buffer,), backend.all_gather, buffer)
 
     def gather(
@@ -130,7 +130,7 @@ class ShardGroup:
         numel = sum(map(Tensor.numel, own))
         row = alignment.padded(numel) if len(own) > 1 else numel
         self._rows["gather"] += encoded_size(row) if fp8 else row * rows[0].element_size()
-        backend = self._backends[rows[0].device, fp8]
+        backend = self.communicator.backend(rows[0].device, fp8)
         return self.progress.start(GATHER, about, rows, backend.gather, own, rows, row)
 
     def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
@@ -141,7 +141,7 @@ class ShardGroup:
         """
         sent = (buffer.numel() - sizes[self.rank]) * buffer.element_size()
         self._parts["step"] = self._parts.get("step", 0) + sent
-        backend = self._backends[buffer.device, False]
+        backend = self.communicator.backend(buffer.device)
         return self.progress.start(EXCHANGE, None, (buffer,), backend.all_to_all, buffer, sizes, into, sizes_into)
 
     def traffic(self) -> dict[str, int]:
@@ -158,7 +158,7 @@ class ShardGroup:
 
         On CUDA (NCCL) without a host synchronisation.
         """
-        return self.progress.start(NORM, None, (value,), self._backends[value.device, False].sum, value)
+        return self.progress.start(NORM, None, (value,), self.communicator.backend(value.device).sum, value)
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, in a few large messages.

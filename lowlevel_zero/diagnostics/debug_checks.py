@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communication.failed_ranks import Lookout, farewell
+from ..communication.failed_ranks import PeriodicCheck, lost_rank_error
 from ..communication.process_groups import is_fake, store_of
 from ..communication.progress import AGREEMENT, GATHER, MESSAGE, NORM, REDUCTION, About, Collective, Progress, listed
 from ..communication.shard_group import ShardGroup
@@ -98,12 +98,12 @@ class FingerprintStore:
 
     def compare(self, pending: _Pending, meanwhile: Callable[[], None]) -> None:
         """Return once all have come with one fingerprint; raise otherwise."""
-        deadline, pause, lookout = time.monotonic() + self._patience, _FIRST_LOOK, Lookout(self._ranks)
+        deadline, pause, ended = time.monotonic() + self._patience, _FIRST_LOOK, PeriodicCheck(self._ranks)
         while not self.all_here(pending):
             self._raise_if_failed()
-            gone = lookout.lost()
+            gone = ended.lost()
             if gone:
-                self._fail(str(farewell(gone, pending.name)))
+                self._fail(str(lost_rank_error(gone, pending.name)))
             if time.monotonic() > deadline:
                 self._fail(self._who_is_missing(pending))
             meanwhile()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from lowlevel_zero.communication import flat_buffers
 from lowlevel_zero.communication.shard_group import ShardGroup
-from tests.support.buffers import buffer_of, sum_of_buffers
+from tests.support.buffers import buffer_of
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
+from tests.support.ways import group_by, ways_of
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -23,84 +25,143 @@ ROWS = [1, 3, 7, 64, 1001]
 over_world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
-@over_world_sizes
-def test_reduce_scatter_leaves_the_own_row_of_the_sum(world_size: int, subtests: pytest.Subtests) -> None:
-    def reduce(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
-        group = ShardGroup()
-        pending = [group.reduce_scatter(buffer_of(rank, world_size, row, dtype)) for row in ROWS]
-        return [each.wait() for each in pending]
-
-    for (dtype,), ran in run_cases(reduce, world_size, zip(DTYPES)):
-        with subtests.test(dtype=dtype):
-            for rank, totals in enumerate(ran.values()):
-                for row, total in zip(ROWS, totals, strict=True):
-                    assert total.dtype == dtype
-                    assert torch.equal(total, sum_of_buffers(world_size, row, dtype)[rank])
+# ---- the contract of all backends ----
 
 
-@over_world_sizes
-def test_all_reduce_leaves_the_sum_in_the_wire(world_size: int, subtests: pytest.Subtests) -> None:
-    def reduce(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[Tensor, bool]]:
-        group = ShardGroup()
-        wires = [buffer_of(rank, world_size, row, dtype) for row in ROWS]
-        pending = [group.all_reduce(wire) for wire in wires]
-        return [
-            (each.wait(), each.tensors[0].data_ptr() == wire.data_ptr())
-            for each, wire in zip(pending, wires, strict=True)
-        ]
-
-    for (dtype,), ran in run_cases(reduce, world_size, zip(DTYPES)):
-        with subtests.test(dtype=dtype):
-            for totals in ran.values():
-                for row, (total, in_place) in zip(ROWS, totals, strict=True):
-                    assert in_place
-                    assert torch.equal(total, sum_of_buffers(world_size, row, dtype))
+def buffers_of(group: ShardGroup, row: int, dtype: torch.dtype) -> dict[int, Tensor]:
+    """What each rank has, by its global rank: small whole numbers, whose sums every dtype holds exactly."""
+    ranks = sorted({*dist.get_process_group_ranks(group.group), *group.slice_ranks})
+    return {rank: buffer_of(rank, group.size, row, dtype) for rank in ranks}
 
 
-@over_world_sizes
-def test_all_gather_fills_the_wire_with_every_rank_s_row(world_size: int, subtests: pytest.Subtests) -> None:
-    def gather(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
-        group = ShardGroup()
-        pending = []
-        for row in ROWS:
-            wire = torch.full((world_size, row), -99.0, dtype=dtype)
-            wire[rank] = buffer_of(rank, world_size, row, dtype)[rank]
-            pending.append(group.all_gather(wire))
-        return [each.wait() for each in pending]
-
-    for (dtype,), ran in run_cases(gather, world_size, zip(DTYPES)):
-        with subtests.test(dtype=dtype):
-            for wires in ran.values():
-                for row, wire in zip(ROWS, wires, strict=True):
-                    for rank in range(world_size):
-                        assert torch.equal(wire[rank], buffer_of(rank, world_size, row, dtype)[rank])
+def check_reductions(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
+    """All are under way at once; a buffer that the group gave is as good as any other."""
+    begun = []
+    for row in ROWS:
+        mine = buffers_of(group, row, dtype)[rank]
+        given = group.new_buffer(row, dtype, mine.device).copy_(mine)
+        begun.append([group.reduce_scatter(mine), group.reduce_scatter(given), group.all_reduce(mine.clone())])
+    for row, works in zip(ROWS, begun, strict=True):
+        whole = torch.stack([each.double() for each in buffers_of(group, row, dtype).values()]).sum(0).to(dtype)
+        for work, expected in zip(works, (whole[group.rank], whole[group.rank], whole), strict=True):
+            total = work.wait()
+            assert total.dtype == dtype
+            assert torch.equal(total, expected)
 
 
-@over_world_sizes
-def test_all_to_all_hands_out_what_each_rank_has_for_each(world_size: int, subtests: pytest.Subtests) -> None:
+def check_gathers(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
+    """Of a buffer, and of pieces, one or several, that are rows already or are cast into them."""
+    begun = []
+    for row in ROWS:
+        wire = torch.full((group.size, row), -99.0, dtype=dtype)
+        wire[group.rank] = buffers_of(group, row, dtype)[rank][group.rank]
+        begun.append(group.all_gather(wire))
+    for row, work in zip(ROWS, begun, strict=True):
+        buffers = buffers_of(group, row, dtype)
+        assert torch.equal(work.wait(), torch.stack([buffers[of][at] for at, of in enumerate(group.slice_ranks)]))
+    expected = torch.arange(1.0, group.size + 1)
+    for sizes, cast in product(([5, 1, 300, 17], [5]), (False, True)):
+        rows = [torch.full((group.size, size), -1.0, dtype=dtype) for size in sizes]
+        own = [torch.full((size,), group.rank + 1.0) for size in sizes]
+        if not cast:
+            own = [each[group.rank].fill_(group.rank + 1) for each in rows]
+        group.gather(own, rows).wait()
+        assert all(torch.equal(each, expected.to(dtype)[:, None].expand_as(each)) for each in rows)
+
+
+def check_hand_outs(group: ShardGroup, dtype: torch.dtype) -> None:
     def size(of: int, to: int) -> int:
         return 0 if to == 1 else 3 * of + to + 1  # nothing for rank 1
 
-    def piece(of: int, to: int, number: int, dtype: torch.dtype) -> Tensor:
+    def piece(of: int, to: int, number: int) -> Tensor:
         return torch.arange(size(of, to)).to(dtype) + 10 * of + number
 
-    def hand_out(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
-        group = ShardGroup()
-        ranks = range(world_size)
-        sizes, sizes_into = [size(rank, to) for to in ranks], [size(of, rank) for of in ranks]
-        pending = []
-        for number in range(3):
-            wire = torch.cat([piece(rank, to, number, dtype) for to in ranks])
-            pending.append(group.all_to_all(wire, sizes, wire.new_empty(sum(sizes_into)), sizes_into))
-        assert group.traffic()["step"] == 3 * (sum(sizes) - sizes[rank]) * dtype.itemsize
-        return [each.wait() for each in pending]
+    ranks = range(group.size)
+    sizes, sizes_into = [size(group.rank, to) for to in ranks], [size(of, group.rank) for of in ranks]
+    begun = []
+    for number in range(3):
+        buffer = torch.cat([piece(group.rank, to, number) for to in ranks])
+        begun.append(group.all_to_all(buffer, sizes, buffer.new_empty(sum(sizes_into)), sizes_into))
+    for number, work in enumerate(begun):
+        assert torch.equal(work.wait(), torch.cat([piece(of, group.rank, number) for of in ranks]))
+    assert group.traffic()["step"] == 3 * (sum(sizes) - sizes[group.rank]) * dtype.itemsize
 
-    for (dtype,), ran in run_cases(hand_out, world_size, zip(DTYPES)):
+
+def check_few(group: ShardGroup, rank: int) -> None:
+    """What hosts tell each other, and the sum over the slices, each once."""
+    ranks = dist.get_process_group_ranks(group.group)
+    total = group.sum_scalar(torch.tensor(rank + 0.5))
+    later = group.start_all_reduce_max(torch.tensor([rank, 7 - rank, 7], dtype=torch.uint8))
+    assert group.all_reduce_max([rank, -rank, 5]) == [max(ranks), 0, 5]
+    assert group.alike([3, -(2**55)])
+    assert group.alike([3, int(rank == max(ranks))]) == (len(ranks) == 1)
+    assert group.from_rank_zero([rank + 7, -rank]) == [7, 0]
+    assert group.all_gather_object({"rank": rank, "much": "x" * 500 * rank}) == [
+        {"rank": of, "much": "x" * 500 * of} for of in ranks
+    ]
+    assert total.wait().item() == sum(of + 0.5 for of in group.slice_ranks)
+    assert later.wait().tolist() == [max(ranks), 7, 7]
+
+
+def contract(rank: int, world_size: int, way: str) -> None:
+    with group_by(way) as group:
+        for dtype in DTYPES:
+            check_reductions(group, rank, dtype)
+            check_gathers(group, rank, dtype)
+        check_hand_outs(group, torch.bfloat16)
+        check_few(group, rank)
+
+
+@over_world_sizes
+def test_all_ways_keep_the_contract(world_size: int, subtests: pytest.Subtests) -> None:
+    for (way,), ran in run_cases(contract, world_size, zip(ways_of(world_size))):
+        with subtests.test(way=way):
+            assert ran.values() == [None] * world_size
+
+
+@pytest.mark.parametrize("way", ["messages", "shared memory", "native", "staged shared memory"])
+def test_traffic_is_what_the_buffers_hold(way: str) -> None:
+    def count(rank: int, world_size: int) -> dict[str, int]:
+        with group_by(way) as group:
+            for start in (group.reduce_scatter, group.all_reduce):
+                start(group.new_buffer(10, torch.bfloat16, torch.device("cpu")).zero_()).wait()
+            rows = [torch.zeros(world_size, 7), torch.zeros(world_size, 2)]
+            group.gather([each[rank] for each in rows], rows).wait()
+            group.all_gather(torch.zeros(world_size, 4)).wait()
+            return group.traffic()
+
+    assert run_ranks(count, 3) == [{"reduce": 2 * 3 * 10 * 2, "gather": 2 * 4 * (7 + 2 + 4)}] * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_sums_are_those_of_messages_bit_for_bit_and_in_fp32(world_size: int, subtests: pytest.Subtests) -> None:
+    """Whole ones are in the order of ranks."""
+    rows = (1, 64, 70_001)
+
+    def numbers(rank: int, row: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(world_size, row, generator=torch.Generator().manual_seed(1000 * row + rank)).to(dtype)
+
+    def reduce(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        totals = []
+        for way in ("shared memory", "messages"):
+            with group_by(way) as group:
+                works = [group.reduce_scatter(numbers(rank, row, dtype)) for row in rows]
+                works += [group.all_reduce(numbers(rank, row, dtype)) for row in rows]
+                totals.append([each.wait() for each in works])
+        return totals
+
+    for (dtype,), ran in run_cases(reduce, world_size, zip(DTYPES)):
+        wide = torch.promote_types(dtype, torch.float32)
         with subtests.test(dtype=dtype):
-            for rank, received in enumerate(ran.values()):
-                for number, tensor in enumerate(received):
-                    expected = [piece(of, rank, number, dtype) for of in range(world_size)]
-                    assert torch.equal(tensor, torch.cat(expected))
+            for shared, messages in ran.values():
+                assert all(torch.equal(one, other) for one, other in zip(shared, messages, strict=True))
+                for row, whole in zip(rows, shared[len(rows) :], strict=True):
+                    assert torch.equal(
+                        whole, sum(numbers(of, row, dtype).to(wide) for of in range(world_size)).to(dtype)
+                    )
+
+
+# ---- what else there is to it ----
 
 
 def test_sixteen_bit_rows_are_summed_in_fp32(subtests: pytest.Subtests) -> None:
@@ -122,12 +183,6 @@ def test_reductions_may_be_taken_in_another_order_than_they_were_started() -> No
         return [each.wait()[0].item() for each in reversed(pending)]
 
     assert run_ranks(reduce, 2) == [[7.0, 5.0, 3.0, 1.0]] * 2
-
-
-@over_world_sizes
-def test_sum_scalar(world_size: int) -> None:
-    totals = run_ranks(lambda rank, _: ShardGroup().sum_scalar(torch.tensor(rank + 0.5)).wait().item(), world_size)
-    assert totals == [sum(rank + 0.5 for rank in range(world_size))] * world_size
 
 
 def assorted(rank: int) -> list[Tensor]:
@@ -161,29 +216,6 @@ def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests)
                 for (tensor, stride), expected in zip(got, assorted(0), strict=True):
                     assert (tensor.dtype, stride) == (expected.dtype, expected.stride())
                     assert torch.equal(tensor, expected)
-
-
-@over_world_sizes
-def test_what_hosts_tell_each_other(world_size: int) -> None:
-    def tell(rank: int, world_size: int) -> dict[str, Any]:
-        group = ShardGroup()
-        return {
-            "largest": group.all_reduce_max([rank, -rank, 5]),
-            "alike": group.alike([3, -(2**55)]),
-            "one differs": group.alike([3, int(rank == world_size - 1)]),
-            "from_rank_zero": group.from_rank_zero([rank + 7, -rank]),
-            "exchange": group.all_gather_object({"rank": rank}),
-        }
-
-    last = world_size - 1
-    for told in run_ranks(tell, world_size):
-        assert told == {
-            "largest": [last, 0, 5],
-            "alike": True,
-            "one differs": world_size == 1,
-            "from_rank_zero": [7, 0],
-            "exchange": [{"rank": rank} for rank in range(world_size)],
-        }
 
 
 def test_hosts_can_agree_while_the_wires_of_some_are_under_way() -> None:

@@ -127,8 +127,7 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_swapped_rows_go_where_they_belong(world_size: int) -> None:
     def swap(way: str, rank: int) -> None:
-        group = joined(way)
-        backend = group.communicator.backends[CPU, False]
+        backend = joined(way).communicator.backend(CPU)
         for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
             wires = [(numbers(world_size, row, seed=of).abs() % 200).to(dtype) for of in range(world_size)]
             packed = backend.new_buffer(row, dtype, CPU).copy_(wires[rank])

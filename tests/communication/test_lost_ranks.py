@@ -163,7 +163,7 @@ def test_who_ended_since_another_did_is_not_blamed() -> None:
     def look(rank: int, world_size: int) -> list[int]:
         ShardGroup()
         if rank == 1:
-            failed_ranks.farewell([2], "it")
+            failed_ranks.lost_rank_error([2], "it")
         dist.barrier()
         failed_ranks.know({1: processes.own_process()._replace(began="another's")})
         return lost(range(3))

@@ -185,7 +185,7 @@ class Ranks:
         self._contexts = [GroupContext() for _ in range(size)]
         monkeypatch.setattr(barriers, "store_of", lambda group, prefix: self.store.under(prefix))
         monkeypatch.setattr(barriers, "context_of", lambda group: self._contexts[here.rank])
-        monkeypatch.setattr(barriers, "Lookout", NobodyIsLost)
+        monkeypatch.setattr(barriers, "PeriodicCheck", NobodyIsLost)
         monkeypatch.setattr(barriers.dist, "get_rank", lambda group: here.rank)
         monkeypatch.setattr(barriers.dist, "get_world_size", lambda group: size)
         monkeypatch.setattr(barriers.dist, "get_process_group_ranks", lambda group: list(range(size)))

@@ -70,68 +70,7 @@ def packed(group: ShardGroup, values: Tensor) -> Tensor:
     return group.new_buffer(values.shape[1], values.dtype, CPU).copy_(values)
 
 
-# Against messages and plain sums
-
-
-@over_dtypes
-@over_world_sizes
-@pytest.mark.parametrize("pack", [True, False], ids=["packed", "elsewhere"])
-def test_a_row_of_the_sum_is_that_of_messages_bit_for_bit(pack: bool, world_size: int, dtype: torch.dtype) -> None:
-    def reduce(rank: int, world_size: int) -> list[list[Tensor]]:
-        totals = []
-        for shared in (True, False):
-            group = group_with_wires(shared)
-            wires = [random_wire(rank, world_size, row, dtype) for row in ROWS]
-            pending = [group.reduce_scatter(packed(group, wire) if pack else wire) for wire in wires]
-            totals.append([each.wait().clone() for each in pending])
-        return totals
-
-    for shared, messages in run_ranks(reduce, world_size):
-        for ours, expected in zip(shared, messages, strict=True):
-            assert ours.dtype == dtype
-            assert torch.equal(ours, expected)
-
-
-@over_dtypes
-@over_world_sizes
-def test_a_whole_sum_is_alike_on_all_ranks_and_in_fp32(world_size: int, dtype: torch.dtype) -> None:
-    def reduce(rank: int, world_size: int) -> list[Tensor]:
-        group = group_with_wires()
-        wires = [packed(group, random_wire(rank, world_size, row, dtype)) for row in ROWS]
-        return [each.wait() for each in [group.all_reduce(wire) for wire in wires]]
-
-    first, *others = run_ranks(reduce, world_size)
-    for at, row in enumerate(ROWS):
-        wires = [random_wire(rank, world_size, row, dtype) for rank in range(world_size)]
-        wide = torch.promote_types(dtype, torch.float32)
-        assert torch.equal(first[at], sum(wire.to(wide) for wire in wires).to(dtype))
-        assert all(torch.equal(first[at], other[at]) for other in others)
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "messages"])
-@pytest.mark.parametrize("cast", [True, False], ids=["cast", "as it is"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_rows_are_gathered_to_where_they_belong(world_size: int, cast: bool, shared: bool) -> None:
-    sizes = [5, 1, 300, 17]
-
-    def gather(rank: int, world_size: int) -> list[list[Tensor]]:
-        group = group_with_wires(shared) if world_size > 1 else ShardGroup()
-        results = []
-        for some in (sizes, sizes[:1]):
-            rows = [torch.full((world_size, size), -1.0, dtype=torch.bfloat16 if cast else None) for size in some]
-            for each in rows:
-                each[rank] = rank + 1
-            own = [torch.full((size,), rank + 1.0) for size in some] if cast else [each[rank] for each in rows]
-            for each in rows if cast else ():
-                each[rank] = -1
-            group.gather(own, rows).wait()
-            results.append(rows)
-        return results
-
-    expected = torch.arange(1.0, world_size + 1)
-    for results in run_ranks(gather, world_size):
-        for rows in results:
-            assert all(torch.equal(each, expected.to(each.dtype)[:, None].expand_as(each)) for each in rows)
+# Beside messages
 
 
 def train(rank: int, world_size: int, shared: bool, dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], Any]:
@@ -150,27 +89,6 @@ def train(rank: int, world_size: int, shared: bool, dtype: torch.dtype, **option
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()], optimizer.traffic()
-
-
-@over_world_sizes
-def test_numbers_of_the_hosts_are_those_of_messages(world_size: int) -> None:
-    def tell(rank: int, world_size: int) -> list[Any]:
-        results: list[Any] = []
-        for shared in (True, False):
-            group = group_with_wires(shared)
-            most = torch.tensor([rank, world_size - rank, 7], dtype=torch.uint8)
-            later = group.start_all_reduce_max(most)
-            norm = group.sum_scalar(torch.tensor(0.1 * (rank + 1)))
-            agreed = [group.all_reduce_max([rank, -rank]), group.alike([3]), group.alike([rank])]
-            results.append([agreed, norm.wait().item(), later.wait().tolist(), most.tolist()])
-        return results
-
-    for by_mail, by_gloo in run_ranks(tell, world_size):
-        assert by_mail[1] == pytest.approx(by_gloo[1])
-        assert by_mail[1] == pytest.approx(0.05 * world_size * (world_size + 1))
-        assert [by_mail[0], *by_mail[2:]] == [by_gloo[0], *by_gloo[2:]]
-        assert by_mail[0] == [[world_size - 1, 0], True, False]
-        assert by_mail[2] == by_mail[3] == [world_size - 1, world_size, 7]
 
 
 def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,19 +126,6 @@ def test_training_ends_as_with_messages(stage: str, world_size: int, dtype: torc
             assert torch.equal(p, other)
         assert sent == sent_in_messages
         assert (sent["reduce"] > 0) == (sent["gather"] > 0) == (world_size > 1)
-
-
-def test_traffic_is_what_the_wires_hold() -> None:
-    def count(rank: int, world_size: int) -> dict[str, int]:
-        group = group_with_wires()
-        for start in (group.reduce_scatter, group.all_reduce):
-            start(group.new_buffer(10, torch.bfloat16, CPU)).wait()
-        rows = [torch.zeros(world_size, 7), torch.zeros(world_size, 2)]
-        group.gather([each[rank] for each in rows], rows).wait()
-        group.all_gather(torch.zeros(world_size, 4)).wait()
-        return group.traffic()
-
-    assert run_ranks(count, 3) == [{"reduce": 2 * 3 * 10 * 2, "gather": 2 * 4 * (7 + 2 + 4)}] * 3
 
 
 # A rank that lags
@@ -372,26 +277,6 @@ def test_any_number_of_blocks_may_be_finished_with_at_a_time() -> None:
         assert sum(bool(block.readers) for block in blocks) == left
     own.trim()
     assert own.held() == []
-
-
-@over_world_sizes
-def test_parts_are_handed_out_and_some_are_empty(world_size: int) -> None:
-    def size(of: int, to: int) -> int:
-        return 0 if to == 1 or of == 0 else 3 * of + to + 1  # nothing for rank 1, and none of rank 0's
-
-    def hand_out(rank: int, world_size: int) -> list[Tensor]:
-        group = group_with_wires()
-        ranks = range(world_size)
-        sizes, sizes_into = [size(rank, to) for to in ranks], [size(of, rank) for of in ranks]
-        buffers = [torch.arange(sum(sizes)) + 100 * rank + number for number in range(3)]
-        pending = [group.all_to_all(each, sizes, each.new_empty(sum(sizes_into)), sizes_into) for each in buffers]
-        return [each.wait() for each in pending]
-
-    for rank, received in enumerate(run_ranks(hand_out, world_size)):
-        for number, tensor in enumerate(received):
-            starts = [sum(size(of, to) for to in range(rank)) for of in range(world_size)]
-            parts = [torch.arange(size(of, rank)) + starts[of] + 100 * of + number for of in range(world_size)]
-            assert torch.equal(tensor, torch.cat(parts))
 
 
 # When it can't be had

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.offload import StepOnHost
-from lowlevel_zero.communication import communicator
 from lowlevel_zero.communication.backends.native import Native
+from lowlevel_zero.communication.communicator import Communicator
 from tests.support.judging import check_run, check_share
 from tests.support.numbers import DROPS, STAGES, joined, share_of
 from tests.support.oracle import Odd, Result, Run, adamw, build, emulate, momentum, train_rank, train_sharded
@@ -51,7 +51,7 @@ def over_nccl(work: Callable[..., Any], *args: Any) -> None:
 
     def alone(rank: int, world_size: int) -> None:
         torch.backends.cudnn.allow_tf32 = False
-        patch_rank(communicator, "Alone", lambda rank, size: Native(dist.group.WORLD))
+        patch_rank(Communicator, "_choose", lambda self, device, fp8: Native(dist.group.WORLD))
         work(rank, world_size, *args)
         torch.cuda.synchronize()
 

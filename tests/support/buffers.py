@@ -1,4 +1,4 @@
-"""Buffers to be summed: a row for each rank, and what the ranks' buffers add up to."""
+"""Buffers to be summed: a row for each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,3 @@ def buffer_of(rank: int, world_size: int, row: int, dtype: torch.dtype) -> Tenso
     """Small whole numbers, whose sums every dtype holds exactly; different on each rank and in each row."""
     generator = torch.Generator().manual_seed(1000 * row + rank)
     return torch.randint(-9, 10, (world_size, row), generator=generator).to(dtype)
-
-
-def sum_of_buffers(world_size: int, row: int, dtype: torch.dtype) -> Tensor:
-    return torch.stack([buffer_of(rank, world_size, row, torch.float64) for rank in range(world_size)]).sum(0).to(dtype)

@@ -21,7 +21,7 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Lock, RLock, Thread
 from time import monotonic, sleep
 from typing import NamedTuple, TypeAlias
 from weakref import finalize
@@ -214,7 +214,7 @@ class PeerPipe:
         self.finished: deque[int] = deque()
         self._timeout = timeout
         self._unsent: deque[bytes] = deque()
-        self._lock = Lock()
+        self._lock = RLock()  # a finaliser may tell of blocks, whatever it interrupts
 
     def write_later(self, record: bytes) -> None:
         """Have a thread write what there is no room for now."""

@@ -1,0 +1,46 @@
+"""The ways that buffers may travel, each as the shard group that goes by it: whatever holds of one holds of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowlevel_zero.communication import communicator
+from lowlevel_zero.communication.communicator import SWITCH, Communicator
+from lowlevel_zero.communication.grid import shard_group
+from lowlevel_zero.communication.shard_group import ShardGroup
+
+from .grid import Grid
+
+WAYS = ("messages", "shared memory", "native", "staged messages", "staged shared memory")
+# Of 2 x 2 ranks. Levels of native collectives are a device's, whose stream orders them.
+OF_FOUR = (*WAYS, *(f"{form} {way}" for form in ("nested", "replicated") for way in WAYS[:2]))
+
+
+def ways_of(world_size: int) -> tuple[str, ...]:
+    """Those that so many ranks have."""
+    return {1: ("alone",), 4: OF_FOUR}.get(world_size, WAYS)
+
+
+@contextmanager
+def group_by(way: str) -> Iterator[ShardGroup]:
+    """All ranks, one of several kinds: their buffers of the host travel that way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, str(int("shared memory" in way)))
+        if "native" in way:
+            patch.setattr(Communicator, "on_gloo", lambda self, device: False)
+        if "staged" in way:
+            patch.setattr(communicator, "is_staged", lambda device: True)
+        group = ShardGroup()
+        if "nested" in way or "replicated" in way:
+            outer, inner = Grid.of(dist.get_rank(), (2, 2))
+            group = shard_group(inner, outer, "replicated" in way)
+        group.communicator.connect()
+        innermost = getattr(group.communicator, "inner", group.communicator)
+        assert innermost.hosts.shares_memory == ("shared memory" in way)
+        assert innermost.on_gloo(torch.device("cpu")) == (way != "alone" and "native" not in way)
+        yield group
