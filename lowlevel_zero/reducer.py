@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from weakref import ReferenceType, ref
 
 import torch
@@ -187,9 +186,9 @@ class Reducer:
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
-            Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
+            Variable._execution_engine.queue_callback(self._graph_task_ended)
 
-    def graph_task_ended(self) -> None:
+    def _graph_task_ended(self) -> None:
         """A plain backward of one graph is over; if it wasn't nested in another's, so is the sync."""
         nested = torch._C._current_autograd_node() is not None
         if not nested and self.buckets.is_open and not self._in_turn:
@@ -397,9 +396,3 @@ def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable
             alive.gradient_ready(record)
 
     return on_gradient
-
-
-def _on_graph_task_end(reducer: ReferenceType[Reducer]) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.graph_task_ended()
