@@ -342,7 +342,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._guard.enter("synchronize")
         self.finish_gathers()
         self._finish_reductions(Call("synchronize", self._guard.trouble()))
-        unit = self._unit()
+        unit = self._gradient_scale()
         if self.scaler is not None:
             self._overflow = ~self._measured(self._new_norm(unit)).isfinite()
         for each in self.sharded_groups:
@@ -374,7 +374,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._guard.enter("clip_grad_norm_")
         self.finish_gathers()
         self._finish_reductions(Call("clip_grad_norm_", self._guard.trouble()))
-        norm = self._measured(self._new_norm(self._unit()))
+        unit = 1.0 if self._synchronized else self._gradient_scale()
+        norm = self._measured(self._new_norm(unit))
         factor = clip_factor(norm, max_norm)
         for each in self.sharded_groups:
             each.gradients.scale(each.gradients.sums(), factor)
@@ -387,10 +388,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 norm.add(bucket.measured())
         norm.start()
         return norm.value
-
-    def _unit(self) -> float | Tensor:
-        """What sums are to be multiplied with to be averaged, unscaled gradients."""
-        return 1.0 if self._synchronized else self._gradient_scale()
 
     def _new_norm(self, unit: float | Tensor) -> GlobalNorm:
         """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
@@ -424,7 +421,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
         self._finish_reductions(Call("step", self._guard.trouble()))
         follow_edits(self.sharded_parameters.working())
-        unit = self._unit()
+        unit = 1.0 if synchronized else self._gradient_scale()
         norm = self._new_norm(unit)
         if self.options.clip_grad_norm > 0 or self.scaler is not None or self.options.error_if_nonfinite:
             self._step_by_norm(norm, unit)

@@ -332,7 +332,10 @@ class ParameterStore:
 
     def unfrozen(self) -> Tensor | None:
         """A parameter that has no record, since it was frozen when its group came, and isn't any more, or None."""
-        return next((p for p in self._frozen if p.requires_grad), None)
+        for p in self._frozen:
+            if p.requires_grad:
+                return p
+        return None
 
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
         """Append a param group; what was a frozen member of another so far leaves that one."""
