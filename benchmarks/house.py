@@ -33,6 +33,8 @@ BUDGETS = {
     "state/": 750,
     "checkpoint/": 1300,
     "diagnostics/": 850,
+    "experts/": 250,
+    "offload/": 150,
     "planning/": 700,
     "plugin/": 900,
     "deepspeed/": 450,

@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .bookkeeping.bucket_store import BucketStore, Reduction
+from .bookkeeping.bucket_store import BucketStore, Reduction, StepOnDevice
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.module_names import own_names
-from .bookkeeping.offload import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.storages import overlapping
@@ -42,6 +41,8 @@ class Rooms:
         from .diagnostics.guards import Guard
         from .diagnostics.stall_report import watch
         from .diagnostics.verification import verify
+        from .experts.assignment import assign, data_parallel_group, make_groups
+        from .offload.step_on_host import StepOnHost
         from .optim.elementwise import check_elementwise
         from .optim.whole_steps import check_matrices, whole_step
         from .planning.of_optimizer import layout, memory_held
@@ -49,6 +50,10 @@ class Rooms:
         from .state.values import whole_gradients
         from .state.whole import load_state_dict, state_dict, state_dict_shard
 
+        self.data_parallel_group = data_parallel_group
+        self.assign = assign
+        self.make_groups = make_groups
+        self.step_on_host = StepOnHost
         self.check_elementwise = check_elementwise
         self.check_matrices = check_matrices
         self.whole_step = whole_step

@@ -45,12 +45,11 @@ class LossScaler:
         backoff_factor: between 0 and 1.
         growth_interval: clean steps in a row before the scale grows.
         hysteresis: overflows before the scale backs off; 0 and 1 both mean "at the first".
-        max_scale: no growth goes above it.
+        max_scale: no growth goes above it; the scale is static where ``min_scale`` is the same.
         device: where the tensors live; best where ``found_inf`` is made.
 
     Attributes:
         scale: 0-d float32; changed in place, so its address stays (a captured CUDA graph may read it).
-        dynamic: whether updates may change the scale.
 
     Raises:
         ValueError: a keyword is out of its range; the message names it, the range and what came.
@@ -72,7 +71,6 @@ class LossScaler:
         _check_factors(growth_factor, backoff_factor)
         _check_count("growth_interval", growth_interval, least=1)
         _check_count("hysteresis", hysteresis, least=0)
-        self.dynamic = True
         self.min_scale, self.max_scale = float(min_scale), float(max_scale)
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.scale = torch.tensor(float(initial_scale), dtype=torch.float32, device=device)  # 0-d
@@ -92,18 +90,6 @@ class LossScaler:
         cls(**chosen)
         return chosen
 
-    @classmethod
-    def static(cls, scale: float, device: torch.device | str = "cpu") -> LossScaler:
-        """A scale that never changes; updates only count the skipped steps.
-
-        Raises:
-            ValueError: ``scale`` is not a positive number that float32 can hold.
-        """
-        _check_number("scale", scale)
-        scaler = cls(initial_scale=scale, min_scale=scale, max_scale=scale, device=device)
-        scaler.dynamic = False
-        return scaler
-
     def update(self, found_inf: Tensor) -> None:
         """Count one step and move the scale; a dozen tiny kernels, no host synchronisation.
 
@@ -117,10 +103,6 @@ class LossScaler:
         keep, add = self._clean
         counts_if_clean = torch.addcmul(add, self._counts, keep)
         torch.where(overflow, counts_if_overflow, counts_if_clean, out=self._counts)
-        if self.dynamic:
-            self._move_scale(overflow)
-
-    def _move_scale(self, overflow: Tensor) -> None:
         growth_step, hysteresis_step = self._counts[0], self._counts[1]
         backs_off = overflow & (hysteresis_step >= self.hysteresis)
         grows = growth_step == self.growth_interval
@@ -156,8 +138,8 @@ class LossScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a ``state_dict()``, or ColossalAI's, which has no counts: they restart at 0.
 
-        A scale outside ``min_scale`` .. ``max_scale`` is moved to the nearer end. A static scaler takes the
-        counts alone: its scale is a setting, not state. Tensors are read, so this waits for their device.
+        A scale outside ``min_scale`` .. ``max_scale`` is moved to the nearer end. Tensors are read, so this waits for
+        their device.
 
         Raises:
             ValueError: a key is missing or unknown, or a value is out of its range; nothing has changed then.
@@ -169,10 +151,9 @@ class LossScaler:
         for key in ("hysteresis", *_COUNT_KEYS):
             _check_count(key, state.setdefault(key, 0), least=0)
         self._counts.copy_(torch.tensor([state[key] for key in _COUNT_KEYS], device="cpu"))
-        if self.dynamic:
-            self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
-            self.hysteresis = state["hysteresis"]
-            self._set_factors(state["growth_factor"], state["backoff_factor"])
+        self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
+        self.hysteresis = state["hysteresis"]
+        self._set_factors(state["growth_factor"], state["backoff_factor"])
 
     def _set_factors(self, growth_factor: float, backoff_factor: float) -> None:
         self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)

@@ -1,22 +1,19 @@
-"""LowLevelZeroOptimizer: one step told in order: backward, reduce, norm, step, gather."""
+"""LowLevelZeroOptimizer: one step in order: backward, reduce, norm, step, gather."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bookkeeping.assignment import assign, data_parallel_group, make_groups
-from .bookkeeping.bucket_store import Bucket
+from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
-from .bookkeeping.offload import StepOnDevice, StepOnHost
 from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
@@ -148,22 +145,22 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         error_if_nonfinite: bool = False,
     ) -> None:
         keywords = locals()
-        ranks = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
-        self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard)
         self._rooms = Rooms()
+        ranks = self._rooms.data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
+        self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard)
         with together(self.shard_group, CONSTRUCT) as agreed:
             self.options = ZeroOptions.chosen(keywords)
             self._rooms.watch(self.shard_group, self.options.stall_timeout)
             scaling = LossScaler.chosen(keywords)
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             names = self._check(optimizer, model)
-            assignment = assign(pg_to_param_list, self.shard_group, names, model)
+            assignment = self._rooms.assign(pg_to_param_list, self.shard_group, names, model)
             lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
             agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
             agreed += assignment.in_common(names, self.options)
         # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
         self.options = replace(self.options, verbose=bool(self.shard_group.all_reduce_max([verbose])[0]))
-        made = make_groups(self.shard_group, assignment.groups, lines[1:])
+        made = self._rooms.make_groups(self.shard_group, assignment.groups, lines[1:])
         groups = [self._rooms.checked(each, self.options) for each in made]
         self.shard_group = groups[0]
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
@@ -210,8 +207,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
         self._guard = self._rooms.guard(optimizer, parameters, model)
         self._owner = object()
-        self._gradient_scale = partial(_gradient_scale, options.unit(self.shard_group.ranks), self.scaler)
-        stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
+        average = options.unit(self.shard_group.ranks)
+        scale = None if self.scaler is None else self.scaler.scale
+        self._gradient_scale = (lambda: average) if scale is None else (lambda: average / scale)
+        stepping = self._rooms.step_on_host(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(
             parameters, options, self.streams, self._gradient_scale, stepping, self._owner, self._observer
         )
@@ -229,7 +228,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             for each in self.sharded_groups:
                 each.reducer.remove_hooks()
             with suppress(RuntimeError):  # others have gone
-                self._finish_last_step()
+                self.finish_gathers()
+                if self._norm is not None:
+                    _ = self._norm.value
                 release(self.sharded_groups, self.sharded_parameters.shard_groups)
 
     # ---- backward: gradients become each rank's slice of their sum ----
@@ -339,11 +340,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 "run the last backward, and synchronize(), after the with block"
             )
         self._guard.enter("synchronize")
-        self._finish_last_step()
+        self.finish_gathers()
         self._finish_reductions(Call("synchronize", self._guard.trouble()))
-        unit = self._unit()
+        unit = self._gradient_scale()
         if self.scaler is not None:
-            self._overflow = ~_measured(self._sums(), self._new_norm()).isfinite()
+            self._overflow = ~self._measured(self._new_norm(unit)).isfinite()
         for each in self.sharded_groups:
             each.gradients.expose(float(unit) if self.options.cpu_offload else unit)
 
@@ -371,27 +372,28 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         MAX_NORM("max_norm", max_norm)
         self._guard.enter("clip_grad_norm_")
-        self._finish_last_step()
+        self.finish_gathers()
         self._finish_reductions(Call("clip_grad_norm_", self._guard.trouble()))
-        norm = _measured(self._sums(), self._new_norm())
+        unit = 1.0 if self._synchronized else self._gradient_scale()
+        norm = self._measured(self._new_norm(unit))
         factor = clip_factor(norm, max_norm)
         for each in self.sharded_groups:
             each.gradients.scale(each.gradients.sums(), factor)
         return norm
 
-    def _sums(self) -> list[Bucket]:
-        """What has been summed for parameters that worked."""
-        return [total for each in self.sharded_groups for total in each.gradients.sums()]
+    def _measured(self, norm: GlobalNorm) -> Tensor:
+        """The value of ``norm``, of all gradients."""
+        for each in self.sharded_groups:
+            for bucket in each.gradients.sums():
+                norm.add(bucket.measured())
+        norm.start()
+        return norm.value
 
-    def _unit(self) -> float | Tensor:
-        """What sums are to be multiplied with to be averaged, unscaled gradients."""
-        return 1.0 if self._synchronized else self._gradient_scale()
-
-    def _new_norm(self) -> GlobalNorm:
+    def _new_norm(self, unit: float | Tensor) -> GlobalNorm:
         """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
         several = len(self.sharded_parameters.shard_groups) > 1
         double = several and any(record.communication_dtype == torch.float64 for record in self.sharded_parameters)
-        return GlobalNorm(self.shard_group, self.device, self._unit(), torch.float64 if double else torch.float32)
+        return GlobalNorm(self.shard_group, self.device, unit, torch.float64 if double else torch.float32)
 
     # ---- step: norm, clip, step the slices, gather them ----
 
@@ -412,33 +414,32 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if not self._syncs:
             return loss
         self._guard.enter("step")
-        self._finish_last_step()
+        self.finish_gathers()
         self._observer.step_begins(None if self._norm is None else self._norm.value)
-        if self._synchronized or self._skips_synchronize:
-            check_edits(self.sharded_parameters, self._synchronized, self._skips_synchronize)
+        synchronized = self._synchronized
+        if synchronized or self._skips_synchronize:
+            check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
         self._finish_reductions(Call("step", self._guard.trouble()))
         follow_edits(self.sharded_parameters.working())
-        norm = self._new_norm()
+        unit = 1.0 if synchronized else self._gradient_scale()
+        norm = self._new_norm(unit)
         if self.options.clip_grad_norm > 0 or self.scaler is not None or self.options.error_if_nonfinite:
-            self._step_by_norm(norm)
+            self._step_by_norm(norm, unit)
         else:
-            self._stepper.step(Scale(self._unit()), norm)
+            self._stepper.step(Scale(unit), norm)
         self._norm = norm
         if not self.options.overlap_allgather:
-            self._finish_last_step()
             self._observer.norm(norm.value)
         self._end_step()
         return loss
 
-    def _step_by_norm(self, norm: GlobalNorm) -> None:
+    def _step_by_norm(self, norm: GlobalNorm, unit: float | Tensor) -> None:
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
-        sums = self._sums()
-        value = _measured(sums, norm)
+        value = self._measured(norm)
         self._observer.norm(value)
-        unit = self._unit()
         if self.options.clip_grad_norm > 0:
             unit = unit * clip_factor(value, self.options.clip_grad_norm)
-        if not sums and len(self.sharded_parameters.shard_groups) == 1:
+        if norm.is_empty and len(self.sharded_parameters.shard_groups) == 1:
             return
         overflow = self._overflowed(value)
         by_flag = self._stepper.skips_by_flag and not self._observer.waits
@@ -474,12 +475,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._observer.cleared()
         if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
             self.verify()
-
-    def _finish_last_step(self) -> None:
-        """Wait for what a step has left under way."""
-        self.finish_gathers()
-        if self._norm is not None:
-            _ = self._norm.value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, at any time: what is in flight is finished and forgotten.
@@ -550,16 +545,3 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if len(numbers) > 1:
             agree_apart(parameters.shard_groups, lines[1:], _ADD)
         return names
-
-
-def _gradient_scale(unit: float, scaler: LossScaler | None) -> float | Tensor:
-    """What a gradient that was summed over the ranks, of a scaled loss, is to be multiplied with."""
-    return unit if scaler is None else unit / scaler.scale
-
-
-def _measured(buckets: Iterable[Bucket], norm: GlobalNorm) -> Tensor:
-    """The value of ``norm``, of the gradients in ``buckets``."""
-    for bucket in buckets:
-        norm.add(bucket.measured())
-    norm.start()
-    return norm.value

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from weakref import ReferenceType, ref
 
 import torch
@@ -131,7 +130,7 @@ class Reducer:
         for handle in self._hooks:
             handle.remove()
 
-    # ---- gradients arrive ----
+    # ---- gradients come ----
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
@@ -164,7 +163,7 @@ class Reducer:
             self._watch_graph_task()
         if not record.is_empty and self.buckets.fill(record) and self._overlaps:
             if self._announced is not None and self._announced.done():
-                self._read_announced()
+                self._read_announced(self._announced)
             if self._announced is None:
                 self.buckets.start()
                 self._finish_some()
@@ -187,9 +186,9 @@ class Reducer:
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
-            Variable._execution_engine.queue_callback(partial(_on_graph_task_end, ref(self)))
+            Variable._execution_engine.queue_callback(self._graph_task_ended)
 
-    def graph_task_ended(self) -> None:
+    def _graph_task_ended(self) -> None:
         """A plain backward of one graph is over; if it wasn't nested in another's, so is the sync."""
         nested = torch._C._current_autograd_node() is not None
         if not nested and self.buckets.is_open and not self._in_turn:
@@ -217,15 +216,15 @@ class Reducer:
         self.buckets.follow(self.plan.whole if used is None else self.plan.of(used))
         self._close_sync()
 
-    def _read_announced(self) -> None:
+    def _read_announced(self, announced: Work[Presence]) -> None:
         """Learn what the ranks will use in the open sync."""
-        announced, self._announced = self._announced, None
-        if announced is not None:
-            self.buckets.follow(self.plan.of(announced.wait().used))
+        self._announced = None
+        self.buckets.follow(self.plan.of(announced.wait().used))
 
     def _close_sync(self) -> None:
         """Start what is left of the open sync."""
-        self._read_announced()
+        if self._announced is not None:
+            self._read_announced(self._announced)
         self.buckets.close_sync()
         self._closed += 1
         self._group.progress.micro_batch = self._closed
@@ -245,7 +244,7 @@ class Reducer:
             )
 
     def _leftovers(self) -> list[int]:
-        """What can travel of that which ``p.grad`` holds."""
+        """Indices of parameters whose ``p.grad`` holds what can be reduced."""
         return [record.index for record in self._records if record.p.grad is not None and not record.is_empty]
 
     # ---- reductions end, in the order of starting ----
@@ -280,12 +279,12 @@ class Reducer:
             Exception: the ``call``'s error, or that of another rank's; nothing has been done then.
         """
         exposed = self._gradients.exposed
-        present = self._agree(call, with_leftovers=call.error is None and not exposed)
-        if exposed:
-            with self._streams.home():
+        with self._streams.home():
+            present = self._agree(call, with_leftovers=call.error is None and not exposed)
+            if exposed:
                 self._gradients.absorb()
-        elif present is not None:
-            self._gradients.resolve(present)
+            elif present is not None:
+                self._gradients.resolve(present)
 
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same sync, with nothing in flight; ``p.grad`` stays. Communicates."""
@@ -313,9 +312,8 @@ class Reducer:
                 self._join_sync()
             if agreed.lacks:
                 present = self._unused.exchange_presence().wait().used
-        with self._streams.home():
-            while self.buckets.in_flight:
-                self._finish_oldest()
+        while self.buckets.in_flight:
+            self._finish_oldest()
         return present
 
     def _compare(self, call: Call) -> Progress:
@@ -349,7 +347,7 @@ class Reducer:
         """
         if self._gradients.exposed:
             self._gradients.conceal()
-        self.even_out(Call("zero_grad"))
+        self._agree(Call("zero_grad"), with_leftovers=False)
         self._steps_since_clear = 0
         self._begin_anew()
 
@@ -398,9 +396,3 @@ def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable
             alive.gradient_ready(record)
 
     return on_gradient
-
-
-def _on_graph_task_end(reducer: ReferenceType[Reducer]) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.graph_task_ended()

@@ -59,15 +59,20 @@ class GlobalNorm:
     def add(self, piece: Tensor) -> None:
         """Measure one more piece of this rank's, in fp32 at least."""
         dtype = torch.promote_types(piece.dtype, torch.float32)
+        self._dtype = torch.promote_types(dtype, self._dtype)
         self._norms.append(torch.linalg.vector_norm(piece, dtype=dtype).to(self._device))
 
     def start(self) -> None:
         """All pieces have been added: start summing over the ranks, one number; all ranks call it."""
-        dtype = torch.float64 if torch.float64 in [norm.dtype for norm in self._norms] else self._dtype
-        squares = torch.zeros((), dtype=dtype, device=self._device)
+        squares = torch.zeros((), dtype=self._dtype, device=self._device)
         if self._norms:
-            squares += torch.stack([norm.to(dtype) for norm in self._norms]).square().sum()
+            squares += torch.stack([norm.to(self._dtype) for norm in self._norms]).square().sum()
         self._pending = self._group.sum_scalar(squares)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has added no piece."""
+        return not self._norms
 
     @property
     def value(self) -> Tensor:
@@ -174,7 +179,7 @@ class Stepper:
     def _step_parts(self, parts: Sequence[Part], scale: Scale, norm: GlobalNorm | None, in_parts: bool) -> None:
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it.
         by_optimizer = in_parts and is_fused(self._optim)
-        with _scaling(self._optim, scale) if by_optimizer else nullcontext():
+        with _scaling(self._optim, scale, parts[0].records[0].p32.device) if by_optimizer else nullcontext():
             for part in parts:
                 for bucket in part.buckets:
                     self.assign_gradients(bucket, scale, norm, by_optimizer)
@@ -251,9 +256,8 @@ class Stepper:
 
 
 @contextmanager
-def _scaling(optim: Any, scale: Scale) -> Iterator[None]:
+def _scaling(optim: Any, scale: Scale, device: torch.device) -> Iterator[None]:
     """Tell a fused ``optim`` what to multiply its gradients with, and when to do nothing, as ``GradScaler`` would."""
-    device = next(p.device for group in optim.param_groups for p in group["params"])
     optim.grad_scale = _on_device(1.0 / scale.factor, device)
     optim.found_inf = None if scale.overflow is None else scale.overflow.float()
     try:

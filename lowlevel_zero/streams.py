@@ -1,11 +1,11 @@
 """Streams: on which of a device's streams this package works, and who waits for whom; the host never does.
 
-Gradients may come on any stream: autograd runs a parameter's hook on the stream of its forward. All wires are packed,
-started, finished and summed on one, the *home* stream: the one that was current when the optimizer was made, which is
-usually the only one there is. (NCCL works on a stream of its own beside it, in the order of the stream that starts and
-waits for it.) Home waits for every stream that a gradient came on, and for whoever calls; who calls waits for home
-before it goes on where it may look at results. So memory of ours is used in one order, and can be let go of at any
-time; a gradient of another stream's memory is kept from being used again before home has read it.
+Gradients may come on any stream: autograd runs a parameter's hook on the stream of its forward. All buffers are
+packed, started, finished and summed on one, the *home* stream: the one that was current when the optimizer was made,
+which is usually the only one there is. (NCCL works on a stream of its own beside it, in the order of the stream that
+starts and waits for it.) Home waits for every stream that a gradient came on, and for whoever calls; who calls waits
+for home before it goes on where it may look at results. So memory of ours is used in one order, and can be let go of at
+any time; a gradient of another stream's memory is kept from being used again before home has read it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Reduction(NamedTuple):
 class Bucket:
     """Parameters that are reduced together in one sync, and then this rank's shard of their reduced gradients.
 
-    Here the optimizer steps where the parameters are; ``offload.HostBucket`` keeps its row on the host.
+    Here the optimizer steps where the parameters are; a ``HostBucket`` (``offload/``) keeps its row on the host.
 
     Attributes:
         planned: which parameters, and where in a row.
@@ -175,6 +175,18 @@ class Bucket:
 
 
 NewBucket: TypeAlias = Callable[[PlannedBucket, Sequence[ShardedParameter]], Bucket]
+
+
+class StepOnDevice:
+    """Masters and shards are where the parameters are."""
+
+    def bucket_type(self) -> NewBucket:
+        """What makes buckets."""
+        return Bucket
+
+    def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
+        """What ``masters`` hold, on ``like``'s device, to be gathered in its dtype."""
+        return masters
 
 
 class BucketStore:

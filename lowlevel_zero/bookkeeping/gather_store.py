@@ -14,8 +14,7 @@ from ..communication.work import Work
 from ..partition import alignment_of
 from ..streams import Mark, Streams
 from .awaited import arrived, can_be_awaited, let_await
-from .bucket_store import Bucket, BucketState
-from .offload import StepOnDevice
+from .bucket_store import Bucket, BucketState, StepOnDevice
 from .parameter_store import ShardedParameter, note_versions
 
 # Two buffers: one is filled while the other is gathered.
@@ -56,22 +55,20 @@ class Gather:
 
         A reader on another stream has to wait too: until the device has written them they stay awaited.
         """
-        pending = self._pending
-        if pending is not None:
-            self._write(pending)
+        if self._pending is not None:
+            self._write(self._pending)
             self._pending = None
+            note_versions(self.records)
         if self._written is not None:
             self._written.wait()
             if self._written.query():
                 self.forget()
-        if pending is not None:
-            note_versions(self.records)
 
     @torch.no_grad()
     def _write(self, pending: Work[None]) -> None:
         with self._streams.home():
             pending.wait()
-            self._written = self._streams.mark()
+            self._written = self._streams.mark() if self.awaited else None
         for bucket in self._buckets:
             if bucket.state is BucketState.GATHERING:  # no more gradients have come since
                 bucket.state = BucketState.STEPPED
@@ -79,8 +76,7 @@ class Gather:
 
     def forget(self) -> None:
         """What reads a parameter from now on comes after it has been written: let them be ordinary ones."""
-        if self.awaited:
-            arrived([record.p for record in self.records])
+        arrived([record.p for record in self.records])
         self._written = None
 
 
@@ -123,7 +119,7 @@ class GatherStore:
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
             pending = self._group.gather(own, rows, records[0].fp8, alignment, About(records))
         self._under_way.append(Gather(buckets, records, pending, self._streams, awaited))
-        if not awaited:
+        if not awaited and len(self._under_way) > IN_FLIGHT:
             self.finish(leave=IN_FLIGHT)
 
     def end_step(self) -> None:
@@ -138,7 +134,8 @@ class GatherStore:
         while len(self._under_way) > leave:
             oldest = self._under_way[0]
             oldest.finish_gather()
-            oldest.forget()
+            if oldest.awaited:
+                oldest.forget()
             self._under_way.popleft()
 
 

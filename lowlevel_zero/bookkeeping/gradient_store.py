@@ -54,14 +54,11 @@ class GradientStore:
         if len(before) > 1 or (kept is not None and kept.planned.members != bucket.planned.members):
             self._merge(bucket, total, before)
         elif kept is None:
-            self._keep(bucket, total)
+            bucket.hold(total)
+            self._enter(bucket)
         else:
             sums = self._raw(kept)
             kept.hold(sums.add_(self._like(sums, total)))
-
-    def _keep(self, bucket: Bucket, total: Tensor) -> None:
-        bucket.hold(total)
-        self._enter(bucket)
 
     def _enter(self, bucket: Bucket) -> None:
         self._buckets.append(bucket)
@@ -79,7 +76,9 @@ class GradientStore:
                 kept.hold(sums)
         fresh = [record for record in bucket.records if record.index not in self._bucket_of]
         if fresh:
-            self._keep(self._bucket_apart(fresh), torch.cat([parts[record.index] for record in fresh], dim=-1))
+            apart = self._bucket_apart(fresh)
+            apart.hold(torch.cat([parts[record.index] for record in fresh], dim=-1))
+            self._enter(apart)
 
     def _like(self, sums: Tensor, total: Tensor) -> Tensor:
         """``total``, or this rank's row of it where ``sums`` aren't all ranks'."""

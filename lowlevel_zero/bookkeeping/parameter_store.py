@@ -25,7 +25,7 @@ from ..communication.fp8 import is_rounded
 from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 from .awaited import wait_for
-from .storages import flat_in_memory_order, rehome
+from .storages import flat_in_memory_order, move_to_padded
 
 
 class Place(NamedTuple):
@@ -115,7 +115,7 @@ class ShardedParameter:
         self.rank = rank
         self.communication_dtype = communication_dtype or p.dtype
         self.fp8 = fp8
-        self.padded = rehome(p, split)
+        self.padded = move_to_padded(p, split)
         self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8
         self.address = p.data_ptr()
         self.rows = self.padded.view(split.world_size, split.slice_size)
@@ -332,7 +332,10 @@ class ParameterStore:
 
     def unfrozen(self) -> Tensor | None:
         """A parameter that has no record, since it was frozen when its group came, and isn't any more, or None."""
-        return next((p for p in self._frozen if p.requires_grad), None)
+        for p in self._frozen:
+            if p.requires_grad:
+                return p
+        return None
 
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
         """Append a param group; what was a frozen member of another so far leaves that one."""

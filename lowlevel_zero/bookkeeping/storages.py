@@ -22,7 +22,7 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
-def rehome(p: nn.Parameter, split: EvenSplit) -> Tensor:
+def move_to_padded(p: nn.Parameter, split: EvenSplit) -> Tensor:
     """Put ``p`` over a storage of its own, no larger than the padding needs, and return it whole, 1-D.
 
     A storage that holds the elements of ``p`` and not a byte more is kept, if there is nothing to pad: what else looks
@@ -38,9 +38,9 @@ def rehome(p: nn.Parameter, split: EvenSplit) -> Tensor:
     if alone and p.stride() == stride and not split.padding:
         return torch.as_strided(p.detach(), (split.numel,), (1,))
     padded = torch.zeros(split.padded_numel, dtype=p.dtype, device=p.device)
-    home = torch.as_strided(padded, p.shape, stride)
-    home.copy_(p.detach())
-    p.data = home
+    moved = torch.as_strided(padded, p.shape, stride)
+    moved.copy_(p.detach())
+    p.data = moved
     return padded
 
 

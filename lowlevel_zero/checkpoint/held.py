@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..bookkeeping.assignment import add_companions
 from ..bookkeeping.module_names import joined, places
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..communication.shard_group import ShardGroup
+from ..experts.assignment import add_companions
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, SavedTensor
 from .optimizers import Name, called
 

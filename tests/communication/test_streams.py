@@ -15,8 +15,8 @@ from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
-from lowlevel_zero.bookkeeping.offload import StepOnHost
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
 from tests.support.ranks import run_ranks

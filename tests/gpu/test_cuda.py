@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.offload import StepOnHost
 from lowlevel_zero.communication.backends.native import Native
 from lowlevel_zero.communication.communicator import Communicator
+from lowlevel_zero.offload.step_on_host import StepOnHost
 from tests.support.judging import check_run, check_share
 from tests.support.numbers import DROPS, STAGES, joined, share_of
 from tests.support.oracle import Odd, Result, Run, adamw, build, emulate, momentum, train_rank, train_sharded

@@ -173,8 +173,8 @@ def test_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
     assert scaler.loss_scale == pytest.approx(1100, rel=1e-6)
 
 
-@pytest.mark.parametrize("scaler", [LossScaler(), LossScaler.static(8.0)], ids=["dynamic", "static"])
-def test_update_reads_nothing_on_the_host(scaler: LossScaler) -> None:
+def test_update_reads_nothing_on_the_host() -> None:
+    scaler = LossScaler()
     overflow, clean = flag(True), torch.zeros(())
     with ForbidHostReads() as forbid:
         scaler.update(overflow)
@@ -193,16 +193,10 @@ def test_update_runs_where_there_are_no_values() -> None:
     assert scaler.scale.device.type == "meta"
 
 
-def test_static_only_counts() -> None:
-    scaler = LossScaler.static(128.0)
-    assert not scaler.dynamic
-    assert scales(scaler, "xx.x") == [128.0] * 4
-    assert (int(scaler.skipped), int(scaler.skipped_in_a_row)) == (3, 1)
-
-
-def test_static_stays_when_it_would_have_grown() -> None:
-    scaler = LossScaler.static(128.0)
-    assert set(scales(scaler, "." * 2001)) == {128.0}
+def test_a_scale_between_equal_bounds_is_static() -> None:
+    scaler = LossScaler(initial_scale=128, min_scale=128, max_scale=128, growth_interval=2)
+    assert scales(scaler, "xx.x...x") == [128.0] * 8
+    assert (int(scaler.skipped), int(scaler.skipped_in_a_row)) == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -229,11 +223,6 @@ def test_static_stays_when_it_would_have_grown() -> None:
 def test_bad_keywords(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LossScaler(**keywords)
-
-
-def test_bad_static_scale() -> None:
-    with pytest.raises(ValueError, match=r"expected scale .*got -2"):
-        LossScaler.static(-2)
 
 
 def make(**keywords: Any) -> LossScaler:
@@ -273,13 +262,6 @@ def test_a_loaded_scale_is_moved_into_the_bounds() -> None:
     scaler = make(max_scale=512)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 4096.0})
     assert scaler.loss_scale == 512
-
-
-def test_a_static_scale_is_not_loaded() -> None:
-    dynamic, static = make(hysteresis=1), LossScaler.static(8.0)
-    dynamic.update(flag(True))
-    static.load_state_dict(dynamic.state_dict())
-    assert (static.loss_scale, int(static.skipped)) == (8.0, 1)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero import optimizer as optimizer_module
-from lowlevel_zero.bookkeeping.offload import StepOnHost
 from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import Mark, Streams
 from tests.support.judging import check_run, off_the_way

@@ -1,7 +1,6 @@
-"""Offload: the optimizer steps on the host, where masters, their state and the reduced shards of buckets are.
+"""Stepping on the host, where masters, their state and the reduced shards of buckets are.
 
-``StepOnDevice`` and ``StepOnHost`` make buckets with the same verbs, so that nobody else asks which of the two it is.
-With offload shards are copied down (D2H) during backward, and stepped masters up again (H2D). What is copied lies in
+Shards are copied down (D2H) during backward, and stepped masters up again (H2D). What is copied lies in
 pinned memory, where the device is another; masters and optimizer state aren't copied, and lie in plain memory. Where
 parameters are on the host too, these are copies within its memory.
 """
@@ -16,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..bookkeeping.bucket_plan import PlannedBucket
+from ..bookkeeping.bucket_store import Bucket, NewBucket, StepOnDevice
+from ..bookkeeping.parameter_store import ShardedParameter
 from ..communication.flat_buffers import lay_end_to_end
 from ..streams import Mark, Passed, Streams
-from .bucket_plan import PlannedBucket
-from .bucket_store import Bucket, NewBucket
-from .parameter_store import ShardedParameter
 
 HOST = torch.device("cpu")
 
@@ -71,18 +70,6 @@ class HostBucket(Bucket):
     def measured(self) -> Tensor:
         """The norm, 0-d."""
         return self._norm
-
-
-class StepOnDevice:
-    """Masters and shards are where the parameters are."""
-
-    def bucket_type(self) -> NewBucket:
-        """What makes buckets."""
-        return Bucket
-
-    def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
-        """What ``masters`` hold, on ``like``'s device, to be gathered in its dtype."""
-        return masters
 
 
 class _Leaving(NamedTuple):

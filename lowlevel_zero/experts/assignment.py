@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..communication.agreement import CONSTRUCT
-from ..communication.agreement import agree_apart as agree_apart
+from ..bookkeeping.module_names import own_names
+from ..communication.agreement import CONSTRUCT, agree_apart
 from ..communication.shard_group import ShardGroup
 from ..options import ZeroOptions
-from .module_names import own_names
 
 _KEYWORD = "pg_to_param_list"
 

@@ -1,0 +1,5 @@
+"""Offload (``cpu_offload``): what ColossalAI calls so.
+
+Hangs on ``bookkeeping/bucket_store.py: StepOnDevice``, in whose place the optimizer takes ``StepOnHost``: both make
+buckets with the same verbs, so that nobody else asks which of the two it is.
+"""
