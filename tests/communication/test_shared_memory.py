@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lowlevel_zero.communication.backends.memory_pool import Memory, map_of
 from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.communication.shard_group import ShardGroup
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -36,9 +38,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage1-scatter": {"reduce_scatter": True},
     "stage2": {"partition_grad": True},
 }
-over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
-over_stages = pytest.mark.parametrize("stage", STAGES)
 
 
 # Bytes of slots with a few numbers that peers may not have read yet.
@@ -73,9 +73,7 @@ def packed(group: ShardGroup, values: Tensor) -> Tensor:
 # Against messages and plain sums
 
 
-@over_dtypes
-@over_world_sizes
-@pytest.mark.parametrize("pack", [True, False], ids=["packed", "elsewhere"])
+@pytest.mark.parametrize(("pack", "world_size", "dtype"), covering((True, False), (2, 3, 4), DTYPES), ids=str)
 def test_a_row_of_the_sum_is_that_of_messages_bit_for_bit(pack: bool, world_size: int, dtype: torch.dtype) -> None:
     def reduce(rank: int, world_size: int) -> list[list[Tensor]]:
         totals = []
@@ -92,25 +90,23 @@ def test_a_row_of_the_sum_is_that_of_messages_bit_for_bit(pack: bool, world_size
             assert torch.equal(ours, expected)
 
 
-@over_dtypes
 @over_world_sizes
-def test_a_whole_sum_is_alike_on_all_ranks_and_in_fp32(world_size: int, dtype: torch.dtype) -> None:
+def test_a_whole_sum_is_alike_on_all_ranks_and_in_fp32(world_size: int) -> None:
+    kinds = list(product(DTYPES, ROWS))
+
     def reduce(rank: int, world_size: int) -> list[Tensor]:
         group = group_with_wires()
-        wires = [packed(group, random_wire(rank, world_size, row, dtype)) for row in ROWS]
+        wires = [packed(group, random_wire(rank, world_size, row, dtype)) for dtype, row in kinds]
         return [each.wait() for each in [group.all_reduce(wire) for wire in wires]]
 
-    first, *others = run_ranks(reduce, world_size)
-    for at, row in enumerate(ROWS):
+    for (dtype, row), first, *others in zip(kinds, *run_ranks(reduce, world_size), strict=True):
         wires = [random_wire(rank, world_size, row, dtype) for rank in range(world_size)]
         wide = torch.promote_types(dtype, torch.float32)
-        assert torch.equal(first[at], sum(wire.to(wide) for wire in wires).to(dtype))
-        assert all(torch.equal(first[at], other[at]) for other in others)
+        assert torch.equal(first, sum(wire.to(wide) for wire in wires).to(dtype)), (dtype, row)
+        assert all(torch.equal(first, other) for other in others), (dtype, row)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "messages"])
-@pytest.mark.parametrize("cast", [True, False], ids=["cast", "as it is"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "cast", "shared"), covering((1, 2, 3, 4), (True, False), (True, False)))
 def test_rows_are_gathered_to_where_they_belong(world_size: int, cast: bool, shared: bool) -> None:
     sizes = [5, 1, 300, 17]
 
@@ -196,9 +192,9 @@ def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monk
     assert run_ranks(run, 2) == [4, 4]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@over_stages
+@pytest.mark.parametrize(
+    ("stage", "world_size", "dtype"), covering(STAGES, (1, 2, 3, 4), (torch.float32, torch.bfloat16)), ids=str
+)
 def test_training_ends_as_with_messages(stage: str, world_size: int, dtype: torch.dtype) -> None:
     def both(rank: int, world_size: int) -> list[Any]:
         return [train(rank, world_size, shared, dtype, **STAGES[stage]) for shared in (True, False)]

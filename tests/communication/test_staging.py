@@ -10,6 +10,7 @@ from lowlevel_zero.communication import communicator
 from lowlevel_zero.communication.backends.staged import Staged
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.buffers import buffer_of, sum_of_buffers
+from tests.support.covering import covering
 from tests.support.numbers import DROPS, STAGES
 from tests.support.oracle import Result, Run, check_close, train_sharded
 from tests.support.ranks import run_ranks
@@ -23,9 +24,9 @@ def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_forced")
-@pytest.mark.parametrize("connect", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "connect"), covering((2, 3), (torch.float32, torch.bfloat16), (False, True)), ids=str
+)
 def test_wires_come_back_as_they_would_have(world_size: int, dtype: torch.dtype, connect: bool) -> None:
     def work(rank: int, world_size: int) -> None:
         group = ShardGroup()
@@ -69,8 +70,7 @@ def test_gathers_fill_the_rows() -> None:
     run_ranks(work, 3)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "shared"), list(zip(STAGES, (False, True, True), strict=True)))
 def test_training_ends_in_the_same_bits(monkeypatch: pytest.MonkeyPatch, stage: str, shared: bool) -> None:
     monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(shared)))
     run = Run(micro_batches=2, drop=DROPS["different"], clip=0.3).with_options(**STAGES[stage], reduce_bucket_size=50)
