@@ -422,8 +422,9 @@ def test_a_group_of_some_ranks_saves_and_loads(tmp_path: Path) -> None:
     assert run_ranks(save_and_load, 3) == [[]] * 3
 
 
+@pytest.mark.colossalai
 def test_a_boosted_model_goes_on_bare(tmp_path: Path) -> None:
-    boosting = pytest.importorskip("tests.support.boosting", reason="needs ColossalAI")
+    from tests.support import boosting
 
     def save_and_load(rank: int, world_size: int) -> list[str]:
         from colossalai.booster import Booster
