@@ -13,8 +13,8 @@ PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 
-# A process of tests for each core; who has done its share takes of another's.
-SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
+# A process of tests for each core, and one more, since some wait; who has done its share takes of another's.
+SIDE_BY_SIDE = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --maxprocesses 8 --dist worksteal
 WITHOUT_COLOSSALAI := --ignore tests/plugin -m "not soak and not colossalai"
 
 .DEFAULT_GOAL := help
