@@ -7,12 +7,14 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.support.judging import check_run
 from tests.support.oracle import Odd, Result, Run, train_sharded
@@ -30,7 +32,7 @@ def test_two_threads_compute_in_each_rank() -> None:
         assert torch.get_num_threads() == 2
         return train_sharded(rank, world_size, run)
 
-    check_run(run, run_ranks(work, 2), 2e-5)
+    check_run(run, run_ranks(work, 2), 5e-6)
 
 
 @pytest.mark.soak
@@ -66,7 +68,11 @@ class Compiled(Odd):
     def __init__(self) -> None:
         super().__init__()
         for layer in self.layers:
-            layer.compile()
+            layer.forward = torch.compile(partial(_forward, layer))
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, layer.weight, layer.bias)
 
 
 @pytest.mark.soak
