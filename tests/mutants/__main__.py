@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 TREES = ("lowlevel_zero", "tests", "examples", "benchmarks", "docs")
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
-FAILED = re.compile(r"^(?:SUB)?(?:FAILED|ERROR)\S* (\S+)", flags=re.MULTILINE)
+FAILED = re.compile(r"^(?:SUB)?(?:FAILED|ERROR).*?(tests/.+?)(?: - .*)?$", flags=re.MULTILINE)
 
 
 class Caught(NamedTuple):

@@ -83,11 +83,11 @@ MUTANTS = [
         "tests/numbers/test_reduction.py",
     ),
     Mutant(
-        "a bucket starts before those of lower number",
+        "a rank starts buckets in another order",
         BUCKETS,
-        "if bucket.missing and not whatever_is_missing:",
-        "if bucket.missing and not whatever_is_missing and self._next == 0:",
-        DROPS,
+        "bucket = self._buckets[self._next]\n",
+        "bucket = self._buckets[self._next if self._how.group.place == 0 else -1 - self._next]\n",
+        NUMBERS,
     ),
     Mutant(
         "a late gradient is forgotten",
