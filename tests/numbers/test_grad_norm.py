@@ -155,8 +155,8 @@ def test_a_step_of_what_was_clipped_scales_this_rank_s_rows_alone(way: str, monk
                 expected -= 0.5 * mean * 4.0 / mean.norm()
                 with Multiplied() as multiplied:
                     optimizer.step()
-                assert multiplied.elements < 0.75 * numel, (dtype, multiplied.elements)  # of all rows: numel or more
+                assert multiplied.elements < numel / 2, (dtype, multiplied.elements)
                 optimizer.zero_grad()
             torch.testing.assert_close(p.float(), expected.to(dtype).float(), rtol=1e-2, atol=1e-4)
 
-    run_ranks(work, 4)
+    run_ranks(work, 8)
