@@ -13,12 +13,12 @@ PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 
-# A process of tests for each core; who has done its share takes of another's.
-SIDE_BY_SIDE := -n auto --maxprocesses 8 --dist worksteal
-WITHOUT_COLOSSALAI := --ignore tests/plugin
+# A process of tests for each core, and one more, since some wait; who has done its share takes of another's.
+SIDE_BY_SIDE = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --maxprocesses 8 --dist worksteal
+WITHOUT_COLOSSALAI := --ignore tests/plugin -m "not soak and not colossalai"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test test-core test-full soak test-oldest peers bench house lint clean
+.PHONY: help demo booster test test-core test-full soak test-oldest mutants peers bench house lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,8 +41,12 @@ test-full: $(COLOSSALAI_INSTALLED)  ## run the tests and the long ones
 soak: $(COLOSSALAI_INSTALLED)  ## run the long tests alone (options: make soak ARGS="-k long_run")
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
+# Benchmarks compare with FSDP2, which torch 2.4 doesn't have.
 test-oldest: $(OLDEST_INSTALLED)  ## run the core's tests with the oldest torch, in an environment of its own (5 GB)
-	@$(OLDEST_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(WITHOUT_COLOSSALAI) $(ARGS)
+	@$(OLDEST_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(WITHOUT_COLOSSALAI) --ignore tests/tools/test_benchmarks.py --ignore tests/tools/test_readme.py $(ARGS)
+
+mutants: $(COLOSSALAI_INSTALLED)  ## make mistakes in a copy of the package, each of which a test must see, an hour
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 peers: $(PEERS_INSTALLED)  ## install what the benchmarks compare with
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,10 +207,10 @@ def test_names_of_slices_and_of_messages_are_the_model_s_own(tmp_path: Path, mon
         assert wrong == []
 
 
+@pytest.mark.colossalai
 def test_a_boosted_model_s_names_are_the_bare_one_s(tmp_path: Path) -> None:
     """ColossalAI's wrapper, around it and around what torch.compile and activation checkpointing have wrapped."""
-    boosting = pytest.importorskip("tests.support.boosting", reason="needs ColossalAI")
-    assert "colossalai" in sys.modules
+    from tests.support import boosting
 
     def save_and_load(rank: int, world_size: int) -> list[str]:
         from colossalai.booster import Booster

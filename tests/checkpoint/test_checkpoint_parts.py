@@ -284,8 +284,9 @@ def test_what_no_optimizer_trains_but_requires_gradients_stays_in(tmp_path: Path
     assert manifest.tensors["down.weight"].kind == "untrained"
 
 
+@pytest.mark.colossalai  # with which peft comes
 def test_adapters_of_peft_are_saved_without_the_model_they_adapt(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
 
     def start(seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
         torch.manual_seed(0)  # of a pretrained base

@@ -196,8 +196,9 @@ def test_what_other_runs_saved_goes_on_here(make: Any, world_size: int, tmp_path
 # In a loop of one's own
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "async"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "asynchronous"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)], ids=str
+)
 def test_an_optimizer_travels_in_ones_own_checkpoint(dtype: torch.dtype, asynchronous: bool, tmp_path: Path) -> None:
     training = Training(dtype=dtype)
 

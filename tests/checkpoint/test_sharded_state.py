@@ -35,8 +35,10 @@ def resume(path: Path, pair: Pair, model_first: bool = True, by_metadata: bool =
     return int(state["epoch"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("before", "after"), [(3, 3), (4, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [(3, 3, torch.bfloat16), (4, 3, torch.float32), (3, 1, torch.bfloat16), (1, 2, torch.float32)],
+)
 def test_it_travels_in_ones_own_checkpoint(before: int, after: int, dtype: torch.dtype, tmp_path: Path) -> None:
     training = Training(dtype=dtype)
 

@@ -324,8 +324,7 @@ def test_a_mistake_is_farther_off() -> None:
         assert off > 4 * SHARE, what
 
 
-@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
-@pytest.mark.parametrize("hybrid_shard", [False, True])
+@pytest.mark.parametrize(("stage", "hybrid_shard"), [(STAGE_1, False), (STAGE_2, True)], ids=["pair", "hybrid"])
 def test_two_levels_of_ranks(stage: dict[str, Any], hybrid_shard: bool) -> None:
     case = Case(options=stage, micro_batches=2)
 
@@ -369,8 +368,7 @@ def test_gradients_are_within_their_bounds_and_small_parameters_untouched() -> N
     run_ranks(work, 2)
 
 
-@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
-@over_world_sizes
+@pytest.mark.parametrize(("world_size", "stage"), [(2, STAGE_1), (3, STAGE_2), (4, STAGE_1)], ids=["2", "3", "4"])
 @pytest.mark.usefixtures("unaligned")
 def test_half_of_bf16_s_bytes_travel(world_size: int, stage: dict[str, Any]) -> None:
     def train_and_count(way: str, rank: int) -> None:

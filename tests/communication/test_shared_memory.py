@@ -25,6 +25,7 @@ from lowlevel_zero.communication.backends.memory_pool import Memory, map_of
 from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.communication.shard_group import ShardGroup
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -36,9 +37,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage1-scatter": {"reduce_scatter": True},
     "stage2": {"partition_grad": True},
 }
-over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
-over_stages = pytest.mark.parametrize("stage", STAGES)
 
 
 # Bytes of slots with a few numbers that peers may not have read yet.
@@ -114,9 +113,9 @@ def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monk
     assert run_ranks(run, 2) == [4, 4]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@over_stages
+@pytest.mark.parametrize(
+    ("stage", "world_size", "dtype"), covering(STAGES, (1, 2, 3, 4), (torch.float32, torch.bfloat16)), ids=str
+)
 def test_training_ends_as_with_messages(stage: str, world_size: int, dtype: torch.dtype) -> None:
     def both(rank: int, world_size: int) -> list[Any]:
         return [train(rank, world_size, shared, dtype, **STAGES[stage]) for shared in (True, False)]

@@ -135,9 +135,15 @@ def check_wire(bucket: PlannedBucket, wire: Tensor, gradients: list[Tensor | Non
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (4, torch.bfloat16)], ids=str
+    ("world_size", "dtype", "stage"),
+    [
+        (1, torch.float32, "stage 1"),
+        (2, torch.bfloat16, "stage 2"),
+        (3, torch.float32, "stage 2"),
+        (4, torch.bfloat16, "stage 1"),
+    ],
+    ids=str,
 )
-@over_stages
 def test_rows_are_multiples_of_128_bytes_in_buffers(stage: str, world_size: int, dtype: torch.dtype) -> None:
     def train(rank: int, world_size: int) -> None:
         model = Mixed().to(dtype)

@@ -41,17 +41,22 @@ def by_torch(gradients: list[Tensor], max_norm: float = math.inf) -> tuple[float
     return norm, [p.grad for p in parameters if p.grad is not None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_norm_is_that_of_the_whole_gradient(world_size: int, dtype: torch.dtype) -> None:
-    norms = run_ranks(lambda rank, _: global_norm(slices_of(rank, dtype), 0.25, ShardGroup(), CPU), world_size)
-    at_least_fp32 = torch.promote_types(dtype, torch.float32)
-    whole = [piece.to(at_least_fp32) for rank in range(world_size) for piece in slices_of(rank, dtype)]
-    expected, _ = by_torch(whole)
-    for norm in norms:
-        assert (norm.dtype, norm.dim()) == (at_least_fp32, 0)
-        assert norm.item() == pytest.approx(0.25 * expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
-        assert torch.equal(norm, norms[0])
+def test_norm_is_that_of_the_whole_gradient(world_size: int) -> None:
+    def work(rank: int, _: int) -> list[Tensor]:
+        return [global_norm(slices_of(rank, dtype), 0.25, ShardGroup(), CPU) for dtype in DTYPES]
+
+    for dtype, *norms in zip(DTYPES, *run_ranks(work, world_size), strict=True):
+        at_least_fp32 = torch.promote_types(dtype, torch.float32)
+        whole = [piece.to(at_least_fp32) for rank in range(world_size) for piece in slices_of(rank, dtype)]
+        expected, _ = by_torch(whole)
+        for norm in norms:
+            assert (norm.dtype, norm.dim()) == (at_least_fp32, 0)
+            assert norm.item() == pytest.approx(0.25 * expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
+            assert torch.equal(norm, norms[0])
 
 
 def test_sixteen_bit_squares_do_not_overflow() -> None:
@@ -85,15 +90,17 @@ def test_the_unit_may_be_a_tensor() -> None:
     assert norm == 2.5
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_one_bad_element_on_one_rank_is_seen_by_all(bad: float) -> None:
-    def norm(rank: int, world_size: int) -> bool:
+def test_one_bad_element_on_one_rank_is_seen_by_all() -> None:
+    def finite(rank: int, bad: float) -> bool:
         slices = slices_of(rank)
         if rank == 1:
             slices[3][17] = bad
         return bool(global_norm(slices, 1.0, ShardGroup(), CPU).isfinite())
 
-    assert run_ranks(norm, 3) == [False] * 3
+    def work(rank: int, world_size: int) -> list[bool]:
+        return [finite(rank, bad) for bad in (math.inf, -math.inf, math.nan)]
+
+    assert run_ranks(work, 3) == [[False] * 3] * 3
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1.0, 13.0, 1000.0, math.inf])

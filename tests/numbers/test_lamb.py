@@ -145,6 +145,7 @@ def test_slices_are_stepped_as_the_whole(subtests: pytest.Subtests) -> None:
             check_run(run, ran.values(), 5e-6)
 
 
+@pytest.mark.colossalai
 def test_colossalai_s_own(subtests: pytest.Subtests) -> None:
     def of(world_size: int, settings: dict[str, Any]) -> Run:
         return run_of(world_size, colossalais(**settings), drop=DROPS["different"]).with_options(partition_grad=True)

@@ -144,9 +144,9 @@ def test_a_mistake_is_seen(mistake: str) -> None:
 )
 def test_a_tolerance_that_would_hide_a_mistake_is_refused(run: Run, tolerance: float, told: str) -> None:
     right = train_alone(run)
-    check_run(run, [right])
+    check_run(run, [right], every_mistake=True)
     with pytest.raises(AssertionError, match=told):
-        check_run(run, [right], tolerance, rel=0.1)
+        check_run(run, [right], tolerance, rel=0.1, every_mistake=True)
 
 
 def test_what_should_not_have_moved_is_seen_if_it_has() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowlevel_zero import LowLevelZeroOptimizer, stepper
 from lowlevel_zero.stepper import steps_in_parts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -117,13 +118,16 @@ def by_hand(groups: Any) -> Optimizer:
     return OwnAdamW(groups, fused=True)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_fused_optimizer_scales_as_we_would(world_size: int, dtype: torch.dtype, clip: float) -> None:
+def test_a_fused_optimizer_scales_as_we_would(world_size: int, subtests: pytest.Subtests) -> None:
     """A factor that only one of them takes shows in gradients and norms: Adam's steps hide it."""
 
-    def steps(make: Callable[[Any], Optimizer], rank: int) -> tuple[list[Tensor], list[Tensor | None], float | None]:
+    def steps(
+        make: Callable[[Any], Optimizer], rank: int, dtype: torch.dtype, clip: float
+    ) -> tuple[list[Tensor], list[Tensor | None], float | None]:
         """How far masters have gone, the last gradients, and their norm."""
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).to(dtype)
@@ -142,15 +146,17 @@ def test_a_fused_optimizer_scales_as_we_would(world_size: int, dtype: torch.dtyp
         ways = [master.detach() - before for master, before in zip(masters, start, strict=True)]
         return ways, gradients, optimizer.get_grad_norm()
 
-    def work(rank: int, _size: int) -> None:
-        ours, our_gradients, our_norm = steps(fused, rank)
-        expected, expected_gradients, expected_norm = steps(by_hand, rank)
+    def work(rank: int, _size: int, dtype: torch.dtype, clip: float) -> None:
+        ours, our_gradients, our_norm = steps(fused, rank, dtype, clip)
+        expected, expected_gradients, expected_norm = steps(by_hand, rank, dtype, clip)
         rel = 1e-5 if dtype == torch.float32 else 2e-3
         for got, exact in zip([*ours, *our_gradients], [*expected, *expected_gradients], strict=True):
             assert (got - exact).norm() <= rel * exact.norm()
         assert our_norm == pytest.approx(expected_norm, rel=rel)
 
-    run_ranks(work, world_size)
+    for (dtype, clip), ran in run_cases(work, world_size, product(DTYPES, (0.0, 0.05))):
+        with subtests.test(dtype=dtype, clip=clip):
+            ran.values()
 
 
 def test_an_overflow_leaves_everything_as_it_is_without_telling_the_host() -> None:

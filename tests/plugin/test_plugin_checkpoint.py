@@ -69,17 +69,16 @@ def masters(pair: Pair) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "shard", "safetensors", "optimizer_first"),
+    ("world_size", "stage", "precision", "shard", "safetensors", "optimizer_first"),
     [
-        (1, "fp32", False, False, False),
-        (2, "fp32", True, False, True),
-        (1, "bf16", True, True, False),
-        (2, "bf16", False, True, True),
-        (1, "fp16", False, False, True),
-        (2, "fp16", True, True, False),
+        (2, 1, "fp32", False, False, False),
+        (4, 2, "fp32", True, False, True),
+        (4, 1, "bf16", True, True, False),
+        (2, 2, "bf16", False, True, True),
+        (4, 1, "fp16", False, False, True),
+        (2, 2, "fp16", True, True, False),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_resumed_run_is_the_run(
     tmp_path: Path, world_size: int, stage: int, precision: str, shard: bool, safetensors: bool, optimizer_first: bool
 ) -> None:
@@ -271,8 +270,7 @@ def test_a_schedule_resumes(tmp_path: Path) -> None:
 # ---- elsewhere ----
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "shard"), [("fp32", True), ("bf16", False)])
 def test_another_world_size_loads_it(tmp_path: Path, precision: str, shard: bool) -> None:
     def saving(rank: int, world_size: int) -> dict[str, Any]:
         pair = boost(ours, stage=2, precision=precision)

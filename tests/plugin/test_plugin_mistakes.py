@@ -13,7 +13,7 @@ from colossalai.checkpoint_io import CheckpointIndexFile
 from lowlevel_zero.plugin import checkpoint_io
 from tests.support.boosting import Pair, adamw, boost, check_equal, model_of, ours, sgd
 from tests.support.patching import patch_rank
-from tests.support.ranks import run_ranks_expecting
+from tests.support.ranks import run_cases_expecting, run_ranks_expecting
 
 SMALL = 0.001  # MiB: every parameter in a shard of its own
 
@@ -137,14 +137,11 @@ BAD_FILES: list[tuple[str, Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mistake", "error", "message"), [case[1:] for case in BAD_FILES], ids=[c[0] for c in BAD_FILES]
-)
-def test_mistakes_are_refused_on_every_rank(tmp_path: Path, mistake: Any, error: str, message: str) -> None:
+def test_mistakes_are_refused_on_every_rank(tmp_path: Path, subtests: pytest.Subtests) -> None:
     prepared(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    def rank(rank: int, world_size: int) -> None:
+    def rank(rank: int, world_size: int, what: str, mistake: Any, error: str, message: str) -> None:
         pair = boost(ours, precision="bf16")
         pair.train(rank, 0, 1)
         values, state = pair.values(), pair.state()
@@ -154,11 +151,13 @@ def test_mistakes_are_refused_on_every_rank(tmp_path: Path, mistake: Any, error:
             check_equal(values, pair.values())
             check_equal(state, pair.state())
 
-    raised = run_ranks_expecting(rank, 2)
-    for each in raised:
-        assert message in each.message or each.message.startswith("rank 0 could not save its")
-    assert raised[0].type == error
-    assert message in raised[0].message
+    for (what, _, error, message), ran in run_cases_expecting(rank, 2, BAD_FILES):
+        with subtests.test(what):
+            raised = ran.raised()
+            for each in raised:
+                assert message in each.message or each.message.startswith("rank 0 could not save its")
+            assert raised[0].type == error
+            assert message in raised[0].message
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

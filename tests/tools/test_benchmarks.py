@@ -152,6 +152,7 @@ def test_peak_memory_grows_in_training(tmp_path: Path) -> None:
         assert row["peak rss"] > row["before"] > 0
 
 
+@pytest.mark.colossalai
 def test_the_gpu_benchmark_runs_without_what_only_cuda_tells(tmp_path: Path) -> None:
     out = tmp_path / "cuda.json"
     small = ["--size=tiny", "--world-sizes", "8", "--steps=1", "--copied=1000"]

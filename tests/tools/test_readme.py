@@ -31,8 +31,10 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.stem)
+PAGES = [(ROOT / "README.md", 1), (ROOT / "README.md", 2), *((page, 2) for page in DOCS)]
+
+
+@pytest.mark.parametrize(("page", "world_size"), PAGES, ids=lambda it: getattr(it, "stem", it))
 def test_the_code_runs_block_after_block(page: Path, world_size: int, tmp_path: Path) -> None:
     own = blocks("python", page.read_text())
     joined = "".join(own if page.name == "README.md" else [*blocks("python")[:1], *own])

@@ -1,0 +1,333 @@
+"""Mistakes that the package might make: what is replaced where, and the tests that should be the first to see it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One deliberate mistake.
+
+    Attributes:
+        breaks: what goes wrong.
+        file: of the package.
+        old: a text that is there once.
+        new: what stands there instead.
+        likely: tests that are run first, as for pytest.
+    """
+
+    breaks: str
+    file: str
+    old: str
+    new: str
+    likely: str
+
+
+REDUCER, STEPPER, SCALER = "reducer.py", "stepper.py", "loss_scaler.py"
+UNUSED, SPLIT, OPTIMIZER = "unused_parameters.py", "partition.py", "optimizer.py"
+PLAN, BUCKETS = "bookkeeping/bucket_plan.py", "bookkeeping/bucket_store.py"
+SUMS, GATHERS = "bookkeeping/gradient_store.py", "bookkeeping/gather_store.py"
+RECORDS, WHOLE = "bookkeeping/parameter_store.py", "state/whole.py"
+FLAT, FP8 = "communication/flat_buffers.py", "communication/fp8.py"
+PAIRS, MEMORY = "communication/backends/pairwise.py", "communication/backends/shared_memory.py"
+LEVELS, FOLDERS = "communication/hierarchical.py", "checkpoint/folders.py"
+
+NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/numbers/test_layer_drop.py"
+BACKWARD, UNUSED_TESTS = "tests/numbers/test_backward.py", "tests/numbers/test_unused_parameters.py"
+SHARED, STATES = "tests/communication/test_shared_memory.py", "tests/checkpoint/test_state.py"
+STEPPING = "tests/numbers/test_stepping.py"
+
+MUTANTS = [
+    # who owns what
+    Mutant(
+        "a slice is an element short",
+        SPLIT,
+        "-(-self.numel // self.world_size)",
+        "self.numel // self.world_size",
+        "tests/numbers/test_partition.py",
+    ),
+    Mutant(
+        "a span runs into the padding",
+        SPLIT,
+        "min(start + self.slice_size, self.numel)",
+        "start + self.slice_size",
+        "tests/numbers/test_partition.py",
+    ),
+    Mutant(
+        "rows aren't aligned",
+        SPLIT,
+        "return -(-columns // unit) * unit",
+        "return columns",
+        "tests/numbers/test_alignment.py",
+    ),
+    # what is packed
+    Mutant(
+        "gradients aren't divided before they are summed",
+        BUCKETS,
+        "pack(buffer, flats, how.divisor)",
+        "pack(buffer, flats)",
+        "tests/numbers/test_reduction.py",
+    ),
+    Mutant(
+        "rows of a bucket are not cut where slices end",
+        BUCKETS,
+        "row.split_with_sizes(self.planned.sizes, dim=-1)",
+        "row.split_with_sizes(self.planned.sizes[::-1], dim=-1)[::-1]",
+        NUMBERS,
+    ),
+    Mutant(
+        "a bucket is reduced in place though gradients are to be divided",
+        BUCKETS,
+        " and how.group.size > 1 and how.divisor == 1.0",
+        " and how.group.size > 1",
+        "tests/numbers/test_reduction.py",
+    ),
+    Mutant(
+        "a rank starts buckets in another order",
+        BUCKETS,
+        "bucket = self._buckets[self._next]\n",
+        "bucket = self._buckets[self._next if self._how.group.place == 0 else -1 - self._next]\n",
+        NUMBERS,
+    ),
+    Mutant(
+        "a late gradient is forgotten",
+        BUCKETS,
+        "            self.late.append(index)\n            return False",
+        "            self._records[index].p.grad = None\n            return False",
+        BACKWARD,
+    ),
+    Mutant(
+        "a bucket that waits for a repeated gradient doesn't wait",
+        BUCKETS,
+        "waited_for = index not in self.repeats",
+        "waited_for = True",
+        BACKWARD,
+    ),
+    # who had a gradient
+    Mutant(
+        "weight decay on a dropped layer",
+        SUMS,
+        "record.worked = present[record.index] != 0",
+        "record.worked = True",
+        DROPS,
+    ),
+    Mutant(
+        "a rank that lacks a gradient doesn't tell",
+        REDUCER,
+        "lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]",
+        "lacks = False",
+        DROPS,
+    ),
+    Mutant(
+        "a stale presence map",
+        REDUCER,
+        "present = self._unused.exchange_presence().wait().used",
+        "self._map = present = getattr(self, '_map', None) or self._unused.exchange_presence().wait().used",
+        DROPS,
+    ),
+    Mutant(
+        "a rank doesn't join the syncs of others", REDUCER, "while self._closed < agreed.syncs:", "while False:", DROPS
+    ),
+    Mutant(
+        "a message names less than the graph shows",
+        UNUSED,
+        "return found | self._learnt",
+        "return self._learnt",
+        UNUSED_TESTS,
+    ),
+    Mutant("detection never starts", UNUSED, "self.detecting |= self.lacked", "pass", UNUSED_TESTS),
+    Mutant("what came unforeseen isn't learnt", UNUSED, "self._learnt.update(indices)", "pass", UNUSED_TESTS),
+    Mutant(
+        "a narrowed plan keeps what nobody uses", PLAN, "strict=True) if used[index]]", "strict=True)]", UNUSED_TESTS
+    ),
+    Mutant(
+        "ranks follow each its own order of gradients",
+        PLAN,
+        "self._group.from_rank_zero([len(came), *came, *lacked])",
+        "[len(came), *came, *lacked]",
+        "tests/numbers tests/calls/test_lookups.py",
+    ),
+    # what is summed
+    Mutant(
+        "a rank's row is left out of a sum of messages",
+        PAIRS,
+        "sum_rows([buffer[self.rank], *others], into)",
+        "sum_rows([*others, *others], into)",
+        SHARED,
+    ),
+    Mutant(
+        "a rank's row is left out of a sum in shared memory",
+        MEMORY,
+        "sum_rows([own, *theirs.values()])",
+        "sum_rows([*theirs.values(), *theirs.values()])",
+        SHARED,
+    ),
+    Mutant(
+        "three rows are summed, and not four",
+        FLAT,
+        "        for row in others:\n            total += row",
+        "        for row in others[:1]:\n            total += row",
+        SHARED,
+    ),
+    Mutant(
+        "16-bit sums are rounded at each rank",
+        FLAT,
+        "wide = torch.promote_types(total.dtype, torch.float32)",
+        "wide = total.dtype",
+        SHARED,
+    ),
+    Mutant(
+        "a gather of the wrong row",
+        MEMORY,
+        "out=[each[of] for each in rows]",
+        "out=[each[of - 1] for each in rows]",
+        SHARED,
+    ),
+    Mutant(
+        "messages of a gather come from the wrong rank",
+        PAIRS,
+        "(buffer[self.rank], buffer[of]) for _, of",
+        "(buffer[self.rank], buffer[to]) for to, of",
+        SHARED,
+    ),
+    Mutant(
+        "an outer level isn't summed",
+        LEVELS,
+        "return self._outer.all_reduce(block)",
+        "return Work(lambda: block)",
+        "tests/communication/test_two_levels.py",
+    ),
+    Mutant(
+        "fp8: a rank's own row isn't rounded as the others have it",
+        FP8,
+        "lambda _: buffer.copy_(decode(encoded, row))",
+        "lambda _: buffer",
+        "tests/communication/test_compression.py",
+    ),
+    # how gradients are scaled
+    Mutant(
+        "the norm is one rank's",
+        STEPPER,
+        "self._pending = self._group.sum_scalar(squares)",
+        "self._pending = self._group.sum_scalar(squares * 0 + squares / self._group.size)",
+        "tests/numbers/test_grad_norm.py",
+    ),
+    Mutant(
+        "norms are added, not squares", STEPPER, ".square().sum()", ".sum().square()", "tests/numbers/test_grad_norm.py"
+    ),
+    Mutant(
+        "clipping makes small gradients larger",
+        STEPPER,
+        "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
+        "max_norm / (norm + 1e-6)",
+        "tests/numbers/test_grad_norm.py",
+    ),
+    Mutant(
+        "a fused kernel multiplies where it should divide",
+        STEPPER,
+        "_on_device(1.0 / scale.factor, device)",
+        "_on_device(scale.factor, device)",
+        STEPPING,
+    ),
+    Mutant(
+        "gradients are scaled twice", STEPPER, "if not (by_optimizer or scale.exact):", "if not scale.exact:", STEPPING
+    ),
+    Mutant(
+        "a sum of several micro-batches forgets its scale",
+        SUMS,
+        "sums = sums * (bucket.scale / self._gradient_scale())",
+        "pass",
+        "tests/calls/test_misuse.py",
+    ),
+    Mutant(
+        "micro-batches are summed in 16 bits",
+        SUMS,
+        "sums = at_least_fp32(bucket.sums())",
+        "sums = bucket.sums()",
+        NUMBERS,
+    ),
+    # overflows
+    Mutant(
+        "an fp16 overflow doesn't lower the scale",
+        SCALER,
+        "torch.where(backs_off, self._backoff,",
+        "torch.where(backs_off, self._stay,",
+        "tests/numbers/test_loss_scaler.py",
+    ),
+    Mutant(
+        "the scale grows one step late",
+        SCALER,
+        "growth_step == self.growth_interval",
+        "growth_step > self.growth_interval",
+        "tests/numbers/test_loss_scaler.py",
+    ),
+    Mutant(
+        "a step that overflows is taken",
+        STEPPER,
+        " and scale.overflow.item():",
+        " and False:",
+        f"{NUMBERS} {STEPPING} tests/calls",
+    ),
+    Mutant("the loss isn't scaled", OPTIMIZER, "loss = loss * self.scaler.scale.to(loss.device)", "pass", NUMBERS),
+    # steps
+    Mutant(
+        "param groups are left in parts",
+        STEPPER,
+        '                group["params"] = all_of_it',
+        "                pass",
+        STEPPING,
+    ),
+    Mutant(
+        "old gradients are stepped again",
+        SUMS,
+        "        self._buckets.clear()\n        self._bucket_of.clear()",
+        "        self._bucket_of.clear()",
+        BACKWARD,
+    ),
+    Mutant(
+        "no_sync synchronises", OPTIMIZER, "        self._set_syncs(False)", "        self._set_syncs(True)", NUMBERS
+    ),
+    # masters, and what is saved
+    Mutant(
+        "edits of parameters don't reach masters",
+        RECORDS,
+        "self._settle(self._own, self._offered)\n            self._off",
+        "self._off",
+        "tests/numbers/test_parameters.py",
+    ),
+    Mutant(
+        "a master that isn't the model's any more comes back",
+        RECORDS,
+        "settled = torch.where(_rounds_to(row, each),",
+        "settled = torch.where(row == row,",
+        STATES,
+    ),
+    Mutant(
+        "a stepped parameter looks edited",
+        RECORDS,
+        "        record.version = record.p._version",
+        "        record.version = -1",
+        "tests/numbers tests/communication/test_compression.py",
+    ),
+    Mutant(
+        "a loaded state is the first rank's slice",
+        RECORDS,
+        "own[: stop - start] = self.flatten(tensor)[start:stop]",
+        "own[: stop - start] = self.flatten(tensor)[: stop - start]",
+        STATES,
+    ),
+    Mutant(
+        "another world size's states load unseen",
+        WHOLE,
+        "value.dim() > 0 and value.shape != record.p.shape",
+        "value.dim() > 9",
+        STATES,
+    ),
+    Mutant(
+        "the oldest checkpoint counts as the newest",
+        FOLDERS,
+        "return max(found,",
+        "return min(found,",
+        "tests/checkpoint/test_checkpoint.py",
+    ),
+]
