@@ -174,8 +174,8 @@ class ShardGroup:
         It travels beside the data path, so ranks may stand at different buffers when they call it.
         """
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
-        exchange, most = self._context.agreements.exchange, partial(_most_into, few)
-        agreed: list[int] = self.progress.start(AGREEMENT, None, (few,), exchange, few, AGREED, most).wait().tolist()
+        maximum = self._context.agreements.maximum
+        agreed: list[int] = self.progress.start(AGREEMENT, None, (few,), maximum, few, AGREED).wait().tolist()
         return agreed
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
@@ -184,9 +184,7 @@ class ShardGroup:
         It travels beside the buffers: all ranks make these calls in the same order among their syncs, but not among
         calls of ``all_reduce_max``. Its ``done`` tells when it is.
         """
-
-        most = partial(_most_into, values)
-        return self.progress.start(MESSAGE, None, (values,), self.communicator.hosts.exchange, values, PRESENT, most)
+        return self.progress.start(MESSAGE, None, (values,), self.communicator.hosts.maximum, values, PRESENT)
 
     def alike(self, values: Sequence[int]) -> bool:
         """Whether every rank has the same ``values``."""
@@ -206,7 +204,3 @@ class ShardGroup:
             AGREEMENT, None, (), Work, partial(self._context.agreements.all_gather_object, mine)
         )
         return gather.wait()
-
-
-def _most_into(values: Tensor, versions: list[Tensor]) -> Tensor:
-    return values.copy_(torch.stack(versions).amax(dim=0))

@@ -392,9 +392,9 @@ def _count_bytes() -> list[int]:
     """Bytes of the rows of bytes that this rank, a forked process, hands to others or takes from them from now on."""
     counted: list[int] = []
 
-    def sending(self: Pairwise, pairs: Any, tag: int) -> Any:
+    def sending(self: Pairwise, pairs: Any, *others: Any) -> Any:
         counted.extend(mine.numel() for mine, _ in pairs if mine.dtype == torch.uint8)
-        return _send(self, pairs, tag)
+        return _send(self, pairs, *others)
 
     def starting(self: SharedMemory, kind: int, buffer: Tensor, starts: Any, sizes: Any, *others: Any) -> Any:
         theirs = [*sizes[: self.rank], *sizes[self.rank + 1 :]]

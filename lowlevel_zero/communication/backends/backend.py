@@ -117,9 +117,16 @@ class HostBackend(Backend):
     def exchange(self, few: Tensor, kind: int, combine: Callable[[list[Tensor]], T]) -> Work[T]:
         """Start telling all ranks a few numbers (1-D), as many on each; ``combine`` gets everybody's, in rank order.
 
+        Those of one ``kind`` have an order of their own.
+        """
+
+    def maximum(self, few: Tensor, kind: int) -> Work[Tensor]:
+        """Start making a few numbers the element-wise maximum of every rank's, in place.
+
         Those of one ``kind`` have an order of their own. Of presence maps ``done`` tells when they have come; of
         others that may only be known by waiting.
         """
+        return self.exchange(few, kind, partial(_maximum_into, few))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
         """Everybody's, in rank order."""
@@ -128,7 +135,7 @@ class HostBackend(Backend):
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum of every rank's ``values``, an agreement: they have one order on all ranks."""
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
-        most: list[int] = self.exchange(few, AGREED, _maximum).wait().tolist()
+        most: list[int] = self.maximum(few, AGREED).wait().tolist()
         return most
 
     def all_gather_object(self, mine: object) -> list[Any]:
@@ -148,8 +155,8 @@ def _sum_into(value: Tensor, parts: list[Tensor]) -> Tensor:
     return value.copy_(torch.stack(parts).sum(dim=0).view(value.shape))
 
 
-def _maximum(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).amax(dim=0)
+def _maximum_into(few: Tensor, parts: list[Tensor]) -> Tensor:
+    return few.copy_(torch.stack(parts).amax(dim=0))
 
 
 def _unpickled(parts: list[Tensor]) -> list[Any]:

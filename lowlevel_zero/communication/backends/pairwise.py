@@ -29,7 +29,7 @@ class Pairwise(HostBackend):
         number: of the optimizer whose messages these are.
 
     Attributes:
-        peers: whom to send to and whom to receive from, turn by turn. gloo runs on few ranks: a loop is right.
+        peers: whom to send to and receive from, turn by turn. Few ranks send buffers over gloo: a loop will do.
     """
 
     orders_gathers_apart = True
@@ -41,6 +41,7 @@ class Pairwise(HostBackend):
         self._sums, self._maps = OnThread(), OnThread()
         turns = range(1, self.size)
         self.peers = [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in turns]
+        self._in_rounds = [peer for turn, peer in zip(turns, self.peers, strict=True) if turn & (turn - 1) == 0]
 
     def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
         """Each rank gets everybody's version of its own row, and sums them."""
@@ -82,18 +83,38 @@ class Pairwise(HostBackend):
         return _work(works, lambda: into, buffer, into)
 
     def exchange(self, few: Tensor, kind: int, combine: Callable[[list[Tensor]], T]) -> Work[T]:
-        """All ranks to all others. A thread waits for presence maps: gloo doesn't tell of a message before."""
+        """All ranks to all others."""
         parts = [few if rank == self.rank else torch.empty_like(few) for rank in range(self.size)]
         works = self.send_and_receive([(few, parts[of]) for _, of in self.peers], kind)
-        work = _work(works, lambda: combine(parts), few)
-        return self._maps.after(work, lambda result: Work(lambda: result)) if kind == PRESENT else work
+        return _work(works, lambda: combine(parts), few)
 
-    def send_and_receive(self, pairs: Sequence[tuple[Tensor, Tensor]], kind: int) -> list[dist.Work]:
+    def maximum(self, few: Tensor, kind: int) -> Work[Tensor]:
+        """In rounds, each of which doubles the number of ranks whose maximum this one has.
+
+        Hosts agree on every backend, with any number of ranks: so messages grow with its logarithm. (Dissemination:
+        Hensgen, Finkel and Manber, 1988.) A thread runs the rounds of presence maps, whatever this rank is at.
+        """
+
+        def run_rounds() -> Tensor:
+            theirs = torch.empty_like(few)
+            for peer in self._in_rounds:
+                for work in self.send_and_receive([(few, theirs)], kind, [peer]):
+                    work.wait()
+                torch.maximum(few, theirs, out=few)
+            return few
+
+        if kind != PRESENT:
+            return Work(run_rounds, tensors=(few,))
+        return self._maps.after(Work(run_rounds, tensors=(few,)), lambda most: Work(lambda: most))
+
+    def send_and_receive(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], kind: int, peers: Sequence[tuple[int, int]] | None = None
+    ) -> list[dist.Work]:
         """Start sending the first and receiving into the second of a pair, a pair a turn; what is empty stays."""
         works: list[dist.Work] = []
         group, tag = self._group(), self._first_tag + kind
         assert group is not None
-        for (to, of), (mine, theirs) in zip(self.peers, pairs, strict=True):
+        for (to, of), (mine, theirs) in zip(self.peers if peers is None else peers, pairs, strict=True):
             if theirs.numel():
                 works.append(group.recv([theirs], of, tag))
             if mine.numel():
