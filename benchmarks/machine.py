@@ -23,7 +23,7 @@ def header() -> dict[str, str]:
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": "python " + shlex.join(_without_out(sys.orig_argv[1:])),
-        "code": _git("describe", "--always", "--dirty"),
+        "code": _git("describe", "--always") + ("-dirty" if is_dirty() else ""),
         "tree of lowlevel_zero": _git("rev-parse", "--short", "HEAD:lowlevel_zero"),
         "python": platform.python_version(),
         **versions,

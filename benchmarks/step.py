@@ -65,7 +65,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--baseline", metavar="NAME", default="", choices=CONTESTANTS, help="to whom ratios are taken")
     parser.add_argument("--alone", metavar="NAME", default="", choices=CONTESTANTS, help="no other; tells its peak RSS")
     parser.add_argument(
-        "--patience", type=int, default=3, help="repeat a turn so often while others take more than 2% of the machine"
+        "--patience", type=int, default=3, help="repeat a turn so often while others take more than 2%% of the machine"
     )
     parser.add_argument("--older", metavar="COMMIT", default="", help="whose tree the contestants named older-* are")
     parser.add_argument(

@@ -394,7 +394,7 @@ def release(groups: Sequence[ShardedGroup], ranks: Sequence[ShardGroup]) -> None
 def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, options: ZeroOptions) -> None:
     """One line, on the first of all ranks."""
     ranks = parameters.shard_groups[0]
-    if ranks.place == 0:
+    if ranks.group_rank == 0:
         way = ranks.communicator.way_of(parameters.records[0].padded.device)
         _log.info(
             "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets%s",

@@ -267,8 +267,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
             elif not self._warned:
                 self._warned = True
-                place = self.shard_group.place
-                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", place)
+                rank = self.shard_group.group_rank
+                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", rank)
 
     @contextmanager
     def _gradient_sync(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:

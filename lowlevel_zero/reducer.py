@@ -91,7 +91,7 @@ class Reducer:
         self._announced: Work[Presence] | None = None  # what the open sync carries
         self._unread: deque[Work[Presence]] = deque()  # of syncs that carry everything
         self._graph_task = -1
-        self._warned = number > 0 or group.place > 0
+        self._warned = number > 0 or group.group_rank > 0
         self._steps_since_clear = 0
         self.sync = True
         self._begin_anew()

@@ -83,7 +83,7 @@ class Sharding:
         sharded = {record.p for record in self._records}
         others = [tensor for tensor in rest if tensor not in sharded]
         left = next(self._left_by(others), None)
-        if left is not None and self._parameters.shard_groups[0].place == 0:
+        if left is not None and self._parameters.shard_groups[0].group_rank == 0:
             _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
         for tensor in others:
             self._alike[self._parameters.shard_group_of(tensor)].append(_distinct(tensor.detach()))

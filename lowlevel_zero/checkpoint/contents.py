@@ -92,7 +92,7 @@ class Contents:
         self._stateful = {names[name]: module for name, module in held.stateful.items()}
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
         self.states_of = {name: ShardedState(optimizer, name_of) for name, optimizer in self._optimizers.items()}
-        led = {name for name, number in held.shard_group_of.items() if number and self.groups[number].place == 0}
+        led = {name for name, number in held.shard_group_of.items() if number and self.groups[number].group_rank == 0}
         self._told = [
             self._tell(names, held.shard_group_of),
             *from_leaders(self.groups, self._tell(names, led)),

@@ -55,7 +55,7 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
 def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
     """What the first rank's ``look`` returns, or raises of what files and their content may raise, on every rank."""
     seen: T | OSError | ValueError | None = None
-    if group.place == 0:
+    if group.group_rank == 0:
         try:
             seen = look()
         except (OSError, ValueError) as error:

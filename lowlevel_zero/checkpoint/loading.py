@@ -89,9 +89,9 @@ def load_checkpoint(
     with together(group, doing) as lines:
         saved = SavedCheckpoint(folder)
         manifest = saved.manifest
-        manifest.check_files(folder, sorted(manifest.files)[group.place :: group.ranks], verify)
+        manifest.check_files(folder, sorted(manifest.files)[group.group_rank :: group.ranks], verify)
         check_same_optimizers(optimizers, saved.objects.optimizers)
-        own = {} if rank_state is None else _state_of(folder, manifest, group.place)
+        own = {} if rank_state is None else _state_of(folder, manifest, group.group_rank)
         contents = Contents(model, optimizers)
         lines += [f"serial {manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing, saved.names)
@@ -101,7 +101,7 @@ def load_checkpoint(
         try:
             saved.read(model_state, states)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{folder}: damaged, rank {group.place} could not read it: {error}") from error
+            raise ValueError(f"{folder}: damaged, rank {group.group_rank} could not read it: {error}") from error
     _load_schedulers(saved, schedulers, group, doing)
     for each in optimizers.values():
         each.zero_grad()
@@ -110,7 +110,7 @@ def load_checkpoint(
     if rank_state is not None:
         rank_state.clear()
         rank_state.update(own)
-    if group.place == 0:
+    if group.group_rank == 0:
         _tell(saved, group.ranks, rank_state is not None)
     return saved.objects.extra
 

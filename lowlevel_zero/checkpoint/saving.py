@@ -106,14 +106,14 @@ def save_checkpoint(
         contents.exclude_frozen()
     _tell_untrained(contents)
     with together(group, doing) as lines:
-        files = {} if rank_state is None else {RANK_STATE.format(group.place): packed(rank_state, "rank_state")}
+        files = {} if rank_state is None else {RANK_STATE.format(group.group_rank): packed(rank_state, "rank_state")}
         data = _objects(contents, optimizers, schedulers, extra).packed()
         states = contents.states()
         lines += contents.state_lines(states)
         state = _as_torch_has_it(contents.model(), states, Objects.of(unpacked(data)))
         if async_save:
             state = tree_map_only(Tensor, _copied, state)
-    if group.place == 0:
+    if group.group_rank == 0:
         files[OBJECTS] = data
     writer = CommittingWriter(target, _token(group), group, _manifest(contents, optimizers), files, keep)
     with together(group, f"write beside {path}"):
@@ -242,7 +242,7 @@ def _check_arguments(target: Path, keep: int | None, rank_state: object) -> None
 
 def _tell_untrained(contents: Contents) -> None:
     untrained = [name for name, tensor in contents.saved().items() if tensor.kind == UNTRAINED]
-    if untrained and contents.group.place == 0:
+    if untrained and contents.group.group_rank == 0:
         _log.warning(
             "save_checkpoint: no optimizer that was given trains %s, ... (%d parameters that require gradients): their "
             "values are saved, but no state of an optimizer: pass all optimizers together, as in [muon, adamw]",

@@ -62,7 +62,7 @@ class CommittingWriter(FileSystemWriter):
         self._token = token
         # Once destroy_process_group has been called, torch takes each rank for the only one, whose slices alone would
         # be a checkpoint.
-        self._rank, self._size = group.place, group.ranks
+        self._rank, self._size = group.group_rank, group.ranks
         self._manifest = manifest
         self._own = own
         self._keep = keep

@@ -35,7 +35,7 @@ class ShardGroup:
         group: the process group of all ranks.
         rank: which slice of each parameter is this process's.
         size: slices that a parameter is cut into.
-        place: this process's rank among all over which gradients are summed; the first's values are everybody's.
+        group_rank: this process's rank among all over which gradients are summed; the first's values are everybody's.
         ranks: how many these are: ``size``, or more where slices have replicas (see ``hierarchical``).
         slices: the process group whose ranks hold slices 0, 1, 2, ...; None: no group has them in this order.
         slice_ranks: global ranks of who holds slices 0, 1, 2, ...
@@ -52,7 +52,7 @@ class ShardGroup:
         self.communicator = ranks if isinstance(ranks, Communicator) else Communicator(ranks)
         self.group = self.communicator.group
         self.rank, self.size = self.communicator.rank, self.communicator.size
-        self.place, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.group_rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device_types = self.communicator.device_types
         self.slices, self.slice_ranks = self.communicator.slice_group, self.communicator.slice_ranks
         self.instance = next(self.communicator.context.shard_groups)
@@ -193,7 +193,7 @@ class ShardGroup:
 
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
         """Rank 0's ``values``, on the host; every rank gives as many."""
-        is_heard = self.place == 0 or not self.communicator.has_others
+        is_heard = self.group_rank == 0 or not self.communicator.has_others
         return self.all_reduce_max(values if is_heard else [_LEAST] * len(values))
 
     def all_gather_object(self, mine: object) -> list[Any]:

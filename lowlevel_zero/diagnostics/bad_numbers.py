@@ -210,7 +210,7 @@ class BadNumbers(StepObserver):
         return {place for place, record in enumerate(self._parameters) if record in bad}
 
     def _tell(self, text: str) -> None:
-        if self._ranks.place == 0:
+        if self._ranks.group_rank == 0:
             _log.warning("%s", text)
 
 

@@ -76,7 +76,7 @@ class FingerprintStore:
     """
 
     def __init__(self, group: ShardGroup, patience: float) -> None:
-        self._rank, self._size = group.place, group.ranks
+        self._rank, self._size = group.group_rank, group.ranks
         self._ranks = dist.get_process_group_ranks(group.group)
         self._patience = patience
         self._store = store_of(group.group, f"debug/{group.instance}")

@@ -76,7 +76,7 @@ class Watch:
     """
 
     def __init__(self, group: ShardGroup, timeout: float, gone: Callable[[], None]) -> None:
-        self._ranks, self._rank, self._size = group.group, group.place, group.ranks
+        self._ranks, self._rank, self._size = group.group, group.group_rank, group.ranks
         self.group = ref(group, lambda _: gone())
         self._store = store_of(group.group, f"stall/{group.instance}")
         self._progress = group.progress

@@ -90,7 +90,7 @@ def from_leaders(groups: Sequence[ShardGroup], own: T) -> list[T]:
     """
     if len(groups) == 1:
         return []
-    leads = any(group.place == 0 for group in groups[1:])
+    leads = any(group.group_rank == 0 for group in groups[1:])
     return [told for told in groups[0].all_gather_object(own if leads else None) if told is not None]
 
 
@@ -110,7 +110,7 @@ def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) 
 def _led(groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> Iterator[tuple[int, Ranks, list[str]]]:
     """What this rank tells the others: the names of experts of groups whose first rank it is."""
     for number, group in enumerate(groups):
-        if number and group.place == 0:
+        if number and group.group_rank == 0:
             yield number, _places(group, groups[0]), [name for name, of in number_of.items() if of == number]
 
 

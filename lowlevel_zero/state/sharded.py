@@ -75,7 +75,7 @@ class ShardedState:
 
     def _own_told(self) -> Told:
         store = self._parameters
-        led = {0, *(group.number for group in self._groups if group.group.place == 0)}
+        led = {0, *(group.number for group in self._groups if group.group.group_rank == 0)}
         groups = [[self._names[p] for p in members if store.shard_group_of(p) in led] for members in store.groups]
         plans = [self._plan_of(group) for group in self._groups if group.number in led - {0}]
         return Told(groups, self._other_states(record for record in store if record.shard_group in led), plans)

@@ -116,7 +116,7 @@ def state_dict_shard(
         place = places[record.p]
         kept = None if pinned is None else pinned.setdefault(place, {})
         ranks = parameters.ranks_of(record)
-        whole, size = _whole_state(state, record, ranks, kept, keep=ranks.place == 0 or not only_on_master)
+        whole, size = _whole_state(state, record, ranks, kept, keep=ranks.group_rank == 0 or not only_on_master)
         if piece and held + size > max_shard_size:
             yield piece, held
             piece, held = {}, 0.0

@@ -86,7 +86,7 @@ MUTANTS = [
         "a rank starts buckets in another order",
         BUCKETS,
         "bucket = self._buckets[self._next]\n",
-        "bucket = self._buckets[self._next if self._how.group.place == 0 else -1 - self._next]\n",
+        "bucket = self._buckets[self._next if self._how.group.group_rank == 0 else -1 - self._next]\n",
         NUMBERS,
     ),
     Mutant(

@@ -197,6 +197,13 @@ def test_every_part_of_the_plan_is_a_benchmark_that_takes_its_arguments() -> Non
             modules[f"benchmarks.{part.module}"]._parse(part.command(quick)[1:])
 
 
+def test_every_benchmark_tells_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (step, peak, overhead, scale, collectives, cuda):
+        with pytest.raises(SystemExit, match="0"):
+            module._parse(["--help"])
+        assert "options:" in capsys.readouterr().out
+
+
 def test_bars_are_judged_and_shown(tmp_path: Path) -> None:
     assert "not measured" in bars.report(tmp_path)
     content = _measure(tmp_path, "--contestants", "ours-1", "ours-2", "ours-2-drop")
