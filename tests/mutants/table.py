@@ -34,6 +34,7 @@ LEVELS, FOLDERS = "communication/hierarchical.py", "checkpoint/folders.py"
 
 NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/numbers/test_layer_drop.py"
 BACKWARD, UNUSED_TESTS = "tests/numbers/test_backward.py", "tests/numbers/test_unused_parameters.py"
+COLLECTIVES = "tests/communication/test_collectives.py"
 SHARED, STATES = "tests/communication/test_shared_memory.py", "tests/checkpoint/test_state.py"
 STEPPING = "tests/numbers/test_stepping.py"
 
@@ -167,14 +168,14 @@ MUTANTS = [
         FLAT,
         "        for row in others:\n            total += row",
         "        for row in others[:1]:\n            total += row",
-        SHARED,
+        COLLECTIVES,
     ),
     Mutant(
         "16-bit sums are rounded at each rank",
         FLAT,
         "wide = torch.promote_types(total.dtype, torch.float32)",
         "wide = total.dtype",
-        SHARED,
+        COLLECTIVES,
     ),
     Mutant(
         "a gather of the wrong row",
