@@ -70,7 +70,7 @@ def test_it_leaves_the_filters_of_warnings_as_they_were(tmp_path: Path) -> None:
     assert warnings.filters == before
     print(len(names))
     """
-    assert int(output_of(start(source))) > 90
+    assert int(output_of(start(source)).split()[-1]) > 90  # torch 2.5 warns before
 
 
 @pytest.mark.parametrize("world_size", [2])
