@@ -301,7 +301,7 @@ MUTANTS = [
         RECORDS,
         "settled = torch.where(_rounds_to(row, each),",
         "settled = torch.where(row == row,",
-        STATES,
+        "tests/checkpoint/test_sharded_state.py",
     ),
     Mutant(
         "a stepped parameter looks edited",
