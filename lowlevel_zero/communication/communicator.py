@@ -44,7 +44,6 @@ class Communicator:
         rank: which slice this process holds.
         size: slices that a parameter is cut into.
         slice_ranks: global ranks of who holds slices 0, 1, 2, ...
-        slice_group: the process group whose ranks hold them in this order; None: there is none.
         device_types: types of the devices whose tensors can be carried.
         hosts: what carries the hosts' own tensors and messages.
         has_others: there are other ranks, and they are there.
@@ -71,7 +70,6 @@ class Communicator:
             )
         self.size = dist.get_world_size(self.group)
         self.slice_ranks = dist.get_process_group_ranks(self.group)
-        self.slice_group: dist.ProcessGroup | None = self.group
         self._backends = backends_by_device(self.group)
         self.device_types = sorted(self._backends)
         self.context = context_of(self.group)

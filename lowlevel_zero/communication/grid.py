@@ -104,10 +104,10 @@ class GridCommunicator(Communicator):
         self._backends = backends_by_device(inner)
         self.device_types = self.inner.device_types
         self.rank, self.size = self.inner.rank, self.inner.size
-        self.slice_group, self.slice_ranks = self.inner.group, self.inner.slice_ranks
+        self.slice_ranks = self.inner.slice_ranks
         if not replicated:
             self.rank, self.size = self.rank * self.outer.size + self.outer.rank, self.size * self.outer.size
-            self.slice_group, self.slice_ranks = None, [rank for column in zip(*grid, strict=True) for rank in column]
+            self.slice_ranks = [rank for column in zip(*grid, strict=True) for rank in column]
         self._places = [everybody.index(rank) for rank in self.slice_ranks]
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:

@@ -37,7 +37,6 @@ class ShardGroup:
         size: slices that a parameter is cut into.
         group_rank: this process's rank among all over which gradients are summed; the first's values are everybody's.
         ranks: how many these are: ``size``, or more where slices have replicas (see ``hierarchical``).
-        slices: the process group whose ranks hold slices 0, 1, 2, ...; None: no group has them in this order.
         slice_ranks: global ranks of who holds slices 0, 1, 2, ...
         instance: of the shard groups that were made of the process group, which it is; the same on all ranks.
         device_types: types of the devices whose tensors the group can carry.
@@ -54,7 +53,7 @@ class ShardGroup:
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self.group_rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device_types = self.communicator.device_types
-        self.slices, self.slice_ranks = self.communicator.slice_group, self.communicator.slice_ranks
+        self.slice_ranks = self.communicator.slice_ranks
         self.instance = next(self.communicator.context.shard_groups)
         self.progress = Progress(self.group)
         self._context = self.communicator.context
