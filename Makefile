@@ -9,19 +9,20 @@ ARGS ?=
 
 INSTALLED := $(VENV)/.installed
 COLOSSALAI_INSTALLED := $(VENV)/.colossalai-installed
+TRAINERS_INSTALLED := $(VENV)/.trainers-installed
 PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 
 # A process of tests for each core, and one more, since some wait; who has done its share takes of another's.
 SIDE_BY_SIDE = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --maxprocesses 8 --dist worksteal
-WITHOUT_COLOSSALAI := --ignore tests/plugin -m "not soak and not colossalai"
+WITHOUT_COLOSSALAI := --ignore tests/plugin --ignore tests/trainers -m "not soak and not colossalai"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test test-core test-full soak test-oldest mutants peers bench house lint clean
+.PHONY: help demo booster test test-core test-trainers test-full soak test-oldest mutants peers bench house lint clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo ARGS="--help")
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
@@ -29,23 +30,26 @@ demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo AR
 booster: $(COLOSSALAI_INSTALLED)  ## train a small Llama through ColossalAI's Booster (options: as for demo)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_llama_booster.py $(ARGS)
 
-test: $(COLOSSALAI_INSTALLED)  ## run the tests, 8 minutes on 2 cores (options: make test ARGS="-k floors")
+test: $(TRAINERS_INSTALLED)  ## run the tests, 8 minutes on 2 cores (options: make test ARGS="-k floors")
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-core: $(INSTALLED)  ## run those of them that need torch alone, and not ColossalAI
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(WITHOUT_COLOSSALAI) $(ARGS)
 
-test-full: $(COLOSSALAI_INSTALLED)  ## run the tests and the long ones
+test-trainers: $(TRAINERS_INSTALLED)  ## run those of trainers: accelerate, transformers, Lightning
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/trainers $(ARGS)
+
+test-full: $(TRAINERS_INSTALLED)  ## run the tests and the long ones
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "" $(ARGS)
 
-soak: $(COLOSSALAI_INSTALLED)  ## run the long tests alone (options: make soak ARGS="-k long_run")
+soak: $(TRAINERS_INSTALLED)  ## run the long tests alone (options: make soak ARGS="-k long_run")
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
 # Benchmarks compare with FSDP2, which torch 2.4 doesn't have.
 test-oldest: $(OLDEST_INSTALLED)  ## run the core's tests with the oldest torch, in an environment of its own (5 GB)
 	@$(OLDEST_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(WITHOUT_COLOSSALAI) --ignore tests/tools/test_benchmarks.py --ignore tests/tools/test_readme.py $(ARGS)
 
-mutants: $(COLOSSALAI_INSTALLED)  ## make mistakes in a copy of the package, each of which a test must see, an hour
+mutants: $(TRAINERS_INSTALLED)  ## make mistakes in a copy of the package, each of which a test must see, an hour
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 peers: $(PEERS_INSTALLED)  ## install what the benchmarks compare with
@@ -87,6 +91,11 @@ $(OLDEST_INSTALLED): requirements.lock pyproject.toml
 $(COLOSSALAI_INSTALLED): requirements-colossalai.lock $(INSTALLED)
 	@echo "Installing ColossalAI into $(VENV) (once) ..."
 	@$(PIP) install --no-deps --no-build-isolation --requirement requirements-colossalai.lock
+	@touch $@
+
+$(TRAINERS_INSTALLED): requirements-trainers.lock $(COLOSSALAI_INSTALLED)
+	@echo "Installing Lightning and optimizers into $(VENV) (once) ..."
+	@$(PIP) install --no-deps --requirement requirements-trainers.lock
 	@touch $@
 
 # These leave their native operators out: the CPU needs none of them.
