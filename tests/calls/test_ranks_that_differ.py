@@ -247,14 +247,16 @@ def flat(seen: Any) -> list[Any]:
 def test_it_changes_nothing(kind: str, rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, states, gradients and norms are those of ranks that are alike, and those the oracle's.
 
-    A device's rules are to wait for nothing that needn't be known, here on the host's tensors.
+    A device's rules are to wait for nothing that needn't be known, here on the host's tensors. Each difference is tried
+    by both rules, and with both dtypes.
     """
     if rules == "device":
         monkeypatch.setattr(ParameterStore, "on_host", False)
     run = RUNS[kind]
+    half = [name for at, name in enumerate(WORKS) if at == 0 or at % 2 == list(RUNS).index(kind) % 2]
 
     def live(rank: int, world_size: int) -> list[list[Any]]:
-        return [train(rank, run, case) for case in WORKS.values()]
+        return [train(rank, run, WORKS[name]) for name in half]
 
     ranks = run_ranks(live, RANKS, timeout=100)
     alike = ranks[0][0]
@@ -262,7 +264,7 @@ def test_it_changes_nothing(kind: str, rules: str, monkeypatch: pytest.MonkeyPat
     difference, parameter = worst(expected, {name: alike[0][name] for name in expected})
     assert difference <= TOLERANCES[run.dtype], f"{parameter} differs from the oracle by {difference:.3g}"
     for rank, all_seen in enumerate(ranks):
-        for name, seen in zip(WORKS, all_seen, strict=True):
+        for name, seen in zip(half, all_seen, strict=True):
             torch.testing.assert_close(
                 flat(seen), flat(alike), rtol=1e-5, atol=1e-6, msg=lambda why, at=(name, rank): f"{at}: {why}"
             )

@@ -182,7 +182,7 @@ def _is_socket(path: str) -> bool:
 def users(folder: Path, rank: int, **options: Any) -> Iterator[None]:
     """One after the other, all that uses process groups beside the caller's."""
     kept: list[Any] = []
-    for number in range(3):
+    for number in range(2):
         model = net()
         optimizer = made(model, **options)
         kept.append((model, optimizer))
