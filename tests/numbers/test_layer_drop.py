@@ -218,7 +218,7 @@ def random_rounds(seed: int, bare: bool) -> Rounds:
 def test_random_rounds(subtests: pytest.Subtests) -> None:
     def of(world_size: int, way: str) -> Training:
         bare, options = WAYS[way], list(STAGES.values())[world_size % 3]
-        return Training(random_rounds(world_size, bare), world_size, steps=10, bare=bare, options=options)
+        return Training(random_rounds(world_size, bare), world_size, steps=6, bare=bare, options=options)
 
     runs = {f"{size} ranks, {way}": of(size, way) for size, way in product(WORLD_SIZES, WAYS)}
     check(runs, subtests, tolerance=4e-6)
