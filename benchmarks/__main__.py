@@ -60,6 +60,8 @@ def _wanted(part: Part, options: argparse.Namespace) -> bool:
                 and whole.micro_batches in options.micro_batches
                 and whole.ranks in options.ranks
             )
+    if part.module == "hosts" and not options.only:  # for make hosts
+        return False
     return part.module != "cuda" or options.quick or bool(options.only) or _has_gpu()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _SOME = "zro fsdp2 deepspeed-1 deepspeed-2 colossalai-1 colossalai-2 ours-1 ours-2 floor"
@@ -63,6 +64,17 @@ WHOLE = (
     Whole("85m", "fp32", 1, 2, "--rounds 3 --steps 3 --warm-up 2", _SOME),
     Whole("85m", "bf16", 1, 2, "--rounds 3 --steps 3 --warm-up 2", _SOME),
 )
+
+
+def _over_links() -> Iterator[Part]:
+    """Two hosts at the rates of a data centre's link, a cheaper one's, and two sites'; and two ranks on each."""
+    quick = "--size tiny --rounds 1 --steps 1 --warm-up 2 --patience 0"
+    yield Part("hosts-10gbit", "hosts", "--rate 10gbit --rounds 5 --steps 2", quick)
+    yield Part("hosts-1gbit", "hosts", "--rate 1gbit --rounds 5 --steps 2", quick)
+    yield Part("hosts-100mbit", "hosts", "--rate 100mbit --rounds 3 --steps 1 --warm-up 2", quick)
+    yield Part("hosts-1gbit-2x2", "hosts", "--rate 1gbit --ranks 2 --rounds 5 --steps 2", quick)
+
+
 PARTS = (
     *(whole.part() for whole in WHOLE),
     Part("peak", "peak", "--size 25m --dtype fp32", "--size tiny"),
@@ -70,5 +82,6 @@ PARTS = (
     Part("overhead-4096-elements", "overhead", "--elements 4096 --rounds 7", "--parameters 50 --rounds 1"),
     Part("scale", "scale", "", "--size tiny --world-sizes 8 64"),
     Part("collectives", "collectives", "--rounds 7", "--world-sizes 2 --elements 1024 --rounds 1"),
+    *_over_links(),
     Part("cuda", "cuda", "", "--device cpu --size tiny --world-sizes 1 8 --copied 1000000 --steps 1"),
 )

@@ -37,6 +37,7 @@ class Course:
         warm_up: steps that aren't measured, after construction: states and buckets are made in them.
         keep: keep all contestants from round to round; else each is made anew for its turn.
         patience: how often a turn is repeated, some seconds later, that others disturbed.
+        interface: by which ranks send to others.
     """
 
     setting: Setting
@@ -46,6 +47,7 @@ class Course:
     warm_up: int
     keep: bool
     patience: int = 0
+    interface: str = counters.LOOPBACK
 
 
 class Turn(NamedTuple):
@@ -56,8 +58,8 @@ class Turn(NamedTuple):
         cpu: seconds of computing, all threads of the process, the mean: hardly feels what else runs on the machine.
         others: share of the machine's time that somebody else took meanwhile; above 0.02, distrust the times.
         stolen: the part of it that the hypervisor took for its other guests.
-        sent: bytes that all ranks sent over the loopback interface, the mean; NaN where the kernel doesn't tell, as are
-            the two before.
+        sent: bytes that left by the interface, all ranks' of this host, the mean; NaN where the kernel doesn't tell, as
+            are the two before.
         told: bytes that all ranks sent by the contestant's own account, the mean; NaN where it has none.
     """
 
@@ -135,20 +137,21 @@ def _warm(name: str, course: Course, batches: list[Tensor], record: Record) -> P
 
 
 def _turn_in_peace(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
-    turn = _turn(peer, batches, course.steps)
+    turn = _turn(peer, batches, course)
     for _ in range(course.patience):
         others = torch.tensor(turn.others)
         dist.broadcast(others, src=0)  # ranks read the counters at slightly different moments
         if not others.item() > QUIET:
             break
         sleep(PAUSE)
-        turn = _turn(peer, batches, course.steps)
+        turn = _turn(peer, batches, course)
     return turn
 
 
-def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
+def _turn(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
+    steps = course.steps
     dist.barrier()
-    before, told, cpu, marks = counters.read(), peer.handed_over(), process_time(), [perf_counter()]
+    before, told, cpu, marks = counters.read(course.interface), peer.handed_over(), process_time(), [perf_counter()]
     for _ in range(steps):
         peer.forward_backward(batches)
         marks.append(perf_counter())
@@ -157,7 +160,7 @@ def _turn(peer: Peer, batches: list[Tensor], steps: int) -> Turn:
     cpu, told = process_time() - cpu, peer.handed_over() - told
     everyones = torch.tensor([cpu, told], dtype=torch.float64)
     dist.all_reduce(everyones)  # a barrier, too
-    counted = counters.read().since(before)
+    counted = counters.read(course.interface).since(before)
     available = (perf_counter() - marks[0]) * (os.cpu_count() or 1)
     starts, middles, ends = marks[:-1:2], marks[1::2], marks[2::2]
     return Turn(

@@ -44,6 +44,28 @@ def _step(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def hosts(content: dict[str, Any]) -> Table:
+    """A contestant's whole step over links beside the baseline's, and what a host sends."""
+    titles = ["", "time", "least to most", "ms", "forward and backward, ms", "step, ms"]
+    titles += ["MB a host sends", "by its own account", "ms that the link takes for them"]
+    return Table(titles, [_over_links(row) for row in content["contestants"].values()])
+
+
+def _over_links(row: dict[str, Any]) -> list[str]:
+    spread = row["ratios"]["whole"]
+    times = [row["seconds"][phase]["median"] for phase in ("whole", "forward_backward", "step")]
+    sent = [
+        (row[name], unit) for name, unit in (("sent by a host", 1e6), ("told by a host", 1e6), ("link seconds", 1e-3))
+    ]
+    return [
+        row["title"],
+        f"{spread['median']:.2f}",
+        f"{spread['least']:.2f} to {spread['most']:.2f}",
+        *(f"{1e3 * seconds:.0f}" for seconds in times),
+        *("-" if value is None else f"{value / unit:.0f}" for value, unit in sent),
+    ]
+
+
 def peaks(content: dict[str, Any]) -> Table:
     """The most memory that a rank has taken."""
     rows = content["contestants"].values()
@@ -123,4 +145,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
     "scale": scales,
     "collectives": collectives,
     "cuda": cuda,
+    "hosts": hosts,
 }

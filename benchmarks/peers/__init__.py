@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from .floor import Floor
 from .fsdp import FSDP2
 from .older import unpack
@@ -110,7 +112,28 @@ def _everybody() -> Iterator[Contestant]:
             make = partial(Ours, stage=stage, messages=messages, older=True)
             title = f"ours, stage {stage}, older tree{', by messages' if messages else ''}"
             yield Contestant(f"older-{stage}{way}", title, make, asked_for=True)
+    yield from _over_links()
     yield Contestant("floor", "no communication, a rank's share of the step", Floor, alike=False)
+
+
+def _over_links() -> Iterator[Contestant]:
+    """Who saves bytes on a slow link, or hides them."""
+    less = partial(Contestant, dtypes=FP32, alike=False, asked_for=True)
+    yield less("ddp-bf16", "DDP, gradients in bf16", partial(DDP, compression="bf16"))
+    yield less("ddp-powersgd", "DDP, PowerSGD of rank 4", partial(DDP, compression="powersgd"))
+    for stage in _STAGES:
+        make = partial(Ours, stage=stage, overlap_allgather=True)
+        yield Contestant(f"ours-{stage}-overlap", f"ours, stage {stage}, overlapped gathers", make, asked_for=True)
+    bf16 = partial(Ours, stage=2, communication_dtype=torch.bfloat16)
+    yield less("ours-2-bf16", "ours, stage 2, gradients in bf16", bf16)
+    yield less(
+        "ours-2-bf16-overlap", "ours, stage 2, the same, overlapped gathers", partial(bf16, overlap_allgather=True)
+    )
+    yield less("ours-2-fp8", "ours, stage 2, in fp8", partial(Ours, stage=2, fp8_communication=True))
+    make = partial(Ours, stage=2, levels=True)
+    yield Contestant("ours-2-levels", "ours, stage 2, over two levels", make, asked_for=True)
+    make = partial(make, hybrid_shard=True)
+    yield Contestant("ours-2-hybrid", "ours, stage 2, replicas on the other host", make, asked_for=True)
 
 
 _ALL = tuple(_everybody())

@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from random import Random
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
 
@@ -29,6 +31,8 @@ class Ours(Peer):
         reduce_each: reduce every micro-batch, so that no rank ever holds whole gradients, not the last alone.
         messages: let ranks send messages, as between hosts, instead of sharing memory.
         older: take the class of the older tree.
+        levels: shard over rows and columns of the ranks, a row being a host.
+        options: further ones of ``LowLevelZeroOptimizer``.
     """
 
     optimizer: Any
@@ -41,12 +45,15 @@ class Ours(Peer):
         reduce_each: bool = False,
         messages: bool = False,
         older: bool = False,
+        levels: bool = False,
+        **options: Any,
     ) -> None:
         model = setting.model()
         wrapped = adamw(model.parameters(), implementation)
         make: Any = older_class() if older else LowLevelZeroOptimizer
         with _without_shared_memory() if messages else nullcontext():
-            super().__init__(model, make(wrapped, partition_grad=stage == 2, model=model))
+            groups = {"dp_process_group": _hosts()} if levels else {}
+            super().__init__(model, make(wrapped, partition_grad=stage == 2, model=model, **groups, **options))
         self._reduce_each = reduce_each
 
     def reducing(self, last: bool) -> AbstractContextManager[object]:
@@ -64,6 +71,13 @@ class Ours(Peer):
     def held(self) -> dict[str, int]:
         """The optimizer keeps account itself."""
         return self.optimizer.memory_held()
+
+
+def _hosts() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's column, across hosts, and its row, within one; as ``torchrun`` has numbered them."""
+    near = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // near, near), mesh_dim_names=("outer", "inner"))
+    return mesh.get_group("outer"), mesh.get_group("inner")
 
 
 @contextmanager

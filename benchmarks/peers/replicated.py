@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -20,12 +22,23 @@ with warnings.catch_warnings():
 
 
 class DDP(Peer):
-    """``DistributedDataParallel`` with ``gradient_as_bucket_view``, and AdamW."""
+    """``DistributedDataParallel`` with ``gradient_as_bucket_view``, and AdamW.
+
+    Args:
+        setting: what all have in common.
+        implementation: of AdamW.
+        compression: of gradients on their way: "bf16", or "powersgd", torch's hook, of rank 4; empty: none.
+    """
 
     model: DistributedDataParallel
 
-    def __init__(self, setting: Setting, implementation: str = "fused") -> None:
+    def __init__(self, setting: Setting, implementation: str = "fused", compression: str = "") -> None:
         model = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True)
+        if compression == "bf16":
+            model.register_comm_hook(None, _in_bf16)
+        elif compression == "powersgd":
+            state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook)
         super().__init__(model, self.make_optimizer(model, implementation))
         self._buckets: list[Tensor] = []
 
@@ -81,6 +94,14 @@ class DDPMasters(DDP):
     def tensors(self) -> Mapping[str, Iterable[Tensor]]:
         """As DDP's, and the masters with their gradients."""
         return {**super().tensors(), "masters": self.masters, "masters' gradients": _gradients(self.masters)}
+
+
+def _in_bf16(_, bucket):  # type: ignore[no-untyped-def]  # DDP wants the annotations themselves, not their names
+    """What torch's ``bf16_compress_hook`` does, which refuses gloo."""
+    buffer = bucket.buffer()
+    compressed = buffer.div(dist.get_world_size()).to(torch.bfloat16)
+    work = dist.all_reduce(compressed, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 
 
 def _gradients(parameters: list[Tensor]) -> list[Tensor]:

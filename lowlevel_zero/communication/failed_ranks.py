@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .backends.backend import PeerError
 from .process_groups import context_of, default_group, store_of
 from .processes import Process
 
@@ -38,8 +39,12 @@ _FIRST_LOOK = 0.5  # seconds
 _FIRST_NOTE = "the first note"
 
 
+# And a wait that has taken as long as the process group allows.
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")
+
+
 class LostRank(RuntimeError):
-    """The process of another rank has ended: what needs all ranks can't be done any more."""
+    """Another rank has ended, or isn't heard from any more: what needs all ranks can't be done."""
 
 
 def know(processes: Mapping[int, Process]) -> None:
@@ -89,10 +94,19 @@ def naming_lost(group: dist.ProcessGroup, what: object) -> Iterator[None]:
 
 def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> LostRank | None:
     """An error that says whom this rank of ``group`` has lost in ``what``; None: ``error`` is of another kind."""
-    if not dist.is_initialized() or isinstance(error, LostRank) or not _BROKEN.search(str(error)):
+    if not dist.is_initialized() or isinstance(error, LostRank):
+        return None
+    peer = [error.rank] if isinstance(error, PeerError) else []
+    silent = _TIMED_OUT.search(str(error))
+    if silent:  # the store may be as far away as the peer
+        return LostRank(
+            f"{what}: expected all ranks, heard nothing from {_listed(peer)} within {int(silent[1]) / 1e3:g} seconds: "
+            f"it stands still, waits for another rank, or the network between is broken. {_REMEDY}"
+        )
+    if not _BROKEN.search(str(error)):
         return None
     try:
-        return lost_rank_error(_lost_at_last(dist.get_process_group_ranks(group)), what)
+        return lost_rank_error(_lost_at_last(dist.get_process_group_ranks(group)), what, peer)
     except RuntimeError:
         return LostRank(
             f"{what}: expected all ranks, lost the connection to one of them, and to the store: the process that holds "
@@ -100,12 +114,15 @@ def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> L
         )
 
 
-def lost_rank_error(ranks: Sequence[int], what: object) -> LostRank:
-    """The error with which this rank ends, having lost ``ranks`` in ``what``; leaves the note that it does."""
+def lost_rank_error(ranks: Sequence[int], what: object, peer: Sequence[int] = ()) -> LostRank:
+    """The error with which this rank ends, having lost ``ranks`` in ``what``; leaves the note that it does.
+
+    ``peer``: to whom the connection was, if that is known.
+    """
     note, store = json.dumps(ranks), _store()
     store.set(_note_of(dist.get_rank()), note)
     if not ranks:
-        lost = "the connection to one of them, whose end isn't seen from this host, or the network is broken"
+        lost = f"the connection to {_listed(peer)}, whose end isn't seen from this host, or the network is broken"
     elif len(ranks) == 1:
         lost = f"rank {ranks[0]}, whose process has ended"
     else:
@@ -113,6 +130,10 @@ def lost_rank_error(ranks: Sequence[int], what: object) -> LostRank:
     if ranks:
         store.compare_set(_FIRST_NOTE, "", note)
     return LostRank(f"{what}: expected all ranks, lost {lost}. {_REMEDY}")
+
+
+def _listed(peer: Sequence[int]) -> str:
+    return f"rank {peer[0]}" if peer else "one of them"
 
 
 def _lost_at_last(ranks: Sequence[int]) -> list[int]:

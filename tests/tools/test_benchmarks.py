@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bars, collectives, cuda, overhead, peak, peers, readme, report, scale, step
+from benchmarks import bars, collectives, cuda, hosts, overhead, peak, peers, readme, report, scale, step
 from benchmarks.fake import fake_world, make_finite
 from benchmarks.peers import CONTESTANTS
 from benchmarks.peers.reachable import reachable_tensors
@@ -190,7 +190,7 @@ def test_tensors_are_found_wherever_a_library_keeps_them() -> None:
 
 
 def test_every_part_of_the_plan_is_a_benchmark_that_takes_its_arguments() -> None:
-    modules = {module.__name__: module for module in (step, peak, overhead, scale, collectives, cuda)}
+    modules = {module.__name__: module for module in (step, peak, overhead, scale, collectives, cuda, hosts)}
     assert {bar.part for bar in bars.BARS} <= {part.name for part in PARTS}
     for part in PARTS:
         for quick in (False, True):
@@ -198,7 +198,7 @@ def test_every_part_of_the_plan_is_a_benchmark_that_takes_its_arguments() -> Non
 
 
 def test_every_benchmark_tells_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (step, peak, overhead, scale, collectives, cuda):
+    for module in (step, peak, overhead, scale, collectives, cuda, hosts):
         with pytest.raises(SystemExit, match="0"):
             module._parse(["--help"])
         assert "options:" in capsys.readouterr().out

@@ -23,6 +23,18 @@ KINDS = 16  # at most
 T = TypeVar("T")
 
 
+class PeerError(RuntimeError):
+    """A message to another rank, or from it, didn't get through.
+
+    Attributes:
+        rank: that rank's global one.
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank
+
+
 class Backend(ABC):
     """Carries flat buffers, ``[size, row]`` and contiguous, between the ranks of one group.
 

@@ -7,7 +7,7 @@ collectives come in one order, all of them: here each optimizer has an order of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..flat_buffers import in_rows, sum_rows
 from ..work import OnThread, Work
-from .backend import GATHER, HAND_OUT, KINDS, PRESENT, REDUCE, SPREAD, HostBackend
+from .backend import GATHER, HAND_OUT, KINDS, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
 
 T = TypeVar("T")
 
@@ -109,23 +109,48 @@ class Pairwise(HostBackend):
 
     def send_and_receive(
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: int, peers: Sequence[tuple[int, int]] | None = None
-    ) -> list[dist.Work]:
+    ) -> list[_Message]:
         """Start sending the first and receiving into the second of a pair, a pair a turn; what is empty stays."""
-        works: list[dist.Work] = []
+        works: list[_Message] = []
         group, tag = self._group(), self._first_tag + kind
         assert group is not None
         for (to, of), (mine, theirs) in zip(self.peers if peers is None else peers, pairs, strict=True):
             if theirs.numel():
-                works.append(group.recv([theirs], of, tag))
+                works.append(_Message.started(group.recv, theirs, group, of, tag))
             if mine.numel():
-                works.append(group.send([mine], to, tag))
+                works.append(_Message.started(group.send, mine, group, to, tag))
         return works
 
 
-def _work(works: Sequence[dist.Work], make: Callable[[], T], *tensors: Tensor) -> Work[T]:
+class _Message(NamedTuple):
+    """One that is under way, to or from a peer, which its errors name."""
+
+    work: dist.Work
+    group: dist.ProcessGroup
+    peer: int
+
+    @classmethod
+    def started(
+        cls, begin: Callable[..., dist.Work], tensor: Tensor, group: dist.ProcessGroup, peer: int, tag: int
+    ) -> _Message:
+        """A tensor on its way."""
+        try:
+            return cls(begin([tensor], peer, tag), group, peer)
+        except RuntimeError as error:
+            raise PeerError(dist.get_global_rank(group, peer), str(error)) from error
+
+    def wait(self) -> None:
+        """Return when it has gone, or come."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise PeerError(dist.get_global_rank(self.group, self.peer), str(error)) from error
+
+
+def _work(works: Sequence[_Message], make: Callable[[], T], *tensors: Tensor) -> Work[T]:
     def finish() -> T:
         for work in works:
             work.wait()
         return make()
 
-    return Work(finish, lambda: all(work.is_completed() for work in works), tensors)
+    return Work(finish, lambda: all(each.work.is_completed() for each in works), tensors)
