@@ -205,8 +205,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.streams = streams_of([self.device])
         self.sharded_groups: list[ShardedGroup] = []
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
-        self._guard = self._rooms.guard(optimizer, parameters, model)
         self._owner = object()
+        self._guard = self._rooms.guard(optimizer, parameters, model, self._owner)
         average = options.unit(self.shard_group.ranks)
         scale = None if self.scaler is None else self.scaler.scale
         self._gradient_scale = (lambda: average) if scale is None else (lambda: average / scale)
@@ -243,10 +243,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is None
         afterwards. A loss that doesn't require grad contributes nothing.
         """
-        if self.scaler is not None and isinstance(loss, Tensor):
-            with torch.enable_grad():
-                loss = loss * self.scaler.scale.to(loss.device)
-        self.backward_by_grad(loss, None, inputs, retain_graph)
+        with self.backward_pass(loss, inputs) as scaled:
+            self._run_backward(scaled, None, inputs, retain_graph)
 
     def backward_by_grad(
         self,
@@ -259,20 +257,67 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
-        self._guard.enter_backward(tensor)
-        if self._synchronized and self._syncs:
-            refuse(self.shard_group, f"backward: {DOUBLE_REDUCTION}", "run a backward")
         with self._gradient_sync(tensor, inputs):
-            if tensor.requires_grad:
-                torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
-            elif not self._warned:
-                self._warned = True
-                rank = self.shard_group.group_rank
-                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", rank)
+            self._run_backward(tensor, grad, inputs, retain_graph)
+
+    @contextmanager
+    def backward_pass(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None) -> Iterator[Tensor]:
+        """What ``backward`` does, around a backward that somebody else runs, as trainers do; every rank enters it::
+
+            with optimizer.backward_pass(loss) as scaled:
+                scaled.backward()
+
+        fp16: ``scaled`` is the loss times the loss scale, and the backward has to be run from it; else it is the loss.
+        Several optimizers' contexts may be nested around one backward.
+
+        Args:
+            loss: what the backward is run from, or a multiple of it.
+            inputs: what the backward is given as such.
+
+        Raises:
+            RuntimeError: fp16, and gradients came from another backward than that of the scaled loss.
+        """
+        if self.scaler is None or not isinstance(loss, Tensor):
+            with self._gradient_sync(loss, inputs):
+                yield loss
+        else:
+            with self._gradient_sync(loss, inputs), self._scaled(loss, self.scaler.scale) as scaled:
+                yield scaled
+
+    @contextmanager
+    def _scaled(self, loss: Tensor, scale: Tensor) -> Iterator[Tensor]:
+        """``loss`` times ``scale``, which the gradients that come must be those of."""
+        with torch.enable_grad():
+            scaled = loss * scale.to(loss.device)
+        if not scaled.requires_grad:
+            yield scaled
+            return
+        ran: list[Tensor] = []
+        scaled.register_hook(ran.append)  # type: ignore[no-untyped-call]
+        yield scaled
+        if not ran and any(each.reducer.has_gradients for each in self.sharded_groups):
+            raise RuntimeError(
+                "expected the backward of a model with fp16 parameters from the scaled loss, got one from another: "
+                "write «with optimizer.backward_pass(loss) as scaled: scaled.backward()», and begin the step anew with "
+                "optimizer.zero_grad()"
+            )
+
+    def _run_backward(
+        self, tensor: Tensor, grad: Tensor | None, inputs: Tensor | Sequence[Tensor] | None, retain_graph: bool
+    ) -> None:
+        if tensor.requires_grad:
+            torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
+        elif not self._warned:
+            self._warned = True
+            rank = self.shard_group.group_rank
+            _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", rank)
 
     @contextmanager
     def _gradient_sync(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
         """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
+        self._guard.enter_backward(loss)
+        if self._synchronized and self._syncs:
+            refuse(self.shard_group, f"backward: {DOUBLE_REDUCTION}", "run a backward")
         context = self.options.backward_context
         failed = True
         running_backwards.append(self._owner)

@@ -374,6 +374,11 @@ class Reducer:
     # ---- what others may ask ----
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has left gradients here since the open sync began, or before it, unreduced."""
+        return bool(self.buckets.arrivals or self._leftovers())
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is in flight or about to be."""
         return not self.buckets.is_open and not self.buckets.in_flight
