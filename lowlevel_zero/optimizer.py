@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from torch.optim import Optimizer
 
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
-from .bookkeeping.parameter_store import ParameterStore, follow_edits
+from .bookkeeping.parameter_store import ParameterStore, ShardedParameter, follow_edits
+from .bookkeeping.sharded_gradient import ShardedGradient
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import CONSTRUCT, Call, agree_apart, together
@@ -31,6 +33,7 @@ from .construction import (
     parameter_names,
     release,
 )
+from .gradients import OptimizerGradients
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
 from .reducer import DOUBLE_REDUCTION, running_backwards
@@ -215,6 +218,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             parameters, options, self.streams, self._gradient_scale, stepping, self._owner, self._observer
         )
         self._maker.extend(self.sharded_groups)
+        self.gradients = OptimizerGradients(
+            self.shard_group,
+            self.sharded_groups,
+            WeakMethod(self._finish_for_callers),
+            WeakMethod(self.get_param_grad),
+            self.device,
+        )
+        self._make_handles(parameters.records)
         step_whole = self._rooms.whole_step(optimizer, parameters)
         self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=options.cpu_offload)
         self._norm: GlobalNorm | None = None
@@ -223,10 +234,16 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._warned = False
         enter(self)
 
+    def _make_handles(self, records: Sequence[ShardedParameter]) -> None:
+        for record in records:
+            record.make_handles(self.gradients)
+
     def __del__(self) -> None:
         if "_guard" in self.__dict__ and not self._guard.forked:
             for each in self.sharded_groups:
                 each.reducer.remove_hooks()
+                for record in each.records:
+                    record.hide()
             with suppress(RuntimeError):  # others have gone
                 self.finish_gathers()
                 if self._norm is not None:
@@ -240,8 +257,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     ) -> None:
         """Backward through ``loss`` and reduce the gradients: every rank calls it, whatever its loss touches.
 
-        fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is None
-        afterwards. A loss that doesn't require grad contributes nothing.
+        fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is a
+        ``ShardedGradient`` afterwards, of which each rank holds a slice. A loss that doesn't require grad contributes
+        nothing.
         """
         with self.backward_pass(loss, inputs) as scaled:
             self._run_backward(scaled, None, inputs, retain_graph)
@@ -426,6 +444,19 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.gradients.scale(each.gradients.sums(), factor)
         return norm
 
+    def _finish_for_callers(self, doing: str) -> None:
+        """Complete all gradients for what callers do with ``p.grad``."""
+        self._guard.enter(doing)
+        if self._synchronized:
+            refuse(
+                self.shard_group,
+                f"expected p.grad to be left alone after synchronize(), got a call to {doing}: clip by "
+                "optimizer.clip_grad_norm_, or edit .grad of the slices in optimizer.param_groups",
+                doing,
+            )
+        self.finish_gathers()
+        self._finish_reductions(Call(doing, self._guard.trouble()))
+
     def _measured(self, norm: GlobalNorm) -> Tensor:
         """The value of ``norm``, of all gradients."""
         for each in self.sharded_groups:
@@ -539,6 +570,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             for p in members:
                 if set_to_none:
                     p.grad = None
+                elif isinstance(p.grad, ShardedGradient):
+                    p.grad.zero_raw()
                 elif p.grad is not None:
                     p.grad.detach_().zero_()
 
@@ -565,6 +598,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         with together(self.shard_group, _ADD):
             sharding.take_slices()
             self._maker.extend(self.sharded_groups)
+            self._make_handles([record for record in self.sharded_parameters if record.handle is None])
 
     def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
         """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""

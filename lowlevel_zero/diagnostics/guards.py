@@ -96,7 +96,7 @@ class Guard:
             p = record.p
             if p.data_ptr() != record.address and p.requires_grad:
                 record.check_home()
-            if p.grad is not None:
+            if p.grad is not None and p.grad is not record.shown:
                 record.check_gradient(p.grad)
 
     def _regrouped(self) -> None:
