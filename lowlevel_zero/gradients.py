@@ -61,7 +61,7 @@ class OptimizerGradients:
                 self._known.clear()
                 self._known_at = self._versions
             (group,) = self._groups
-            own = torch.stack(list(group.gradients.norms(norm_type)))
+            own = torch.stack(list(group.gradients.norms(norm_type, self._dtype)))
             self._known[norm_type] = list(self._together(own, norm_type).unbind())
         known = self._known[norm_type]
         return [known[record.index] for record in records]
@@ -97,11 +97,11 @@ class OptimizerGradients:
     def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
         """The norm of some parameters' gradients, of all experts too: 0-d, fp32 at least. Every rank calls it."""
         self._check(norm_type)
-        self._finish("clip_grad_norm_")
+        self._finish("lowlevel_zero.clip_grad_norm_")
         wanted = set(records)
-        pieces = [torch.zeros((), device=self._device)]
+        pieces = [torch.zeros((), dtype=self._dtype, device=self._device)]
         for each in self._groups:
-            measured = zip(each.records, each.gradients.norms(norm_type), strict=True)
+            measured = zip(each.records, each.gradients.norms(norm_type, self._dtype), strict=True)
             pieces += [norm for record, norm in measured if record in wanted]
         own: Tensor = torch.linalg.vector_norm(torch.stack(pieces), norm_type)
         return self._together(own.view(1), norm_type)[0]
@@ -127,6 +127,13 @@ class OptimizerGradients:
             some = [record for record in records if record.shard_group == each.number]
             if some:
                 yield each.gradients, some
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of norms: fp64 where a parameter of any rank's is, else fp32."""
+        records = [record for each in self._groups for record in each.records]
+        double = any(torch.float64 in (record.p.dtype, record.communication_dtype) for record in records)
+        return torch.float64 if double else torch.float32
 
     def _finish(self, doing: str) -> None:
         finish = self._finish_all()

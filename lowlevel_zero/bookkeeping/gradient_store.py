@@ -141,9 +141,8 @@ class GradientStore:
             else:
                 bucket.scale = self._scale(bucket) * factor
 
-    def norms(self, norm_type: float) -> Iterator[Tensor]:
-        """By index, the norm of this rank's slice of a gradient, averaged and unscaled: 0-d, fp32 at least; or 0."""
-        dtype = torch.float64 if any(map(_is_double, self._records)) else torch.float32
+    def norms(self, norm_type: float, dtype: torch.dtype) -> Iterator[Tensor]:
+        """By index, the norm of this rank's slice of a gradient, averaged and unscaled, 0-d; 0 where there is none."""
         none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
         found: dict[int, Tensor] = {}
         for bucket in self._buckets:
@@ -330,10 +329,6 @@ def _without_padding(record: ShardedParameter, gradient: Tensor) -> Tensor:
     """``gradient``, ``[s]``, with zeros behind the parameter's end, where an edit may have left what a norm counts."""
     start, stop = record.split.span(record.rank)
     return F.pad(gradient.detach()[: stop - start], (0, record.split.slice_size - (stop - start)))
-
-
-def _is_double(record: ShardedParameter) -> bool:
-    return torch.float64 in (record.p.dtype, record.communication_dtype)
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

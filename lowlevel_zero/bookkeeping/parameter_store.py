@@ -406,6 +406,10 @@ class ParameterStore:
         """The record of a working parameter, or None."""
         return self._record_of.get(p)
 
+    def look_up(self, tensor: Tensor) -> ShardedParameter | None:
+        """The record of a working parameter, or of a master slice, or None."""
+        return self._record_of.get(tensor) or self._record_of_slice.get(tensor)
+
     def __getitem__(self, p: Tensor) -> ShardedParameter:
         """The record of a working parameter; ``ValueError`` if it has none."""
         record = self._record_of.get(p)

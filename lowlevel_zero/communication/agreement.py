@@ -18,6 +18,7 @@ _NAMES = (
     "add_param_group",
     "load_state_dict",
     "get_param_grad",
+    "lowlevel_zero.clip_grad_norm_",
     "take norms of p.grad",
     "edit p.grad",
     "look at gradients",
