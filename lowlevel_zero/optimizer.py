@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from torch.optim import Optimizer
 
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
-from .bookkeeping.parameter_store import ParameterStore, follow_edits
+from .bookkeeping.parameter_store import ParameterStore, ShardedParameter, follow_edits
+from .bookkeeping.sharded_gradient import ShardedGradient
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import CONSTRUCT, Call, agree_apart, together
@@ -31,6 +33,7 @@ from .construction import (
     parameter_names,
     release,
 )
+from .gradients import OptimizerGradients
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
 from .reducer import DOUBLE_REDUCTION, running_backwards
@@ -205,8 +208,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.streams = streams_of([self.device])
         self.sharded_groups: list[ShardedGroup] = []
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
-        self._guard = self._rooms.guard(optimizer, parameters, model)
         self._owner = object()
+        self._guard = self._rooms.guard(optimizer, parameters, model, self._owner)
         average = options.unit(self.shard_group.ranks)
         scale = None if self.scaler is None else self.scaler.scale
         self._gradient_scale = (lambda: average) if scale is None else (lambda: average / scale)
@@ -215,6 +218,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             parameters, options, self.streams, self._gradient_scale, stepping, self._owner, self._observer
         )
         self._maker.extend(self.sharded_groups)
+        self.gradients = OptimizerGradients(
+            self.shard_group,
+            self.sharded_groups,
+            WeakMethod(self._finish_for_callers),
+            WeakMethod(self.get_param_grad),
+            self.device,
+        )
+        self._make_handles(parameters.records)
         step_whole = self._rooms.whole_step(optimizer, parameters)
         self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=options.cpu_offload)
         self._norm: GlobalNorm | None = None
@@ -223,10 +234,16 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._warned = False
         enter(self)
 
+    def _make_handles(self, records: Sequence[ShardedParameter]) -> None:
+        for record in records:
+            record.make_handles(self.gradients)
+
     def __del__(self) -> None:
         if "_guard" in self.__dict__ and not self._guard.forked:
             for each in self.sharded_groups:
                 each.reducer.remove_hooks()
+                for record in each.records:
+                    record.hide()
             with suppress(RuntimeError):  # others have gone
                 self.finish_gathers()
                 if self._norm is not None:
@@ -240,13 +257,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     ) -> None:
         """Backward through ``loss`` and reduce the gradients: every rank calls it, whatever its loss touches.
 
-        fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is None
-        afterwards. A loss that doesn't require grad contributes nothing.
+        fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is a
+        ``ShardedGradient`` afterwards, of which each rank holds a slice. A loss that doesn't require grad contributes
+        nothing.
         """
-        if self.scaler is not None and isinstance(loss, Tensor):
-            with torch.enable_grad():
-                loss = loss * self.scaler.scale.to(loss.device)
-        self.backward_by_grad(loss, None, inputs, retain_graph)
+        with self.backward_pass(loss, inputs) as scaled:
+            self._run_backward(scaled, None, inputs, retain_graph)
 
     def backward_by_grad(
         self,
@@ -259,20 +275,67 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
-        self._guard.enter_backward(tensor)
-        if self._synchronized and self._syncs:
-            refuse(self.shard_group, f"backward: {DOUBLE_REDUCTION}", "run a backward")
         with self._gradient_sync(tensor, inputs):
-            if tensor.requires_grad:
-                torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
-            elif not self._warned:
-                self._warned = True
-                rank = self.shard_group.group_rank
-                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", rank)
+            self._run_backward(tensor, grad, inputs, retain_graph)
+
+    @contextmanager
+    def backward_pass(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None) -> Iterator[Tensor]:
+        """What ``backward`` does, around a backward that somebody else runs, as trainers do; every rank enters it::
+
+            with optimizer.backward_pass(loss) as scaled:
+                scaled.backward()
+
+        fp16: ``scaled`` is the loss times the loss scale, and the backward has to be run from it; else it is the loss.
+        Several optimizers' contexts may be nested around one backward.
+
+        Args:
+            loss: what the backward is run from, or a multiple of it.
+            inputs: what the backward is given as such.
+
+        Raises:
+            RuntimeError: fp16, and gradients came from another backward than that of the scaled loss.
+        """
+        if self.scaler is None or not isinstance(loss, Tensor):
+            with self._gradient_sync(loss, inputs):
+                yield loss
+        else:
+            with self._gradient_sync(loss, inputs), self._scaled(loss, self.scaler.scale) as scaled:
+                yield scaled
+
+    @contextmanager
+    def _scaled(self, loss: Tensor, scale: Tensor) -> Iterator[Tensor]:
+        """``loss`` times ``scale``, which the gradients that come must be those of."""
+        with torch.enable_grad():
+            scaled = loss * scale.to(loss.device)
+        if not scaled.requires_grad:
+            yield scaled
+            return
+        ran: list[Tensor] = []
+        scaled.register_hook(ran.append)  # type: ignore[no-untyped-call]
+        yield scaled
+        if not ran and any(each.reducer.has_gradients for each in self.sharded_groups):
+            raise RuntimeError(
+                "expected the backward of a model with fp16 parameters from the scaled loss, got one from another: "
+                "write «with optimizer.backward_pass(loss) as scaled: scaled.backward()», and begin the step anew with "
+                "optimizer.zero_grad()"
+            )
+
+    def _run_backward(
+        self, tensor: Tensor, grad: Tensor | None, inputs: Tensor | Sequence[Tensor] | None, retain_graph: bool
+    ) -> None:
+        if tensor.requires_grad:
+            torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
+        elif not self._warned:
+            self._warned = True
+            rank = self.shard_group.group_rank
+            _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", rank)
 
     @contextmanager
     def _gradient_sync(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
         """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
+        self._guard.enter_backward(loss)
+        if self._synchronized and self._syncs:
+            refuse(self.shard_group, f"backward: {DOUBLE_REDUCTION}", "run a backward")
         context = self.options.backward_context
         failed = True
         running_backwards.append(self._owner)
@@ -380,6 +443,19 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         for each in self.sharded_groups:
             each.gradients.scale(each.gradients.sums(), factor)
         return norm
+
+    def _finish_for_callers(self, doing: str) -> None:
+        """Complete all gradients for what callers do with ``p.grad``."""
+        self._guard.enter(doing)
+        if self._synchronized:
+            refuse(
+                self.shard_group,
+                f"expected p.grad to be left alone after synchronize(), got a call to {doing}: clip by "
+                "optimizer.clip_grad_norm_, or edit .grad of the slices in optimizer.param_groups",
+                doing,
+            )
+        self.finish_gathers()
+        self._finish_reductions(Call(doing, self._guard.trouble()))
 
     def _measured(self, norm: GlobalNorm) -> Tensor:
         """The value of ``norm``, of all gradients."""
@@ -494,6 +570,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             for p in members:
                 if set_to_none:
                     p.grad = None
+                elif isinstance(p.grad, ShardedGradient):
+                    p.grad.zero_raw()
                 elif p.grad is not None:
                     p.grad.detach_().zero_()
 
@@ -520,6 +598,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         with together(self.shard_group, _ADD):
             sharding.take_slices()
             self._maker.extend(self.sharded_groups)
+            self._make_handles([record for record in self.sharded_parameters if record.handle is None])
 
     def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
         """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""

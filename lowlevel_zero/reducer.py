@@ -16,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from weakref import ReferenceType, ref
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ class Reducer:
     Attributes:
         buckets: as given.
         plan: the buckets that reductions follow, from the next sync on.
+        finished: nothing has come since all ranks completed their gradients together.
         sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
     """
 
@@ -93,7 +95,11 @@ class Reducer:
         self._graph_task = -1
         self._warned = number > 0 or group.group_rank > 0
         self._steps_since_clear = 0
+        self._version_stepped = 0
         self.sync = True
+        self.finished = False
+        self._cleared = 0  # stands for those whose p.grad has been set to None since the ranks agreed last
+        self._cleared_names: list[str] = []
         self._begin_anew()
         self.extend()
 
@@ -155,6 +161,7 @@ class Reducer:
         if self._streams.several:
             self._streams.produced()
         record.arrived = True
+        self.finished = False
         if not self.sync or (running_backwards and running_backwards[-1] is not self._owner):
             return
         if not self.buckets.is_open:
@@ -171,7 +178,7 @@ class Reducer:
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
         if self._gradients.exposed:
-            record.p.grad = None
+            record.drop_unreduced()
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
         if self._half and self._owner not in running_backwards:  # the loss isn't scaled, and the step would unscale
             raise RuntimeError(
@@ -199,6 +206,8 @@ class Reducer:
     def _open_sync(self, reached: set[int] | None = None) -> None:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
+        self.finished = False
+        self._drop_cleared()
         self._finish_some(leave=0)
         self.buckets.open_sync(reached)
         if reached is not None:
@@ -207,7 +216,7 @@ class Reducer:
             self.buckets.follow(self.plan.whole)
             if self._unused.detecting:
                 self._unread.append(self._unused.announce_sync(None))
-        if self._steps_since_clear and not self._warned:
+        if self._steps_since_clear and not self._warned and self._gradients.version == self._version_stepped:
             self._warn_of_old_gradients()
 
     def _join_sync(self, used: bytes | None = None) -> None:
@@ -239,13 +248,33 @@ class Reducer:
         if True in [record.worked for record in self._records]:
             self._warned = True
             _log.warning(
-                "backward: adds to gradients that the last step has used, since optimizer.zero_grad() wasn't called; "
-                "model.zero_grad() doesn't reach them: they aren't in p.grad"
+                "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "
+                "model.zero_grad() was called"
             )
 
     def _leftovers(self) -> list[int]:
         """Indices of parameters whose ``p.grad`` holds what can be reduced."""
-        return [record.index for record in self._records if record.p.grad is not None and not record.is_empty]
+        return [
+            record.index
+            for record in self._records
+            if (record.arrived or record.p.grad is not record.shown)
+            and record.unreduced is not None
+            and not record.is_empty
+        ]
+
+    def _drop_cleared(self) -> None:
+        """Forget the gradients of parameters whose ``p.grad`` has been set to None, as by ``model.zero_grad()``."""
+        if self._gradients.exposed:
+            return
+        cleared = [record for record in self._records if record.p.grad is not record.shown and record.is_cleared]
+        if cleared:
+            self._cleared = crc32(repr([record.index for record in cleared]).encode(), self._cleared)
+            self._cleared_names += [record.name for record in cleared]
+            for bucket in self.buckets.in_flight:
+                bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
+            self._gradients.drop(cleared)
+            if not any(record.shown is not None for record in self._records):
+                self._steps_since_clear = 0
 
     # ---- reductions end, in the order of starting ----
 
@@ -285,6 +314,7 @@ class Reducer:
                 self._gradients.absorb()
             elif present is not None:
                 self._gradients.resolve(present)
+        self.finished = True
 
     def even_out(self, call: Call) -> None:
         """Bring all ranks to the same sync, with nothing in flight; ``p.grad`` stays. Communicates."""
@@ -296,6 +326,7 @@ class Reducer:
         The call comes first, before anything has been done. But where unused parameters are detected others may be in
         a backward, waiting to hear what this rank will use: then the syncs do.
         """
+        self._drop_cleared()
         if self.buckets.is_open:
             self._close_sync()
         present = None
@@ -321,8 +352,11 @@ class Reducer:
         steps = 0 if call.name == "zero_grad" else self._steps_since_clear
         lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        agreed = call.agree(self._group, Progress(self._closed, lacks, steps))
+        cleared = 0 if call.name == "zero_grad" else self._cleared
+        agreed = call.agree(self._group, Progress(self._closed, lacks, steps, cleared), self._cleared_names)
         self._may_be_alone = False
+        self._cleared = 0
+        self._cleared_names = []
         return agreed
 
     def _run_announced(self, with_leftovers: bool) -> bytes:
@@ -360,6 +394,8 @@ class Reducer:
         if changed:
             self.plan.follow(self._unused.detecting)
         self._steps_since_clear += 1
+        self._gradients.version += 1
+        self._version_stepped = self._gradients.version
         self._begin_anew()
         if self._gradients.exposed:
             self._gradients.conceal()
@@ -372,6 +408,11 @@ class Reducer:
         self._group.progress.micro_batch = 0
 
     # ---- what others may ask ----
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has left gradients here since the open sync began, or before it, unreduced."""
+        return bool(self.buckets.arrivals or self._leftovers())
 
     @property
     def idle(self) -> bool:

@@ -98,15 +98,6 @@ class ShardedOptimizer(Optimizer):
             "lowlevel_zero.checkpoint.save_checkpoint, and load into an optimizer that every rank constructs"
         )
 
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        """``torch.amp.GradScaler.step`` asks for this first, of an optimizer whose gradients it can't see."""
-        raise RuntimeError(
-            "expected no enabled torch.amp.GradScaler around this optimizer: it would look for gradients before "
-            "they are reduced. Convert the model to fp16 and call optimizer.backward(loss), which scales the loss "
-            "by itself; or use bf16 (model or autocast), which needs no scaling; or GradScaler(enabled=False)"
-        )
-
     # ---- state: whole, as plain torch has it, and sharded, for torch.distributed.checkpoint ----
 
     def state_dict(

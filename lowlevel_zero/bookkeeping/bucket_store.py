@@ -56,6 +56,17 @@ class Reduction(NamedTuple):
     observer: StepObserver
 
 
+class Partly(NamedTuple):
+    """Some of a bucket's parameters, whose gradients are to be multiplied with one number."""
+
+    records: list[ShardedParameter]
+    factor: float | Tensor
+
+    def goes_on(self, further: Sequence[ShardedParameter], factor: float | Tensor) -> bool:
+        """Whether ``further`` ones may be added: the number is the same, and none of them is here yet."""
+        return factor is self.factor and not any(record in self.records for record in further)
+
+
 class Bucket:
     """Parameters that are reduced together in one sync, and then this rank's shard of their reduced gradients.
 
@@ -71,6 +82,8 @@ class Bucket:
             fp32 at least after more. A host's may be read after ``to_step`` alone.
         rows: all ranks' rows, ``[world_size, body]``, where they are kept (stage 1, before the step).
         scale: what the sum is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
+        partly: some of its parameters, whose gradients are to be multiplied with a number besides.
+        cleared: those whose gradients were dropped while it was on its way.
     """
 
     work: Work[Tensor]
@@ -83,6 +96,8 @@ class Bucket:
         self.missing = len(records)
         self.rows: Tensor | None = None
         self.scale: float | Tensor | None = None
+        self.partly: Partly | None = None
+        self.cleared: list[ShardedParameter] = []
 
     # ---- its reduction ----
 
@@ -132,7 +147,10 @@ class Bucket:
         total = self.work.wait()
         del self.work  # and what it keeps alive
         self.state = BucketState.REDUCED
-        return (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
+        total = (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
+        for record in self.cleared:
+            self.part_of(record, total).zero_()
+        return total
 
     # ---- what it leaves ----
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .bucket_plan import PlannedBucket
-from .bucket_store import Bucket, BucketState, NewBucket
+from .bucket_store import Bucket, BucketState, NewBucket, Partly
 from .parameter_store import ShardedParameter
 
 
@@ -28,6 +28,7 @@ class GradientStore:
             where the parameters are.
 
     Attributes:
+        version: goes up with each change of a gradient.
         exposed: each ``g`` is complete, averaged and unscaled, and its caller's to edit, as ``p32.grad``.
     """
 
@@ -43,12 +44,14 @@ class GradientStore:
         self._new_bucket = new_bucket
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
+        self.version = 0
         self.exposed = False
 
     # ---- what reductions leave ----
 
     def accumulate(self, bucket: Bucket, total: Tensor) -> None:
         """Take a reduced bucket as one more micro-batch: its sum, this rank's row or all."""
+        self.version += 1
         before = list(dict.fromkeys(map(self._bucket_of.get, bucket.planned.members)))
         kept = before[0]
         if len(before) > 1 or (kept is not None and kept.planned.members != bucket.planned.members):
@@ -89,10 +92,14 @@ class GradientStore:
 
         A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
+        partly, bucket.partly = bucket.partly, None
         sums = at_least_fp32(bucket.sums())
         if bucket.scale is not None:
             sums = sums * (bucket.scale / self._gradient_scale())
             bucket.scale = None
+        if partly is not None:
+            for record in partly.records:
+                bucket.part_of(record, sums).mul_(partly.factor)
         bucket.state = BucketState.REDUCED
         return sums
 
@@ -110,11 +117,16 @@ class GradientStore:
 
         Of what has been scaled, others' rows are let go: to multiply them too would take ``world_size`` times as long.
         """
-        for bucket in self._buckets:
-            if bucket.scale is not None and not self.exposed:
-                bucket.rows = None
-                bucket.hold(self._raw(bucket))
+        if not self.exposed:
+            for bucket in self._buckets:
+                if bucket.scale is not None or bucket.partly is not None:
+                    self._apply(bucket)
         return list(self._buckets)
+
+    def _apply(self, bucket: Bucket) -> None:
+        """Multiply what has been scaled, this rank's row alone."""
+        bucket.rows = None
+        bucket.hold(self._raw(bucket))
 
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
         """The bucket that ``g`` is a part of, or None: there is no ``g``."""
@@ -122,17 +134,90 @@ class GradientStore:
 
     def scale(self, buckets: Sequence[Bucket], factor: Tensor) -> None:
         """Multiply gradients with ``factor``: when they are next used, or, where they are exposed, now."""
+        self.version += 1
         for bucket in buckets:
             if self.exposed:
                 bucket.row.mul_(factor.to(bucket.row.device))
             else:
                 bucket.scale = self._scale(bucket) * factor
 
+    def norms(self, norm_type: float, dtype: torch.dtype) -> Iterator[Tensor]:
+        """By index, the norm of this rank's slice of a gradient, averaged and unscaled, 0-d; 0 where there is none."""
+        none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
+        found: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            if bucket.partly is not None:
+                self._apply(bucket)
+            scale = 1.0 if self.exposed else self._scale(bucket)
+            parts = list(bucket.split(bucket.fetch(bucket.row)))
+            norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=dtype)) * scale
+            found.update(zip(bucket.planned.members, norms.unbind(), strict=True))
+        return (found.get(record.index, none) for record in self._records)
+
+    def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
+        """Multiply some parameters' gradients: a bucket at a time where all of its parameters are to be, one by one."""
+        self.version += 1
+        for bucket, some in self._by_bucket(records).items():
+            if bucket.partly is not None and not bucket.partly.goes_on(some, factor):
+                self._apply(bucket)
+            before = [] if bucket.partly is None else bucket.partly.records
+            bucket.partly = Partly([*before, *some], factor)
+            if len(bucket.partly.records) == len(bucket.working()):
+                bucket.partly = None
+                bucket.scale = self._scale(bucket) * factor
+
+    def clamp(self, records: Sequence[ShardedParameter], least: float | None, most: float | None) -> None:
+        """Clamp the elements of some parameters' gradients. What is scaled stays as it is where it isn't finite."""
+        scale = self._gradient_scale()
+        for bucket, some in self._by_bucket(records).items():
+            self._apply(bucket)
+            sums = self._raw(bucket)
+            for record in some:
+                start, stop = record.split.span(record.rank)
+                part = bucket.part_of(record, sums)[: stop - start]
+                clamped = (part * scale).clamp(least, most) / scale
+                part.copy_(torch.where(part.isfinite(), clamped, part) if isinstance(scale, Tensor) else clamped)
+            bucket.hold(sums)
+
+    def zero_some(self, records: Iterable[ShardedParameter]) -> None:
+        """Make some parameters' gradients zeros."""
+        for bucket, some in self._by_bucket(records).items():
+            bucket.rows = None
+            sums = self._raw(bucket)
+            for record in some:
+                bucket.part_of(record, sums).zero_()
+            bucket.hold(sums)
+
+    def drop(self, records: Sequence[ShardedParameter]) -> None:
+        """Forget some parameters' gradients."""
+        if len(records) == len(self._bucket_of):
+            self.clear()
+            return
+        self.zero_some(record for record in records if record.index in self._bucket_of)
+        for record in records:
+            record.hide()
+        self._keep_working()
+
+    def _by_bucket(self, records: Iterable[ShardedParameter]) -> dict[Bucket, list[ShardedParameter]]:
+        """Those that have a gradient, which is about to be changed, by bucket."""
+        self.version += 1
+        found: dict[Bucket, list[ShardedParameter]] = {}
+        for record in records:
+            bucket = self._bucket_of.get(record.index)
+            if bucket is not None:
+                found.setdefault(bucket, []).append(record)
+        return found
+
+    def _keep_working(self) -> None:
+        self._buckets = [bucket for bucket in self._buckets if bucket.working()]
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.planned.members}
+
     def _scale(self, bucket: Bucket) -> float | Tensor:
         return self._gradient_scale() if bucket.scale is None else bucket.scale
 
     def overwrite(self, record: ShardedParameter, own: Tensor) -> None:
         """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``; others' rows are let go."""
+        self.version += 1
         bucket = self._bucket_of[record.index]
         if self.exposed:
             bucket.part_of(record, bucket.row).copy_(own)
@@ -160,15 +245,21 @@ class GradientStore:
         """Let ``g`` be what callers have made of each ``p32.grad``: edited, replaced, taken away or added."""
         added = [[record] for record in self._records if record.index not in self._bucket_of]
         together = [*(bucket.records for bucket in self._buckets), *added]
-        self.clear()
+        self.version += 1
+        self._buckets.clear()
+        self._bucket_of.clear()
         for records in together:
             left = {record: record.p32.grad for record in records if record.p32.grad is not None}
+            for record in records:
+                if record not in left:
+                    record.hide()
             if left:
                 bucket = self._bucket_apart(list(left))
                 bucket.state = BucketState.REDUCED
                 self._enter(bucket)
                 for record in left:
                     record.worked = True
+                    record.p.grad = record.shown = record.handle
                 self._show(bucket, torch.cat([_without_padding(*each) for each in left.items()]))
 
     def conceal(self) -> None:
@@ -188,9 +279,10 @@ class GradientStore:
         unknown = [record for record in self._records if not record.worked and record.index in self._bucket_of]
         for record in unknown:
             record.worked = present[record.index] != 0
+            if not record.worked:
+                record.hide()
         if unknown:
-            self._buckets = [bucket for bucket in self._buckets if bucket.working()]
-            self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.planned.members}
+            self._keep_working()
 
     # ---- what callers see ----
 
@@ -199,11 +291,15 @@ class GradientStore:
         bucket = self.bucket_of(record)
         if bucket is None:
             return None
+        if bucket.partly is not None:
+            self._apply(bucket)
         return at_least_fp32(bucket.fetch(bucket.part_of(record, bucket.row))) * self._scale(bucket)
 
     def averaged_rows(self, record: ShardedParameter) -> Tensor | None:
         """The same of every rank, ``[world_size, s]``, where it is kept (stage 1, before the step), or None."""
         bucket = self.bucket_of(record)
+        if bucket is not None and bucket.partly is not None:
+            self._apply(bucket)
         if bucket is None or bucket.rows is None:
             return None
         return at_least_fp32(bucket.part_of(record, bucket.rows)) * self._scale(bucket)
@@ -214,16 +310,18 @@ class GradientStore:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self.version += 1
         self._buckets.clear()
         self._bucket_of.clear()
         for record in self._records:
-            record.worked = False
+            record.hide()
 
     def zero(self) -> None:
         """Make all gradients zeros; a parameter that has one goes on having one."""
+        self.version += 1
         for bucket in self._buckets:
             bucket.rows = None
-            bucket.scale = None
+            bucket.scale = bucket.partly = None
             bucket.hold(torch.zeros_like(bucket.sums()))
 
 

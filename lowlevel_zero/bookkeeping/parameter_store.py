@@ -25,6 +25,7 @@ from ..communication.fp8 import is_rounded
 from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 from .awaited import wait_for
+from .sharded_gradient import Gradients, ShardedGradient
 from .storages import flat_in_memory_order, move_to_padded
 
 
@@ -61,6 +62,9 @@ class ShardedParameter:
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
         worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
         arrived: ``p.grad`` holds what a backward has left there, if anything.
+        handle: what ``p.grad`` is while there is a ``g``, or a bucket is on its way to become that.
+        slice_handle: the same of ``p32.grad``, until the step.
+        shown: the ``handle``, where ``p.grad`` has been made that, and its caller is to leave it; else None.
         kind: what parameters must have in common to share a bucket.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
@@ -71,12 +75,14 @@ class ShardedParameter:
     """
 
     __slots__ = (
+        "__weakref__",
         "_offered",
         "address",
         "arrived",
         "communication_dtype",
         "fp8",
         "group",
+        "handle",
         "index",
         "is_contiguous",
         "is_empty",
@@ -91,6 +97,8 @@ class ShardedParameter:
         "rows",
         "shard_group",
         "shares_storage",
+        "shown",
+        "slice_handle",
         "split",
         "stepped",
         "version",
@@ -127,6 +135,9 @@ class ShardedParameter:
         self.worked = False
         self.arrived = False
         self.stepped = False
+        self.handle: ShardedGradient | None = None
+        self.slice_handle: ShardedGradient | None = None
+        self.shown: ShardedGradient | None = None
 
     @property
     def keeps_more(self) -> bool:
@@ -235,19 +246,64 @@ class ShardedParameter:
         own[: stop - start] = self.flatten(tensor)[start:stop]
         return own
 
+    def make_handles(self, gradients: Gradients) -> None:
+        """Be ready to show ``gradients``'s one of this parameter as ``p.grad``, and as ``p32.grad``."""
+        self.handle = ShardedGradient(self, self.p, gradients)
+        self.slice_handle = ShardedGradient(self, self.p32, gradients)
+
+    def hide(self) -> None:
+        """There is no ``g``: neither ``p.grad`` nor ``p32.grad`` tells of one any more."""
+        self.worked = False
+        if self.shown is not None:
+            if self.p.grad is self.shown:
+                self.p.grad = None
+            self.shown.raw = None
+            self.shown = None
+        self.p32.grad = None
+
+    @property
+    def unreduced(self) -> Tensor | None:
+        """What a backward, or its caller, has left in ``p.grad`` to be reduced, or None."""
+        gradient = self.p.grad
+        return self.handle.raw if gradient is self.handle and self.handle is not None else gradient
+
+    def drop_unreduced(self) -> None:
+        """Forget what a backward has just left in ``p.grad``."""
+        if self.shown is not None and self.p.grad is self.shown:
+            self.shown.take_raw()
+        else:
+            self.p.grad = None
+        self.arrived = False
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether ``p.grad``, which showed that there is a ``g``, has been set to None since."""
+        shown = self.shown
+        if shown is None or self.p.grad is shown:
+            return False
+        return self.p.grad is None or (self.arrived and not shown.passed)
+
     def take_gradient(self) -> Tensor | None:
         """Move ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None if there is none.
 
-        One that came with a graph may still hang on it.
+        One that came with a graph may still hang on it. The sharded one takes its place, on all ranks alike.
         """
         gradient = self.p.grad
+        if gradient is not None and gradient is self.shown:
+            gradient = self.shown.take_raw()
+        if gradient is not None and gradient.layout is not torch.strided:
+            self._refuse_sparse(gradient)
+        if self.shown is not None:
+            self.shown.passed = False
+        try:
+            self.p.grad = self.shown = self.handle
+        except RuntimeError:  # the model has been converted, which the step refuses
+            self.p.grad = self.shown = None
+        self.p32.grad = self.slice_handle
+        self.arrived = False
         if gradient is None:
             return None
-        if gradient.layout is not torch.strided:
-            self._refuse_sparse(gradient)
-        self.p.grad = None
         self.worked = True
-        self.arrived = False
         if self.is_flat:
             return gradient
         return gradient.reshape(-1) if self.is_contiguous else self.flatten(gradient)
@@ -258,9 +314,10 @@ class ShardedParameter:
             self._refuse_sparse(gradient)
         if self.worked and not self.arrived:
             raise RuntimeError(
-                f"{self.name}: expected no p.grad after backward, which has taken it to its slices, got one that was "
-                "assigned by hand, and would be added: edit slices between optimizer.synchronize() and step, or call "
-                "lowlevel_zero.accessors.safe_set_full_grad"
+                f"{self.name}: expected the p.grad that backward has left, which stands for its slices, got one that "
+                "was assigned by hand, and would be added: edit slices between optimizer.synchronize() and step, or "
+                "call lowlevel_zero.accessors.safe_set_full_grad; if the model is wrapped in DistributedDataParallel, "
+                "which assigns p.grad, hand over the plain model"
             )
 
     def _refuse_sparse(self, gradient: Tensor) -> NoReturn:
@@ -348,6 +405,10 @@ class ParameterStore:
     def find(self, p: Tensor) -> ShardedParameter | None:
         """The record of a working parameter, or None."""
         return self._record_of.get(p)
+
+    def look_up(self, tensor: Tensor) -> ShardedParameter | None:
+        """The record of a working parameter, or of a master slice, or None."""
+        return self._record_of.get(tensor) or self._record_of_slice.get(tensor)
 
     def __getitem__(self, p: Tensor) -> ShardedParameter:
         """The record of a working parameter; ``ValueError`` if it has none."""

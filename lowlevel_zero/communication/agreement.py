@@ -18,6 +18,9 @@ _NAMES = (
     "add_param_group",
     "load_state_dict",
     "get_param_grad",
+    "lowlevel_zero.clip_grad_norm_",
+    "take norms of p.grad",
+    "edit p.grad",
     "look at gradients",
     "state_dict",
     "read or write state",
@@ -58,7 +61,7 @@ def agree(
     if error is None and group.ranks == 1:
         return
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    same = int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big")
+    same = [int.from_bytes(digest[at : at + 7], "big") for at in (0, 7, 14)]
     if _compare(group, error, same) is not None:
         return
     statements = _gather(group, _Statement(doing, group.communicator.number, _reason(error), lines=list(lines)))
@@ -72,15 +75,15 @@ def agree(
 
 
 def _compare(
-    group: ShardGroup, error: Exception | None, same: tuple[int, int], most: tuple[int, int] = (0, 0)
+    group: ShardGroup, error: Exception | None, same: Sequence[int], most: tuple[int, int] = (0, 0)
 ) -> list[int] | None:
     """The maximum of every rank's ``most``; None: a rank has an error, or not the ``same`` as the others.
 
     One small exchange, of one size whatever it is for: ranks that came for different things find that out here.
     """
-    first, second = same
-    any_failed, *bounds = group.all_reduce_max([error is not None, first, second, -first, -second, *most])
-    return None if any_failed or bounds[:4] != [first, second, -first, -second] else bounds[4:]
+    bounds = [*same, *(-number for number in same)]
+    any_failed, *agreed = group.all_reduce_max([error is not None, *bounds, *most])
+    return None if any_failed or agreed[: len(bounds)] != bounds else agreed[len(bounds) :]
 
 
 @contextmanager
@@ -150,10 +153,15 @@ class Call(NamedTuple):
         if self.error is not None:
             raise self.error
 
-    def agree(self, group: ShardGroup, progress: Progress) -> Progress:
+    def agree(self, group: ShardGroup, progress: Progress, cleared: Sequence[str] = ()) -> Progress:
         """Raise, on all ranks of ``group``, if one of them can't do what it was called for, or was called for another.
 
         In one order with the calls of other optimizers over the same ranks. Communicates.
+
+        Args:
+            group: the ranks.
+            progress: how far this one has come.
+            cleared: the names that ``progress.cleared`` is of.
 
         Returns:
             How far the ranks have come: the most syncs, and whether any rank lacks a gradient.
@@ -163,15 +171,19 @@ class Call(NamedTuple):
             RuntimeError: another rank's, or who was called for what.
         """
         number = group.communicator.number
-        same = number * len(_NAMES) + _NAMES.index(self.name), progress.steps
+        same = number * len(_NAMES) + _NAMES.index(self.name), progress.steps, progress.cleared
         most = _compare(group, self.error, same, (progress.syncs, progress.lacks))
         if most is None:
-            statements = _gather(group, _Statement(self.name, number, _reason(self.error), progress.steps))
+            statements = _gather(
+                group, _Statement(self.name, number, _reason(self.error), progress.steps, list(cleared))
+            )
             self.check()
             _raise_others(statements)
+            if len({(each.name, each.optimizer) for each in statements}) == 1:
+                _raise_cleared(statements)
             raise _different_calls(_last_calls(statements))
         syncs, lacks = most
-        return Progress(syncs, bool(lacks), progress.steps)
+        return Progress(syncs, bool(lacks), progress.steps, progress.cleared)
 
 
 class Progress(NamedTuple):
@@ -181,11 +193,13 @@ class Progress(NamedTuple):
         syncs: gradient syncs that it has closed in this step.
         lacks: whether a backward has left one of its parameters without a gradient.
         steps: steps since gradients were cleared.
+        cleared: stands for the parameters whose ``p.grad`` has been set to None, since the ranks agreed last.
     """
 
     syncs: int
     lacks: bool
     steps: int
+    cleared: int
 
 
 class _Statement(NamedTuple):
@@ -196,6 +210,7 @@ class _Statement(NamedTuple):
         optimizer: its number.
         reason: why the call can't be done; None: it can.
         steps: since gradients were cleared.
+        cleared: parameters whose ``p.grad`` has been set to None.
         lines: what has to be alike on all ranks; None: the call is one of a few that compare nothing more.
     """
 
@@ -203,6 +218,7 @@ class _Statement(NamedTuple):
     optimizer: int
     reason: str | None
     steps: int = 0
+    cleared: list[str] = []  # noqa: RUF012
     lines: list[str] | None = None
 
 
@@ -221,6 +237,21 @@ def _raise_others(statements: Sequence[_Statement]) -> None:
             raise RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
     if len({each.lines is None for each in statements}) > 1:
         raise _different_calls([each.name for each in statements])
+
+
+def _raise_cleared(statements: Sequence[_Statement]) -> None:
+    """Raise if the ranks have cleared different gradients."""
+    if any(each.cleared != statements[0].cleared for each in statements):
+        told = "; ".join(
+            f"rank {rank} has set that of {each.cleared[0]} and {len(each.cleared) - 1} others"
+            if each.cleared
+            else f"rank {rank} none"
+            for rank, each in enumerate(statements)
+        )
+        raise RuntimeError(
+            f"expected p.grad to be set to None for the same parameters on every rank, got: {told}: drop gradients "
+            "alike on all ranks, or all of them by optimizer.zero_grad()"
+        )
 
 
 def _different_calls(calls: Sequence[str]) -> RuntimeError:

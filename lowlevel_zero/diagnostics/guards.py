@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
+from ..reducer import running_backwards
 from ..sharded_optimizer import alive
 
 
@@ -22,9 +23,11 @@ class Guard:
         optim: the wrapped optimizer, whose groups hold slices.
         parameters: the records.
         model: gives names; None: there is none.
+        owner: stands for the optimizer among ``running_backwards``.
     """
 
-    def __init__(self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None) -> None:
+    def __init__(self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None, owner: object) -> None:
+        self._owner = owner
         self._optim = optim
         self._parameters = parameters
         self._model = model
@@ -48,6 +51,11 @@ class Guard:
             raise RuntimeError(
                 f"{call}: expected it outside of backward, got it within one: don't call it in a hook or a "
                 "torch.autograd.Function"
+            )
+        if self._owner in running_backwards:
+            raise RuntimeError(
+                f"{call}: expected it outside of optimizer.backward_pass, got it within: leave the with block first, "
+                "which finishes the backward, and run one backward in it"
             )
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
@@ -88,7 +96,7 @@ class Guard:
             p = record.p
             if p.data_ptr() != record.address and p.requires_grad:
                 record.check_home()
-            if p.grad is not None:
+            if p.grad is not None and p.grad is not record.shown:
                 record.check_gradient(p.grad)
 
     def _regrouped(self) -> None:

@@ -17,7 +17,7 @@ from .memory import held_bytes
 def memory_held(optimizer: ShardedOptimizer) -> dict[str, int]:
     """Bytes held on this rank now, by owner, every storage counted once."""
     parameters = optimizer.sharded_parameters
-    gradients = [record.p.grad for record in parameters if record.p.grad is not None]
+    gradients = [each for each in (record.unreduced for record in parameters) if each is not None]
     for group in optimizer.sharded_groups:
         gradients += [*group.gradients.held(), *group.reducer.held()]
     return held_bytes(

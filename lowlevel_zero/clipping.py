@@ -1,0 +1,97 @@
+"""Clipping as torch has it, over whatever a training consists of: sharded parameters of several optimizers, and others.
+
+``torch.nn.utils``'s own functions do the same where every rank has run the same backwards. These also finish a step
+whose plain backwards weren't as many on each rank, see to experts, and take parameters whose gradients are sharded with
+others in one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .bookkeeping.parameter_store import ShardedParameter
+from .optimizer import LowLevelZeroOptimizer
+from .sharded_optimizer import alive
+from .stepper import clip_factor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip the norm of all gradients together, after backward; every rank calls it, with the same parameters.
+
+    Args:
+        parameters: of models, or slices from ``optimizer.param_groups``; of one optimizer, of several, or of none.
+        max_norm: of all of them, which gradients are scaled down to.
+        norm_type: above 0, or inf.
+        error_if_nonfinite: raise where the norm is inf or NaN; the host waits for it. Nothing is changed then.
+        foreach: of parameters that aren't sharded, as torch takes it.
+
+    Returns:
+        The norm before, 0-d: of whole gradients, averaged and unscaled.
+    """
+    sharded, plain = _parted(parameters)
+    norms = [optimizer.gradients.norm(records, norm_type) for optimizer, records in sharded.items()]
+    own = [p.grad for p in plain if p.grad is not None]
+    norms += [torch.linalg.vector_norm(gradient, norm_type, dtype=_at_least_fp32(gradient)) for gradient in own]
+    if not norms:
+        return torch.zeros(())
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"expected a norm of order {norm_type} that is finite, got {float(norm)}: set error_if_nonfinite=False to "
+            "scale by it anyway"
+        )
+    factor = clip_factor(norm, max_norm)
+    for optimizer, records in sharded.items():
+        optimizer.gradients.multiply(records, factor)
+    if own and foreach:
+        torch._foreach_mul_(own, factor)
+    else:
+        for gradient in own:
+            gradient.mul_(factor.to(gradient.device))
+    return norm
+
+
+def _at_least_fp32(gradient: Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
+    """Clamp each element of the averaged, unscaled gradients to ``[-clip_value, clip_value]``; every rank calls it.
+
+    Args:
+        parameters: as ``clip_grad_norm_`` takes them.
+        clip_value: the largest that is left.
+        foreach: of parameters that aren't sharded, as torch takes it.
+    """
+    sharded, plain = _parted(parameters)
+    for optimizer, records in sharded.items():
+        optimizer.gradients.clamp(records, -float(clip_value), float(clip_value))
+    torch.nn.utils.clip_grad_value_(plain, clip_value, foreach=foreach)
+
+
+def _parted(
+    parameters: Tensor | Iterable[Tensor],
+) -> tuple[dict[LowLevelZeroOptimizer, list[ShardedParameter]], list[Tensor]]:
+    """Sharded parameters by their optimizers, which come in one order on all ranks; and the others."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    plain = dict.fromkeys(given)
+    sharded: dict[LowLevelZeroOptimizer, list[ShardedParameter]] = {}
+    for optimizer in alive().values():
+        if isinstance(optimizer, LowLevelZeroOptimizer):
+            of = {p: record for p in given if (record := optimizer.sharded_parameters.look_up(p)) is not None}
+            if of:
+                sharded[optimizer] = list(dict.fromkeys(of.values()))
+                for p in of:
+                    del plain[p]
+    return sharded, list(plain)

@@ -1,0 +1,150 @@
+"""What callers do with gradients between backward and step, whatever they call for it: norms, clipping, looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.parameter_store import ShardedParameter
+from .communication.shard_group import ShardGroup
+from .construction import ShardedGroup
+
+
+class OptimizerGradients:
+    """The gradients of one optimizer's parameters; see ``ShardedGradient``, which asks for them.
+
+    Args:
+        group: all data-parallel ranks.
+        groups: the parameters by the ranks that share them.
+        finish: the optimizer's, which completes all gradients, on all ranks alike, for what it is told.
+        whole: the optimizer's, all of a gradient; every rank calls it.
+        device: where the parameters are.
+    """
+
+    def __init__(
+        self,
+        group: ShardGroup,
+        groups: Sequence[ShardedGroup],
+        finish: WeakMethod[Callable[[str], None]],
+        whole: WeakMethod[Callable[[Tensor], Tensor | None]],
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._groups = groups
+        self._finish_all = finish
+        self._whole = whole
+        self._device = device
+        self._known: dict[float, list[Tensor]] = {}
+        self._known_at: tuple[int, ...] = ()
+
+    # ---- for torch's own functions, on one parameter's p.grad after the other ----
+
+    def norms(self, records: Sequence[ShardedParameter], norm_type: float) -> list[Tensor]:
+        """The norm of each whole gradient, averaged and unscaled: 0-d, fp32 at least.
+
+        Those of all parameters come in one collective, whichever are asked for, and are kept until gradients change.
+        """
+        self._check(norm_type)
+        if len(self._groups) > 1:
+            raise RuntimeError(
+                f"{records[0].name}: expected norms of p.grad of parameters that all ranks share, but each rank has "
+                "experts of its own, whose norms others don't see: call optimizer.clip_grad_norm_ or "
+                "lowlevel_zero.clip_grad_norm_, which count all of them"
+            )
+        if not self._finished or self._known_at != self._versions or norm_type not in self._known:
+            self._finish("take norms of p.grad")
+            if self._known_at != self._versions:
+                self._known.clear()
+                self._known_at = self._versions
+            (group,) = self._groups
+            own = torch.stack(list(group.gradients.norms(norm_type, self._dtype)))
+            self._known[norm_type] = list(self._together(own, norm_type).unbind())
+        known = self._known[norm_type]
+        return [known[record.index] for record in records]
+
+    def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
+        """Multiply gradients with a number."""
+        for gradients, some in self._complete(records):
+            gradients.multiply(some, factor)
+
+    def clamp(self, records: Sequence[ShardedParameter], least: float | None, most: float | None) -> None:
+        """Clamp the elements of gradients. fp16: what overflowed stays so, and the step is skipped."""
+        for gradients, some in self._complete(records):
+            gradients.clamp(some, least, most)
+
+    def zero(self, records: Sequence[ShardedParameter]) -> None:
+        """Make gradients zeros."""
+        for gradients, some in self._complete(records):
+            gradients.zero_some(some)
+
+    def own(self, record: ShardedParameter) -> Tensor | None:
+        """This rank's slice, ``[s]``, averaged and unscaled, or None."""
+        ((gradients, _),) = self._complete([record])
+        return gradients.averaged(record)
+
+    def whole(self, record: ShardedParameter) -> Tensor | None:
+        """All of a gradient, averaged and unscaled, or None. Every rank calls it."""
+        whole = self._whole()
+        assert whole is not None, "the optimizer is gone"
+        return whole(record.p)
+
+    # ---- for those of this package, on all that they are about together ----
+
+    def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
+        """The norm of some parameters' gradients, of all experts too: 0-d, fp32 at least. Every rank calls it."""
+        self._check(norm_type)
+        self._finish("lowlevel_zero.clip_grad_norm_")
+        wanted = set(records)
+        pieces = [torch.zeros((), dtype=self._dtype, device=self._device)]
+        for each in self._groups:
+            measured = zip(each.records, each.gradients.norms(norm_type, self._dtype), strict=True)
+            pieces += [norm for record, norm in measured if record in wanted]
+        own: Tensor = torch.linalg.vector_norm(torch.stack(pieces), norm_type)
+        return self._together(own.view(1), norm_type)[0]
+
+    @staticmethod
+    def _check(norm_type: float) -> None:
+        if not norm_type > 0:
+            raise ValueError(f"norm_type: expected a number above 0, or inf, got {norm_type}")
+
+    def _together(self, own: Tensor, norm_type: float) -> Tensor:
+        """The norms of whole gradients, of those of slices, ``[n]``: the same on all ranks, bit for bit."""
+        group = self._group
+        rows = own.new_empty(group.size, len(own))
+        rows[group.rank] = own
+        norms: Tensor = torch.linalg.vector_norm(group.all_gather(rows).wait(), norm_type, dim=0)
+        return norms
+
+    def _complete(self, records: Sequence[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
+        """Each shard group's gradients, finished, and those of the records that are among them."""
+        if not self._finished:
+            self._finish("edit p.grad")
+        for each in self._groups:
+            some = [record for record in records if record.shard_group == each.number]
+            if some:
+                yield each.gradients, some
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of norms: fp64 where a parameter of any rank's is, else fp32."""
+        records = [record for each in self._groups for record in each.records]
+        double = any(torch.float64 in (record.p.dtype, record.communication_dtype) for record in records)
+        return torch.float64 if double else torch.float32
+
+    def _finish(self, doing: str) -> None:
+        finish = self._finish_all()
+        assert finish is not None, "the optimizer is gone"
+        finish(doing)
+
+    @property
+    def _finished(self) -> bool:
+        """Whether nothing has come since all ranks finished their reductions together."""
+        return all(each.reducer.finished and not each.gradients.exposed for each in self._groups)
+
+    @property
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(each.gradients.version for each in self._groups)
