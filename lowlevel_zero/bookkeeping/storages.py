@@ -23,7 +23,10 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def move_to_padded(p: nn.Parameter, split: EvenSplit) -> Tensor:
-    """Put ``p`` over a storage of its own, no larger than the padding needs, and return it whole, 1-D.
+    """Put ``p`` over memory of its own, no larger than the padding needs, and return that whole, 1-D.
+
+    The storage of ``p`` is exactly its bytes of it, as writers of files expect (safetensors saves no tensor that leaves
+    some of its storage out). What is returned keeps all of it alive.
 
     A storage that holds the elements of ``p`` and not a byte more is kept, if there is nothing to pad: what else looks
     at this memory (``p.data`` taken before, a numpy array, another process) goes on following ``p``, as in plain torch.
@@ -38,7 +41,8 @@ def move_to_padded(p: nn.Parameter, split: EvenSplit) -> Tensor:
     if alone and p.stride() == stride and not split.padding:
         return torch.as_strided(p.detach(), (split.numel,), (1,))
     padded = torch.zeros(split.padded_numel, dtype=p.dtype, device=p.device)
-    moved = torch.as_strided(padded, p.shape, stride)
+    own = padded.untyped_storage()[: split.numel * p.element_size()]
+    moved = torch.empty(0, dtype=p.dtype, device=p.device).set_(own, 0, p.shape, stride)
     moved.copy_(p.detach())
     p.data = moved
     return padded
