@@ -25,7 +25,7 @@ from ..communication.fp8 import is_rounded
 from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 from .awaited import wait_for
-from .storages import flat_in_memory_order, move_to_padded
+from .storages import check_alike, flat_in_memory_order, move_to_padded, put_over
 
 
 class Place(NamedTuple):
@@ -64,6 +64,7 @@ class ShardedParameter:
         kind: what parameters must have in common to share a bucket.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
+        view: ``padded`` as ``p`` shows it: of its shape and strides.
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
         shares_storage: ``p32`` is the row itself, not a copy of it.
@@ -94,6 +95,7 @@ class ShardedParameter:
         "split",
         "stepped",
         "version",
+        "view",
         "worked",
     )
 
@@ -117,6 +119,7 @@ class ShardedParameter:
         self.fp8 = fp8
         self.padded = move_to_padded(p, split)
         self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8
+        self.view = torch.as_strided(self.padded, p.shape, p.stride())
         self.address = p.data_ptr()
         self.rows = self.padded.view(split.world_size, split.slice_size)
         self.row = self.rows[rank]
@@ -152,6 +155,7 @@ class ShardedParameter:
 
     def refresh_master(self) -> None:
         """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
+        self.take_back()
         if not self.shares_storage:
             self._settle(self._offered)
         self.note_version()
@@ -190,24 +194,32 @@ class ShardedParameter:
     def follow_edits(self) -> None:
         """Bring what others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
 
-        Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises
-        ``RuntimeError`` where ``p`` was taken away from its storage.
+        Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises as ``take_back``
+        does.
         """
-        if self.p.data_ptr() != self.address:
-            self.check_home()
+        self.take_back()
         if not self.shares_storage and (self.p._version != self.version or self._offered is not None):
             self._settle(self._own, self._offered)
             self._offered = None
             self.note_version()
 
-    def check_home(self) -> None:
-        """Raise ``RuntimeError`` where ``p`` was taken away from its storage."""
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Put ``p`` back over ``padded``, with the values that it has by now, where others have put it elsewhere.
+
+        ``p.data = ...`` does, ``model.cpu().cuda()``, ``model.to(memory_format=...)``. Strides become again what they
+        were. Doesn't communicate.
+
+        Raises:
+            RuntimeError: ``p`` isn't of the same dtype, device and shape any more.
+        """
+        if self.p.data_ptr() == self.address:
+            return
+        self.address = self.padded.data_ptr()  # share_memory_ moves a storage with all that look at it
         if self.p.data_ptr() != self.address:
-            raise RuntimeError(
-                f"{self.name}: expected it where this optimizer put it, found it over other memory "
-                f"({self.p.dtype}, {self.p.device}): move or convert a model before constructing the optimizer, "
-                "and change values in place (model.load_state_dict, p.copy_) instead of assigning p.data"
-            )
+            check_alike(self.p, self.view, self.name)
+            put_over(self.padded, self.view, self.p)
+            self.version = -1
 
     def load_row(self, own: Tensor, master: Tensor | None) -> None:
         """Take this rank's row from a checkpoint, without its padding, and ``p32``: ``master``, or ``own`` too.

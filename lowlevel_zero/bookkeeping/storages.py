@@ -41,11 +41,25 @@ def move_to_padded(p: nn.Parameter, split: EvenSplit) -> Tensor:
     if alone and p.stride() == stride and not split.padding:
         return torch.as_strided(p.detach(), (split.numel,), (1,))
     padded = torch.zeros(split.padded_numel, dtype=p.dtype, device=p.device)
-    own = padded.untyped_storage()[: split.numel * p.element_size()]
-    moved = torch.empty(0, dtype=p.dtype, device=p.device).set_(own, 0, p.shape, stride)
-    moved.copy_(p.detach())
-    p.data = moved
+    put_over(padded, torch.as_strided(padded, p.shape, stride), p)
     return padded
+
+
+def put_over(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
+    """Put ``p`` over ``padded``, with its values, on a storage of exactly its bytes; ``view`` is how it shows them."""
+    view.copy_(p.detach())
+    own = padded.untyped_storage()[: view.nbytes]
+    p.data = torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())
+
+
+def check_alike(p: Tensor, view: Tensor, name: str) -> None:
+    """Raise ``RuntimeError`` unless ``p`` can be put where ``view`` is."""
+    if (p.dtype, p.device, p.shape) != (view.dtype, view.device, view.shape):
+        raise RuntimeError(
+            f"{name}: expected it where this optimizer put it, found it over other memory ({p.dtype}, {p.device}, "
+            f"{tuple(p.shape)} instead of {view.dtype}, {view.device}, {tuple(view.shape)}): move or convert a model "
+            "(model.to, model.half, accelerator.prepare) before constructing the optimizer"
+        )
 
 
 def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:

@@ -308,7 +308,8 @@ def test_memory_outlives_the_optimizer() -> None:
         before = p.detach().clone()
         del optimizer
         others = [torch.full((2**16 + 2,), 9.0) for _ in range(8)]
-        assert torch.equal(p, before) and len(others) == 8
+        assert torch.equal(p, before)
+        assert len(others) == 8
 
     run_ranks(work, 2)
 
