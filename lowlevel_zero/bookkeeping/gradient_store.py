@@ -160,7 +160,7 @@ class GradientStore:
         """Let ``g`` be what callers have made of each ``p32.grad``: edited, replaced, taken away or added."""
         added = [[record] for record in self._records if record.index not in self._bucket_of]
         together = [*(bucket.records for bucket in self._buckets), *added]
-        self.clear()
+        self._forget()
         for records in together:
             left = {record: record.p32.grad for record in records if record.p32.grad is not None}
             if left:
@@ -213,7 +213,12 @@ class GradientStore:
         return [held for bucket in self._buckets for held in (bucket.rows, bucket.row) if held is not None]
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, those in ``p.grad`` included."""
+        self._forget()
+        for record in self._records:
+            record.arrived = False
+
+    def _forget(self) -> None:
         self._buckets.clear()
         self._bucket_of.clear()
         for record in self._records:

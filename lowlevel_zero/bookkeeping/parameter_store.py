@@ -67,7 +67,7 @@ class ShardedParameter:
         view: ``padded`` as ``p`` shows it: of its shape and strides.
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
-        shares_storage: ``p32`` is the row itself, not a copy of it.
+        shares_storage: ``p32`` is over the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
     """
 
@@ -137,7 +137,9 @@ class ShardedParameter:
         return self.fp8 or self.p32.dtype != self.p.dtype
 
     def make_master(self, precise: bool = True, on_host: bool = False) -> None:
-        """Let ``p32`` be a copy of the row, or the row itself where that will do: where gathers don't round it to fp8.
+        """Let ``p32`` be a copy of the row, or over the row itself where that will do: where it isn't rounded to fp8.
+
+        It requires grad as what optimizers step does: callers who find it in ``param_groups`` may set that.
 
         Args:
             precise: in fp32's precision at least, else in ``p``'s dtype.
@@ -145,8 +147,9 @@ class ShardedParameter:
         """
         dtype = torch.promote_types(self.p.dtype, torch.float32) if precise else self.p.dtype
         device = torch.device("cpu") if on_host else self.row.device
-        self.p32 = self.row_for_master(device, dtype, copy=on_host or self.fp8)
-        self.shares_storage = self.p32 is self.row
+        own = self.row_for_master(device, dtype, copy=on_host or self.fp8)
+        self.shares_storage = own is self.row
+        self.p32 = own.detach().requires_grad_()
         self.note_version()
 
     def row_for_master(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
@@ -177,6 +180,7 @@ class ShardedParameter:
     def _own(self) -> Known:
         return Known(self.p32, self.fp8 and self.stepped)
 
+    @torch.no_grad()
     def _settle(self, *known: Known | None) -> None:
         """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
         wait_for(self.p)
@@ -246,6 +250,16 @@ class ShardedParameter:
         own = torch.zeros(self.split.slice_size, dtype=tensor.dtype, device=tensor.device)
         own[: stop - start] = self.flatten(tensor)[start:stop]
         return own
+
+    def drop_gradient(self) -> None:
+        """Let go of a gradient that has come while ``p32.requires_grad`` is False, as if it hadn't been computed."""
+        self.p.grad = None
+        if self.arrived:
+            raise RuntimeError(
+                f"{self.name}: expected no earlier gradient in p.grad (of no_sync, or of another optimizer's backward) "
+                "while requires_grad of its slice in param_groups is False, found one, which can't be told any more "
+                "from what has come now: call optimizer.zero_grad() or step before setting requires_grad"
+            )
 
     def take_gradient(self) -> Tensor | None:
         """Move ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None if there is none.
