@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -574,6 +575,52 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                     p.grad.zero_raw()
                 elif p.grad is not None:
                     p.grad.detach_().zero_()
+
+    # ---- modes, of a wrapped optimizer that has some ----
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """Have a schedule-free optimizer's parameters be those that are trained, after ``eval``; every rank calls it.
+
+        The wrapped optimizer's own ``train``, over slices, which are gathered; ``AttributeError`` if it has none. fp32
+        masters keep their precision. Where it changes nothing, it doesn't communicate: it may be called in every step.
+        """
+        return partial(self._switch, self._mode("train"), "train", self._mode("eval"))
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """Have a schedule-free optimizer's parameters be those that are evaluated and saved; see ``train``."""
+        return partial(self._switch, self._mode("eval"), "eval", self._mode("train"))
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        mode: Callable[[], None] = getattr(self.optim, name)
+        return mode
+
+    @torch.no_grad()
+    def _switch(self, to: Callable[[], None], name: str, back: Callable[[], None]) -> None:
+        """Switch slices, and gather them if that has changed any: it does on all ranks, if all call it."""
+        self._guard.enter(name)
+        self.finish_gathers()
+        error = self._guard.trouble()
+        before = None
+        if error is None:
+            follow_edits(self.sharded_parameters)
+            before = self._versions()
+            to()
+            if before == self._versions():
+                return
+        try:
+            for each in self.sharded_groups:
+                each.reducer.even_out(Call(name, error))
+        except BaseException:
+            if error is None:
+                back()
+            raise
+        for each in self.sharded_groups:
+            each.gathers.gather(each.records)
+
+    def _versions(self) -> list[int]:
+        return [record.p32._version for record in self.sharded_parameters]
 
     # ---- param groups, of which an optimizer is made ----
 

@@ -157,7 +157,10 @@ class Reducer:
             self._unused.lacked |= self.buckets.lacked
 
     def gradient_ready(self, record: ShardedParameter) -> None:
-        """A gradient has been accumulated into ``p.grad``."""
+        """A gradient has been accumulated into ``p.grad``; of one that is frozen through ``param_groups`` it goes."""
+        if not record.p32.requires_grad:
+            record.drop_gradient()
+            return
         if self._streams.several:
             self._streams.produced()
         record.arrived = True

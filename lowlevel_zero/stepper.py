@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.bucket_store import Bucket, BucketState
+from .bookkeeping.gather_store import PART
 from .bookkeeping.parameter_store import ShardedParameter
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
@@ -26,9 +27,6 @@ from .partition import ELEMENTWISE
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}
 # What their settings are where their user left the choice of a kernel open.
 _LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
-
-# Elements of slices that are stepped in one call: so many that the call itself doesn't count.
-PART = 2**19
 
 
 class GlobalNorm:

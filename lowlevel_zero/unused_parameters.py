@@ -78,8 +78,8 @@ class UnusedParameters:
         return found | self._learnt
 
     def _indices(self, tensors: Sequence[Tensor]) -> set[int]:
-        records = map(self._parameters.find, tensors)
-        return {record.index for record in records if record is not None and record.shard_group == self._number}
+        found = (record for record in map(self._parameters.find, tensors) if record is not None)
+        return {each.index for each in found if each.shard_group == self._number and each.p32.requires_grad}
 
     def learn(self, indices: Collection[int]) -> None:
         """Gradients of these came, and the graph hadn't shown them: name them always."""

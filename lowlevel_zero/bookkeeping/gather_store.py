@@ -17,6 +17,8 @@ from .awaited import arrived, can_be_awaited, let_await
 from .bucket_store import Bucket, BucketState, StepOnDevice
 from .parameter_store import ShardedParameter, note_versions
 
+# Elements of slices that are stepped and gathered in one call: so many that the call itself doesn't count.
+PART = 2**19
 # Two buffers: one is filled while the other is gathered.
 IN_FLIGHT = 2
 
@@ -121,6 +123,20 @@ class GatherStore:
         self._under_way.append(Gather(buckets, records, pending, self._streams, awaited))
         if not awaited and len(self._under_way) > IN_FLIGHT:
             self.finish(leave=IN_FLIGHT)
+
+    def gather(self, records: Sequence[ShardedParameter]) -> None:
+        """Gather ``records``, whose slices have been changed, and return when they are there; alike on every rank."""
+        parts: list[list[ShardedParameter]] = []
+        room = 0
+        for record in (each for each in records if not each.is_empty):
+            if room <= 0 or parts[-1][0].kind != record.kind:
+                parts.append([])
+                room = PART
+            parts[-1].append(record)
+            room -= record.split.slice_size
+        for part in parts:
+            self.start_gather((), part)
+        self.finish()
 
     def end_step(self) -> None:
         """A step has started all its gathers: wait for those that nobody else will wait for."""

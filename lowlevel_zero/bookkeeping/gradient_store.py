@@ -309,11 +309,12 @@ class GradientStore:
         return [held for bucket in self._buckets for held in (bucket.rows, bucket.row) if held is not None]
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, those in ``p.grad`` included."""
         self.version += 1
         self._buckets.clear()
         self._bucket_of.clear()
         for record in self._records:
+            record.arrived = False
             record.hide()
 
     def zero(self) -> None:

@@ -26,7 +26,7 @@ from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 from .awaited import wait_for
 from .sharded_gradient import Gradients, ShardedGradient
-from .storages import flat_in_memory_order, move_to_padded
+from .storages import check_alike, flat_in_memory_order, move_to_padded, put_over
 
 
 class Place(NamedTuple):
@@ -68,9 +68,10 @@ class ShardedParameter:
         kind: what parameters must have in common to share a bucket.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
+        view: ``padded`` as ``p`` shows it: of its shape and strides.
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
-        shares_storage: ``p32`` is the row itself, not a copy of it.
+        shares_storage: ``p32`` is over the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
     """
 
@@ -102,6 +103,7 @@ class ShardedParameter:
         "split",
         "stepped",
         "version",
+        "view",
         "worked",
     )
 
@@ -125,6 +127,7 @@ class ShardedParameter:
         self.fp8 = fp8
         self.padded = move_to_padded(p, split)
         self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8
+        self.view = torch.as_strided(self.padded, p.shape, p.stride())
         self.address = p.data_ptr()
         self.rows = self.padded.view(split.world_size, split.slice_size)
         self.row = self.rows[rank]
@@ -145,7 +148,9 @@ class ShardedParameter:
         return self.fp8 or self.p32.dtype != self.p.dtype
 
     def make_master(self, precise: bool = True, on_host: bool = False) -> None:
-        """Let ``p32`` be a copy of the row, or the row itself where that will do: where gathers don't round it to fp8.
+        """Let ``p32`` be a copy of the row, or over the row itself where that will do: where it isn't rounded to fp8.
+
+        It requires grad as what optimizers step does: callers who find it in ``param_groups`` may set that.
 
         Args:
             precise: in fp32's precision at least, else in ``p``'s dtype.
@@ -153,8 +158,9 @@ class ShardedParameter:
         """
         dtype = torch.promote_types(self.p.dtype, torch.float32) if precise else self.p.dtype
         device = torch.device("cpu") if on_host else self.row.device
-        self.p32 = self.row_for_master(device, dtype, copy=on_host or self.fp8)
-        self.shares_storage = self.p32 is self.row
+        own = self.row_for_master(device, dtype, copy=on_host or self.fp8)
+        self.shares_storage = own is self.row
+        self.p32 = own.detach().requires_grad_()
         self.note_version()
 
     def row_for_master(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
@@ -163,6 +169,7 @@ class ShardedParameter:
 
     def refresh_master(self) -> None:
         """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
+        self.take_back()
         if not self.shares_storage:
             self._settle(self._offered)
         self.note_version()
@@ -184,6 +191,7 @@ class ShardedParameter:
     def _own(self) -> Known:
         return Known(self.p32, self.fp8 and self.stepped)
 
+    @torch.no_grad()
     def _settle(self, *known: Known | None) -> None:
         """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
         wait_for(self.p)
@@ -201,24 +209,32 @@ class ShardedParameter:
     def follow_edits(self) -> None:
         """Bring what others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
 
-        Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises
-        ``RuntimeError`` where ``p`` was taken away from its storage.
+        Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises as ``take_back``
+        does.
         """
-        if self.p.data_ptr() != self.address:
-            self.check_home()
+        self.take_back()
         if not self.shares_storage and (self.p._version != self.version or self._offered is not None):
             self._settle(self._own, self._offered)
             self._offered = None
             self.note_version()
 
-    def check_home(self) -> None:
-        """Raise ``RuntimeError`` where ``p`` was taken away from its storage."""
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Put ``p`` back over ``padded``, with the values that it has by now, where others have put it elsewhere.
+
+        ``p.data = ...`` does, ``model.cpu().cuda()``, ``model.to(memory_format=...)``. Strides become again what they
+        were. Doesn't communicate.
+
+        Raises:
+            RuntimeError: ``p`` isn't of the same dtype, device and shape any more.
+        """
+        if self.p.data_ptr() == self.address:
+            return
+        self.address = self.padded.data_ptr()  # share_memory_ moves a storage with all that look at it
         if self.p.data_ptr() != self.address:
-            raise RuntimeError(
-                f"{self.name}: expected it where this optimizer put it, found it over other memory "
-                f"({self.p.dtype}, {self.p.device}): move or convert a model before constructing the optimizer, "
-                "and change values in place (model.load_state_dict, p.copy_) instead of assigning p.data"
-            )
+            check_alike(self.p, self.view, self.name)
+            put_over(self.padded, self.view, self.p)
+            self.version = -1
 
     def load_row(self, own: Tensor, master: Tensor | None) -> None:
         """Take this rank's row from a checkpoint, without its padding, and ``p32``: ``master``, or ``own`` too.
@@ -282,6 +298,17 @@ class ShardedParameter:
         if shown is None or self.p.grad is shown:
             return False
         return self.p.grad is None or (self.arrived and not shown.passed)
+
+    def drop_gradient(self) -> None:
+        """Let go of a gradient that has come while ``p32.requires_grad`` is False, as if it hadn't been computed."""
+        earlier = self.arrived
+        self.drop_unreduced()
+        if earlier:
+            raise RuntimeError(
+                f"{self.name}: expected no earlier gradient in p.grad (of no_sync, or of another optimizer's backward) "
+                "while requires_grad of its slice in param_groups is False, found one, which can't be told any more "
+                "from what has come now: call optimizer.zero_grad() or step before setting requires_grad"
+            )
 
     def take_gradient(self) -> Tensor | None:
         """Move ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None if there is none.

@@ -23,7 +23,10 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def move_to_padded(p: nn.Parameter, split: EvenSplit) -> Tensor:
-    """Put ``p`` over a storage of its own, no larger than the padding needs, and return it whole, 1-D.
+    """Put ``p`` over memory of its own, no larger than the padding needs, and return that whole, 1-D.
+
+    The storage of ``p`` is exactly its bytes of it, as writers of files expect (safetensors saves no tensor that leaves
+    some of its storage out). What is returned keeps all of it alive.
 
     A storage that holds the elements of ``p`` and not a byte more is kept, if there is nothing to pad: what else looks
     at this memory (``p.data`` taken before, a numpy array, another process) goes on following ``p``, as in plain torch.
@@ -38,10 +41,25 @@ def move_to_padded(p: nn.Parameter, split: EvenSplit) -> Tensor:
     if alone and p.stride() == stride and not split.padding:
         return torch.as_strided(p.detach(), (split.numel,), (1,))
     padded = torch.zeros(split.padded_numel, dtype=p.dtype, device=p.device)
-    moved = torch.as_strided(padded, p.shape, stride)
-    moved.copy_(p.detach())
-    p.data = moved
+    put_over(padded, torch.as_strided(padded, p.shape, stride), p)
     return padded
+
+
+def put_over(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
+    """Put ``p`` over ``padded``, with its values, on a storage of exactly its bytes; ``view`` is how it shows them."""
+    view.copy_(p.detach())
+    own = padded.untyped_storage()[: view.nbytes]
+    p.data = torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())
+
+
+def check_alike(p: Tensor, view: Tensor, name: str) -> None:
+    """Raise ``RuntimeError`` unless ``p`` can be put where ``view`` is."""
+    if (p.dtype, p.device, p.shape) != (view.dtype, view.device, view.shape):
+        raise RuntimeError(
+            f"{name}: expected it where this optimizer put it, found it over other memory ({p.dtype}, {p.device}, "
+            f"{tuple(p.shape)} instead of {view.dtype}, {view.device}, {tuple(view.shape)}): move or convert a model "
+            "(model.to, model.half, accelerator.prepare) before constructing the optimizer"
+        )
 
 
 def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:

@@ -120,7 +120,7 @@ def _described(name: str, tensor: Tensor, member: _Member, is_buffer: bool) -> S
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
     if member.record is not None:
-        member.record.check_home()
+        member.record.take_back()
     stride = tensor.stride() if member.record is not None else without_values(tensor).stride()
     dtype = str(tensor.dtype).removeprefix("torch.")
     kind = BUFFER if is_buffer else _kind(tensor, member)

@@ -24,6 +24,8 @@ _NAMES = (
     "look at gradients",
     "state_dict",
     "read or write state",
+    "train",
+    "eval",
 )
 
 

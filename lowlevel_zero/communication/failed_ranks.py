@@ -39,12 +39,8 @@ _FIRST_LOOK = 0.5  # seconds
 _FIRST_NOTE = "the first note"
 
 
-# And a wait that has taken as long as the process group allows.
-_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")
-
-
 class LostRank(RuntimeError):
-    """Another rank has ended, or isn't heard from any more: what needs all ranks can't be done."""
+    """The process of another rank has ended: what needs all ranks can't be done any more."""
 
 
 def know(processes: Mapping[int, Process]) -> None:
@@ -94,17 +90,9 @@ def naming_lost(group: dist.ProcessGroup, what: object) -> Iterator[None]:
 
 def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> LostRank | None:
     """An error that says whom this rank of ``group`` has lost in ``what``; None: ``error`` is of another kind."""
-    if not dist.is_initialized() or isinstance(error, LostRank):
+    if not dist.is_initialized() or isinstance(error, LostRank) or not _BROKEN.search(str(error)):
         return None
     peer = [error.rank] if isinstance(error, PeerError) else []
-    silent = _TIMED_OUT.search(str(error))
-    if silent:  # the store may be as far away as the peer
-        return LostRank(
-            f"{what}: expected all ranks, heard nothing from {_listed(peer)} within {int(silent[1]) / 1e3:g} seconds: "
-            f"it stands still, waits for another rank, or the network between is broken. {_REMEDY}"
-        )
-    if not _BROKEN.search(str(error)):
-        return None
     try:
         return lost_rank_error(_lost_at_last(dist.get_process_group_ranks(group)), what, peer)
     except RuntimeError:

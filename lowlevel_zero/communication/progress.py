@@ -7,14 +7,19 @@ and number, so that nobody has to ask a device about it: what a rank hasn't begu
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from .backends.backend import PeerError
 from .failed_ranks import LostRank, explained
 from .work import Work
 
@@ -23,6 +28,8 @@ AGREEMENT, MESSAGE, BROADCAST = "agreement", "presence map", "broadcast"
 KINDS = (REDUCTION, GATHER, NORM, EXCHANGE, AGREEMENT, MESSAGE, BROADCAST)
 
 _LISTED = 24  # names of parameters in a message, at most
+# As gloo, NCCL and control pipes tell of it: nobody has a type for it.
+_TIMED_OUT = re.compile(r"[Tt]imed? ?out|within \S+ s$")
 
 T = TypeVar("T")
 
@@ -87,6 +94,7 @@ class Progress:
         begun: how many collectives of each kind have been begun.
         waits: how often the host has begun to wait.
         waits_for: what the host waits for now; None: nothing.
+        missing: who isn't there yet, in words, where a stall has been reported; else empty.
         left: this rank begins no more: nobody is to miss it.
     """
 
@@ -96,7 +104,9 @@ class Progress:
         self.waits = 0
         self.begun = dict.fromkeys(KINDS, 0)
         self.waits_for: Collective | None = None
+        self.missing = ""
         self.left = False
+        self._thread = get_ident()
         self._group = group
         self._queued: deque[Collective] = deque(maxlen=256)
         self._lost: LostRank | None = None
@@ -124,15 +134,18 @@ class Progress:
 
         Raises:
             LostRank: the process of another rank has ended.
+            RuntimeError: another rank hasn't come in time; it says what this one was called for.
         """
         if self._lost is not None:
             raise LostRank(str(self._lost))
-        before, self.waits_for = self.waits_for, collective
+        before, self.waits_for, self._thread = self.waits_for, collective, get_ident()
         self.waits += 1
         try:
             return act()
         except RuntimeError as error:
             self._raise_if_lost(error, collective)
+            if _TIMED_OUT.search(str(error)):
+                raise RuntimeError(self._in_vain(collective, error)) from error
             raise
         finally:
             self.waits_for = before
@@ -141,10 +154,19 @@ class Progress:
 
     def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
         """Name whom this rank has lost, if ``error`` comes of that."""
-        lost = explained(error, self._group, collective)
+        lost = explained(error, self._group, f"{collective}. {self.missing}" if self.missing else collective)
         if lost is not None:
             self._lost = lost
             raise lost from error
+
+    def _in_vain(self, collective: Collective, error: RuntimeError) -> str:
+        missing = f". {self.missing}" if self.missing else ""
+        peer = f"rank {error.rank}" if isinstance(error, PeerError) else "another rank"
+        return (
+            f"{called(sys._getframe())}: every rank calls it, and nothing has come from {peer} for the {collective} "
+            f"within the process group's timeout{missing}: let every rank make the same calls in the same order, and "
+            "look whether that one, and the network to it, are still there"
+        )
 
     def queued(self) -> list[Collective]:
         """What a device has been given to wait for, the latest last; it may be over. Any thread may ask."""
@@ -154,7 +176,17 @@ class Progress:
         collective = self.waits_for
         if collective is None:
             return f"outside of the optimizer, after {self.step} steps"
-        return f"waits for the {collective}"
+        return f"waits for the {collective}, in {called(sys._current_frames().get(self._thread))}"
+
+
+def called(frame: FrameType | None) -> str:
+    """The name of the method that the caller's code has called: the outermost one of this package."""
+    name, package = "", __name__.partition(".")[0] + "."
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(package):
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
 
 
 def listed(names: Sequence[str]) -> str:

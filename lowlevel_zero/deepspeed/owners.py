@@ -72,7 +72,7 @@ def at_once(optimizer: LowLevelZeroOptimizer, records: Sequence[ShardedParameter
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
         for record in records:
-            record.check_home()
+            record.take_back()
         lines += [f"{call} of {_alike(record)}, optimizer {optimizer.shard_group.number}" for record in records]
         yield lines
 

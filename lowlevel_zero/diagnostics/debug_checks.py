@@ -24,7 +24,18 @@ from torch import Tensor
 
 from ..communication.failed_ranks import PeriodicCheck, lost_rank_error
 from ..communication.process_groups import is_fake, store_of
-from ..communication.progress import AGREEMENT, GATHER, MESSAGE, NORM, REDUCTION, About, Collective, Progress, listed
+from ..communication.progress import (
+    AGREEMENT,
+    GATHER,
+    MESSAGE,
+    NORM,
+    REDUCTION,
+    About,
+    Collective,
+    Progress,
+    called,
+    listed,
+)
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from ..options import ZeroOptions
@@ -206,7 +217,7 @@ def _fingerprint(collective: Collective, tensors: Sequence[Tensor]) -> str:
     if collective.kind == REDUCTION:
         when += f", micro-batch {collective.micro_batch + 1}"
     elif collective.kind != GATHER:
-        when += f", in {_called()}"
+        when += f", in {called(sys._getframe())}"
     about = collective.about
     bucket = "" if about is None or about.bucket is None else f" of bucket {about.bucket}"
     names = "" if about is None else f" of {listed(about.names())}"
@@ -217,17 +228,6 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
     shapes = [f"{list(tensor.shape)}" for tensor in tensors]
     dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
     return f"{listed(shapes)} {dtypes}"
-
-
-def _called() -> str:
-    """The name of the method that the caller's code has called: the outermost one of this package."""
-    name, frame = "", sys._getframe()
-    package = __name__.partition(".")[0] + "."
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(package):
-            name = frame.f_code.co_name
-        frame = frame.f_back  # type: ignore[assignment]
-    return name
 
 
 def _difference(fingerprints: Sequence[str]) -> str:

@@ -94,8 +94,8 @@ class Guard:
     def _moved(self) -> None:
         for record in self._parameters:
             p = record.p
-            if p.data_ptr() != record.address and p.requires_grad:
-                record.check_home()
+            if p.data_ptr() != record.address and (p.requires_grad or record.worked):
+                record.take_back()
             if p.grad is not None and p.grad is not record.shown:
                 record.check_gradient(p.grad)
 

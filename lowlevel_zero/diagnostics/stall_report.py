@@ -99,7 +99,7 @@ class Watch:
         seen = (progress.waits_for is None, progress.waits, progress.step, *progress.begun.values())
         if seen != self._seen:
             self._seen, self._since = seen, now
-            self._question, self._reported = None, False
+            self._question, self._reported, progress.missing = None, False, ""
         else:
             self._look_at_wait(now)
         return True
@@ -124,6 +124,7 @@ class Watch:
 
     def _report(self, place: str, missing: str, waited: float) -> None:
         self._reported = True
+        self._progress.missing = missing
         if missing:
             _log.warning("rank %d has waited %.3g s for the %s. %s", self._rank, waited, place, missing)
 

@@ -101,7 +101,11 @@ def _fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Se
     if unknown:
         raise NoProbe(f"what its constructor got as {', '.join(unknown)} is recorded nowhere")
     groups = [{**own, "params": list(members)} for own, members in zip(options, params, strict=True)]
-    return type(optimizer)(groups, **{name: _copied(name, recorded[name]) for name in names})
+    fresh = type(optimizer)(groups, **{name: _copied(name, recorded[name]) for name in names})
+    train = getattr(fresh, "train", None)
+    if callable(train):  # schedule-free ones step in that mode alone
+        train()
+    return fresh
 
 
 def _copied(name: str, value: Any) -> Any:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..bookkeeping.gather_store import IN_FLIGHT
+from ..bookkeeping.gather_store import IN_FLIGHT, PART
 from ..communication.backends.backend import Backend
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import Number, ZeroOptions, check_floating
 from ..partition import EvenSplit
-from ..stepper import PART
 from .state_sizes import OptimizerLike, StateSize, state_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

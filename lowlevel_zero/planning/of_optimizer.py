@@ -22,7 +22,10 @@ def memory_held(optimizer: ShardedOptimizer) -> dict[str, int]:
         gradients += [*group.gradients.held(), *group.reducer.held()]
     return held_bytes(
         {
-            "parameters": [p for members in parameters.groups for p in members],
+            "parameters": [
+                *(p for members in parameters.groups for p in members),
+                *(record.padded for record in parameters),
+            ],
             "gradients": gradients,
             "masters": [record.p32 for record in parameters],
             "states": [tensor for state in optimizer.optim.state.values() for tensor in _tensors(state)],

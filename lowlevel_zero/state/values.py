@@ -76,7 +76,7 @@ def _gathered(batch: Sequence[Slice], group: ShardGroup) -> list[Tensor]:
 
 def whole_masters(records: Iterable[ShardedParameter], group: ShardGroup) -> Iterator[Tensor]:
     """The whole of each ``p32``, fp32 at least. Communicates: all ranks iterate to the end."""
-    return map(at_least_fp32, whole_slices((Slice(record, record.p32) for record in records), group))
+    return map(at_least_fp32, whole_slices((Slice(record, record.p32.detach()) for record in records), group))
 
 
 def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) -> Iterator[Tensor | None]:

@@ -137,7 +137,7 @@ def own_state(optim: Optimizer, record: ShardedParameter) -> State:
     """A parameter's state on this rank, its master among it; an optimizer without state may have masters too."""
     state = optim.state.get(record.p32, {})
     kept = (state or record.stepped) and record.keeps_more
-    return {**state, MASTER: record.p32} if kept else dict(state)
+    return {**state, MASTER: record.p32.detach()} if kept else dict(state)
 
 
 def _whole_state(

@@ -500,6 +500,12 @@ def move_alone(work: Work) -> None:
     work.steps(3)
 
 
+def convert_alone(work: Work) -> None:
+    if work.odd:
+        work.model[0].weight.data = work.model[0].weight.data.double()
+    work.optimizer.step()
+
+
 def sparse_alone(work: Work) -> None:
     if work.odd:
         work.model[0].weight.grad = torch.ones(4, 3).to_sparse()
@@ -606,9 +612,10 @@ RANKS = [
         thaw_alone,
         Refused(RuntimeError, "3.weight: expected it frozen", "rank 1 could not step: RuntimeError: 3.weight"),
     ),
+    Wrong("a parameter over other memory on one rank", move_alone, Right()),
     Wrong(
-        "a parameter over other memory on one rank",
-        move_alone,
+        "a parameter of another dtype on one rank",
+        convert_alone,
         Refused(RuntimeError, "0.weight: .* over other", "rank 1 could not step: RuntimeError: 0.weight", ends=True),
     ),
     Wrong(
@@ -720,7 +727,7 @@ MODELS = [
     Wrong(
         "a parametrization that moves its parameter",
         then_train(lambda model: nn.utils.parametrizations.orthogonal(model[0])),
-        Refused(RuntimeError, f"0.weight: {MOVED}", ends=True),
+        Right(),
     ),
     Wrong(
         "model.half()",
@@ -732,11 +739,8 @@ MODELS = [
         lambda work: convert(work, torch.float64),
         Refused(RuntimeError, f"0.weight: {MOVED} .torch.float64", ends=True),
     ),
-    Wrong(
-        "model.to_empty()",
-        then_train(lambda model: model.to_empty(device="cpu")),
-        Refused(RuntimeError, f"0.weight: {MOVED}", ends=True),
-    ),
+    Wrong("model.double() and back", then_train(lambda model: model.double().float()), Right()),
+    Wrong("model.share_memory()", then_train(lambda model: model.share_memory()), Right()),
 ]
 
 # ---- edits behind the optimizer's back ----
@@ -813,7 +817,7 @@ EDITS = [
     Wrong(
         "p.data, assigned",
         then_train(lambda model: setattr(model[0].weight, "data", torch.zeros(4, 3))),
-        Refused(RuntimeError, f"0.weight: {MOVED}", ends=True),
+        Right(),
     ),
     Wrong("p.grad before any backward", give_a_gradient, Right()),
     Wrong(

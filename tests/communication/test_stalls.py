@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,7 +25,7 @@ from lowlevel_zero.communication.progress import NORM, REDUCTION, About
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.communication.work import Work
 from lowlevel_zero.diagnostics.stall_report import watch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 TIMEOUT = 1.5  # after which a wait is reported: what isn't meant to stall takes less even on a busy machine
 PATIENCE = 40.0  # for what must come, if late
@@ -401,3 +402,43 @@ def test_a_forked_process_has_a_watchdog_of_its_own() -> None:
         return code
 
     assert run_ranks(live, 2) == [0, 0]
+
+
+CALLS: dict[str, Callable[[LowLevelZeroOptimizer], Any]] = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "verify": lambda optimizer: optimizer.verify(),
+}
+
+
+def test_a_call_of_one_rank_alone_is_named_on_all_that_wait(subtests: pytest.Subtests) -> None:
+    """The others train on, or wait somewhere else for the one that has been sent to save, say."""
+
+    def call(rank: int, world_size: int, call: str, elsewhere: bool) -> str:
+        model = net(6)
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+        optimizer = wrap(model, dp_process_group=group, partition_grad=True, reduce_bucket_size=8, stall_timeout=0.5)
+        train(model, optimizer)
+        try:
+            if rank == 0:
+                CALLS[call](optimizer)
+            elif elsewhere:
+                dist.barrier(group)
+            else:
+                train(model, optimizer)
+        except RuntimeError as error:
+            return str(error)
+        return "went on"
+
+    for (name, elsewhere), ran in run_cases(call, 2, [("state_dict", False), ("state_dict", True), ("verify", False)]):
+        with subtests.test(call=name, elsewhere=elsewhere):
+            first, second = ran.values()
+            place = "outside of the optimizer" if elsewhere else "waits for the reduction of bucket .*, in backward"
+            assert re.match(
+                rf"{name}: every rank calls it, and one hasn't come .*Not there yet: rank 1 \({place}", first
+            )
+            assert first.endswith(": let every rank make the same calls in the same order")
+            if not elsewhere:  # where it is torch's barrier that raises
+                told = (
+                    rf"backward: every rank calls it.*Not there yet: rank 0 \(waits for the agreement .*, in {name}\)"
+                )
+                assert re.match(told, second)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -237,15 +242,74 @@ def test_a_second_optimizer_after_the_first() -> None:
         p = nn.Parameter(torch.randn(7))
         first = LowLevelZeroOptimizer(sgd([p]))
         trained([p], first, rank)
+        padded = first.sharded_parameters[p].padded
         del first
-        whole = torch.empty(0).set_(p.untyped_storage())
-        neighbour = nn.Parameter(whole[p.numel() :].fill_(3.0))
+        assert padded.data_ptr() == p.data_ptr()
+        neighbour = nn.Parameter(padded[p.numel() :].fill_(3.0))
         expected = trained_alone([p, neighbour], world_size)
         second = LowLevelZeroOptimizer(sgd([p, neighbour]))
         assert neighbour.tolist() == [3.0]
         trained([p, neighbour], second, rank)
         for q, value in zip((p, neighbour), expected, strict=True):
             assert (q - value).abs().max() <= 1e-5
+
+    run_ranks(work, 2)
+
+
+class Tied(nn.Module):
+    """Of sizes that 2 and 3 ranks pad, and that they don't; a weight that two layers share; strides of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 5)
+        self.conv = nn.Conv2d(1, 5, 3, bias=False).to(memory_format=torch.channels_last)
+        self.inward = nn.Parameter(torch.randn(5, 7).t())
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.short = nn.Parameter(torch.randn(7, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.even = nn.Parameter(torch.randn(6))
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.head = nn.Linear(5, 5)
+        self.head.weight = self.embedding.weight
+
+
+def test_storages_are_exactly_their_parameters_bytes(tmp_path: Path) -> None:
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = Tied()
+        model.inward.data, model.short.data = torch.randn(7, 5), torch.randn(14).bfloat16()[::2]
+        trained_ones = [p for p in model.parameters() if p.requires_grad]
+        optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model)
+        trained(trained_ones, optimizer, rank)
+        assert optimizer.memory_held()["parameters"] == sum(
+            -(-p.numel() // world_size) * world_size * p.element_size() if p.requires_grad else p.nbytes
+            for p in model.parameters()
+        )
+        for copied in (model, deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert all(p.untyped_storage().nbytes() == p.nbytes for p in copied.parameters())
+            assert copied.head.weight is copied.embedding.weight
+            with NamedTemporaryFile(dir=tmp_path) as file:
+                safetensors.torch.save_model(copied, file.name)
+                loaded = Tied()
+                safetensors.torch.load_model(loaded, file.name)
+            for (name, p), q in zip(model.named_parameters(), loaded.parameters(), strict=True):
+                assert torch.equal(p, q), name
+        with pytest.raises(RuntimeError, match="not resizable"):
+            model.head.bias.untyped_storage().resize_(0)
+
+    for world_size in (2, 3):
+        run_ranks(work, world_size)
+
+
+def test_memory_outlives_the_optimizer() -> None:
+    def work(rank: int, world_size: int) -> None:
+        p = nn.Parameter(torch.randn(2**16 + 1))
+        optimizer = LowLevelZeroOptimizer(sgd([p]))
+        before = p.detach().clone()
+        del optimizer
+        others = [torch.full((2**16 + 2,), 9.0) for _ in range(8)]
+        assert torch.equal(p, before)
+        assert len(others) == 8
 
     run_ranks(work, 2)
 

@@ -1,0 +1,169 @@
+"""Schedule-free optimizers, which have two modes: what is trained, and what is evaluated and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from schedulefree import AdamWScheduleFree, AdamWScheduleFreePaper, RAdamScheduleFree, SGDScheduleFree
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.oracle import Run, batch, check_close, worst
+from tests.support.ranks import run_cases, run_ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda params: AdamWScheduleFree(params, lr=0.02, weight_decay=0.1, warmup_steps=2),
+    "adamw, one by one": lambda params: AdamWScheduleFree(params, lr=0.02, foreach=False),
+    "paper": lambda params: AdamWScheduleFreePaper(params, lr=0.02),
+    "radam": lambda params: RAdamScheduleFree(params, lr=0.02),
+    "sgd": lambda params: SGDScheduleFree(params, lr=0.1, momentum=0.9),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1": {},
+    "stage 2": {"partition_grad": True, "reduce_bucket_size": 8},
+    "overlapped": {"overlap_allgather": True},
+    "offloaded": {"cpu_offload": True},
+}
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = batch(Run(dtype=next(model.parameters()).dtype), step, 0, rank)
+    loss: Tensor = (model(x) - y).square().mean()
+    return loss
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train(
+    model: nn.Module, optimizer: Any, run_back: Callable[[int], None], steps: range, evaluate: bool = True
+) -> list[dict[str, Tensor]]:
+    """What is evaluated after each step, and what is trained in the end; as trainers do, who switch in every step."""
+    seen = []
+    for step in steps:
+        optimizer.train()
+        run_back(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            optimizer.eval()
+            optimizer.eval()
+            seen.append(values(model))
+    optimizer.train()
+    return [*seen, values(model)]
+
+
+def alone(make: Callable[[Any], Any], world_size: int, steps: range) -> list[dict[str, Tensor]]:
+    model = net()
+
+    def run_back(step: int) -> None:
+        torch.stack([loss_of(model, step, rank) for rank in range(world_size)]).mean().backward()
+
+    return train(model, make(model.parameters()), run_back, steps)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_numbers_are_those_of_one_process(world_size: int, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, which: str, how: str) -> list[dict[str, Tensor]]:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(OPTIMIZERS[which](model.parameters()), model=model, **OPTIONS[how])
+        return train(model, optimizer, lambda step: optimizer.backward(loss_of(model, step, rank)), range(7))
+
+    for (which, how), ran in run_cases(work, world_size, product(OPTIMIZERS, OPTIONS)):
+        with subtests.test(which=which, how=how):
+            expected = alone(OPTIMIZERS[which], world_size, range(7))
+            for at, value in enumerate(expected):
+                check_close(value, [got[at] for got in ran.values()], 2e-6)
+            difference, _ = worst(expected[-1], expected[-2])
+            assert difference > 2e-5, "the modes are alike, which tests nothing"
+
+
+def test_masters_keep_their_precision() -> None:
+    """Switching there and back leaves a bf16 model's masters as an fp32 optimizer's parameters would be."""
+
+    def work(rank: int, world_size: int, evaluate: bool) -> list[Tensor]:
+        model = net(torch.bfloat16)
+        optimizer = LowLevelZeroOptimizer(OPTIMIZERS["adamw"](model.parameters()), model=model, partition_grad=True)
+        back = lambda step: optimizer.backward(loss_of(model, step, rank))  # noqa: E731
+        train(model, optimizer, back, range(4), evaluate)
+        for p in model.parameters():
+            master = optimizer.working_to_master_param[id(p)].detach()
+            own = p.detach().flatten()[rank * len(master) :][: len(master)]
+            assert torch.equal(master[: len(own)].bfloat16(), own)
+        return [master.detach().clone() for master in optimizer.working_to_master_param.values()]
+
+    (_, without), (_, evaluated) = run_cases(work, 2, [(False,), (True,)])
+    for ours, theirs in zip(without.values(), evaluated.values(), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one - other).abs().max() <= 2e-6
+
+
+def test_saved_in_eval_mode_it_goes_on_as_it_would_have(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, dtype: torch.dtype) -> None:
+        def made() -> tuple[nn.Module, LowLevelZeroOptimizer]:
+            model = net(dtype)
+            return model, LowLevelZeroOptimizer(OPTIMIZERS["adamw"](model.parameters()), model=model)
+
+        def go_on(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> dict[str, Tensor]:
+            back = lambda step: optimizer.backward(loss_of(model, step, rank))  # noqa: E731
+            return train(model, optimizer, back, range(3, 6))[-1]
+
+        model, optimizer = made()
+        train(model, optimizer, lambda step: optimizer.backward(loss_of(model, step, rank)), range(3))
+        optimizer.eval()
+        evaluated = values(model)
+        saved = model.state_dict(), optimizer.state_dict()
+        again, other = made()
+        again.load_state_dict(saved[0])
+        other.load_state_dict(saved[1])
+        assert not any(group["train_mode"] for group in other.param_groups)
+        for name, p in again.named_parameters():
+            assert torch.equal(p, evaluated[name])
+        expected, got = go_on(model, optimizer), go_on(again, other)
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+    for (dtype,), ran in run_cases(work, 2, [(torch.float32,), (torch.bfloat16,)]):
+        with subtests.test(dtype=dtype):
+            ran.values()
+
+
+def test_modes_are_there_where_the_wrapped_optimizer_has_them() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = net()
+        plain = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
+        for mode in ("train", "eval"):
+            assert not hasattr(plain, mode)
+            assert getattr(plain, mode, None) is None
+        model = net()
+        free = LowLevelZeroOptimizer(OPTIMIZERS["sgd"](model.parameters()), model=model)
+        assert callable(free.train)
+        assert callable(free.eval)
+
+    run_ranks(work, 1)
+
+
+def test_one_rank_alone_is_refused_on_all() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(OPTIMIZERS["adamw"](model.parameters()), model=model)
+        back = lambda step: optimizer.backward(loss_of(model, step, rank))  # noqa: E731
+        train(model, optimizer, back, range(2), evaluate=False)
+        before = values(model)
+        call = optimizer.eval if rank == 0 else optimizer.step
+        with pytest.raises(RuntimeError, match="rank 0 to eval; rank 1 to step"):
+            call()
+        assert all(group["train_mode"] for group in optimizer.param_groups)
+        for name, p in model.named_parameters():
+            assert (p - before[name]).abs().max() <= 1e-6
+
+    run_ranks(work, 2)
