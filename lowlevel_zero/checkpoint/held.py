@@ -13,6 +13,7 @@ from ..bookkeeping.module_names import joined, places
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..communication.shard_group import ShardGroup
 from ..experts.assignment import add_companions
+from ..partition import EvenSplit
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, SavedTensor
 from .optimizers import Name, called
 
@@ -35,6 +36,11 @@ class Entry(NamedTuple):
     saved: SavedTensor
     shard_group: int
     ranks: ShardGroup
+
+    @property
+    def split(self) -> EvenSplit:
+        """How its elements are shared out: a record's as it is trained; others', so that each rank writes its part."""
+        return EvenSplit(self.saved.numel, self.ranks.size) if self.record is None else self.record.split
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def _check_arguments(target: Path, keep: int | None, rank_state: object) -> None
 
 
 def _tell_untrained(contents: Contents) -> None:
-    untrained = [name for name, tensor in contents.saved().items() if tensor.kind == UNTRAINED]
+    untrained = [name for name, tensor in contents.saved.items() if tensor.kind == UNTRAINED]
     if untrained and contents.group.group_rank == 0:
         _log.warning(
             "save_checkpoint: no optimizer that was given trains %s, ... (%d parameters that require gradients): their "
@@ -280,7 +280,7 @@ def _objects(
             "stage": _stage(optimizer),
             "slices": optimizer.shard_group.size,
         }
-    return Objects(settings, contents.extra_states(), extra)
+    return Objects(settings, contents.extra_states, extra)
 
 
 def _stage(optimizer: LowLevelZeroOptimizer) -> int:
@@ -304,7 +304,6 @@ def _kept(options: ZeroOptions) -> dict[str, Any]:
 
 def _manifest(contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> Manifest:
     """The manifest, but for what is known when all has been written."""
-    saved = contents.saved()
     return Manifest(
         version=__version__,
         torch=torch.__version__,
@@ -312,11 +311,11 @@ def _manifest(contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimize
         stage=_stage(next(iter(optimizers.values()))),
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         serial=0,
-        tensors={name: tensor for name, tensor in saved.items() if name not in contents.excluded},
-        tied=contents.tied(),
+        tensors={name: tensor for name, tensor in contents.saved.items() if name not in contents.excluded},
+        tied=contents.tied,
         files={},
         experts=contents.experts,
-        excluded={name: tensor for name, tensor in saved.items() if name in contents.excluded},
+        excluded=contents.excluded,
         runs=runs_of(optimizers),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..loss_scaler import LossScaler
 from ..optim.probe import NoProbe, first_states
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
-from .global_names import from_leaders
+from .global_names import from_leaders, of_all_ranks
 from .values import is_slice
 from .whole import MASTER, State, in_group_order, load_slices, own_state, scale_as_numbers
 
@@ -24,27 +24,6 @@ from .whole import MASTER, State, in_group_order, load_slices, own_state, scale_
 States: TypeAlias = dict[str, dict[str, Tensor]]
 
 _TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
-
-
-class Stored(NamedTuple):
-    """A tensor in a checkpoint: what has one number an element of the parameter has its shape."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Told(NamedTuple):
-    """What a rank knows that others may not, who have other experts.
-
-    Attributes:
-        groups: each param group's names: the shared ones, and experts of groups whose first rank it is.
-        states: of all of these, states that aren't tensors.
-        plans: bucket plans of the groups whose first rank it is.
-    """
-
-    groups: list[list[str]]
-    states: dict[str, State]
-    plans: list[State | None]
 
 
 class ShardedState:
@@ -71,14 +50,15 @@ class ShardedState:
         self._scaler = optimizer.scaler
         self._parameters: ParameterStore = optimizer.sharded_parameters
         self._names = names
-        self._told = from_leaders(self._parameters.shard_groups, self._own_told())
-
-    def _own_told(self) -> Told:
         store = self._parameters
         led = {0, *(group.number for group in self._groups if group.group.group_rank == 0)}
-        groups = [[self._names[p] for p in members if store.shard_group_of(p) in led] for members in store.groups]
-        plans = [self._plan_of(group) for group in self._groups if group.number in led - {0}]
-        return Told(groups, self._other_states(record for record in store if record.shard_group in led), plans)
+        own_groups = [[names[p] for p in members if store.shard_group_of(p) in led] for members in store.groups]
+        own_plans = [self._plan_of(group) for group in self._groups if group.number in led - {0}]
+        told = from_leaders(store.shard_groups, (own_groups, own_plans))
+        self._other_groups, self._other_plans = [groups for groups, _ in told], [plan for _, of in told for plan in of]
+        numbers = {self._name(record): record.shard_group for record in store}
+        described = {self._name(record): _described(own_state(self._optim, record)) for record in store}
+        self._described = of_all_ranks(store.shard_groups, described, numbers)
 
     # ---- reading ----
 
@@ -96,7 +76,7 @@ class ShardedState:
                 if isinstance(value, Tensor):
                     sliced = is_slice(key, value, record)
                     state = found.setdefault(self._name(record), {})
-                    state[key] = self._boxed(record, value) if sliced else value.detach()
+                    state[key] = _boxed(value, record) if sliced else value.detach()
         return found
 
     def room(self) -> States:
@@ -107,25 +87,14 @@ class ShardedState:
         except NoProbe:
             return {}
         group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
-        found: States = {}
-        for record in new:
-            state = {key: value for key, value in first[group_of[record.p32]].items() if isinstance(value, Tensor)}
-            if record.keeps_more:
-                state[MASTER] = record.p32.new_zeros(_TRIED)
-            if state:
-                found[self._name(record)] = {key: self._zeros(key, like, record) for key, like in state.items()}
-        return found
+        return self.templates({self._name(record): _expected(first[group_of[record.p32]], record) for record in new})
 
-    def _zeros(self, key: str, like: Tensor, record: ShardedParameter) -> Tensor:
-        if key in SCALARS or like.shape != (_TRIED,):
-            return torch.zeros_like(like)
-        return self._boxed(record, torch.zeros(record.split.slice_size, dtype=like.dtype, device=like.device))
+    def present(self) -> dict[str, list[str]]:
+        """The names of the states that are tensors, masters among them, of all ranks' parameters that have some."""
+        return {name: tensors for name, (tensors, _) in self._described.items() if tensors}
 
     def settings(self) -> State:
         """All that isn't in ``tensors``."""
-        states = self._other_states(self._parameters.by_shard_group[0])
-        for told in self._told:
-            states.update(told.states)
         return {
             "param_groups": [
                 {**{key: value for key, value in group.items() if key != "params"}, "params": names}
@@ -133,17 +102,9 @@ class ShardedState:
             ],
             "loss_scale": scale_as_numbers(self._scaler),
             "plan": next((self._plan_of(group) for group in self._groups if group.number == 0), None),
-            "other_plans": [plan for told in self._told for plan in told.plans],
-            "states": states,
+            "other_plans": self._other_plans,
+            "states": {name: others for name, (_, others) in self._described.items() if others},
         }
-
-    def _other_states(self, records: Iterable[ShardedParameter]) -> dict[str, State]:
-        states: dict[str, State] = {}
-        for record in records:
-            state = own_state(self._optim, record)
-            if state:
-                states[self._name(record)] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
-        return states
 
     def _plan_of(self, group: ShardedGroup) -> State | None:
         plan = group.reducer.plan_state()
@@ -158,20 +119,18 @@ class ShardedState:
 
     # ---- writing ----
 
-    def templates(self, saved: Mapping[str, Mapping[str, Stored]]) -> States:
-        """Empty tensors to load into, of what was ``saved``, whether or not the optimizer has it yet."""
+    def templates(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
+        """Zeros to load into, of what was ``saved``, which has shapes and dtypes alone; whether or not it is there yet.
+
+        What has the parameter's shape is this rank's slice of it.
+        """
         found: States = {}
         for record in self._parameters:
             of_record = saved.get(self._name(record), {}).items()
             state = {key: each for key, each in of_record if key != MASTER or record.keeps_more}
             if state:
-                found[self._name(record)] = {key: self._template(key, each, record) for key, each in state.items()}
+                found[self._name(record)] = {key: _zeros(key, each, record) for key, each in state.items()}
         return found
-
-    def _template(self, key: str, saved: Stored, record: ShardedParameter) -> Tensor:
-        if key in SCALARS or saved.shape != record.p.shape:
-            return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-        return self._boxed(record, torch.empty(record.split.slice_size, dtype=saved.dtype, device=record.p32.device))
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless ``settings`` are of an optimizer with the same parameters in the same groups."""
@@ -197,6 +156,27 @@ class ShardedState:
                         f"{self._name(record)}: expected state of shape {expected[0]} and strides {expected[1]}, got "
                         f"{tuple(each.shape)} and {each.strides}: build the model that it was saved of"
                     )
+
+    def chosen(self, tensors: Mapping[str, Mapping[str, Tensor]], present: Mapping[str, list[str]]) -> States:
+        """Of ``tensors`` those that were ``present`` when they were saved: the rest was room.
+
+        Raises:
+            ValueError: there was no room for one of them.
+        """
+        found: States = {}
+        for record in self._parameters:
+            name = self._name(record)
+            given = tensors.get(name, {})
+            keys = [key for key in present.get(name, ()) if key != MASTER or record.keeps_more]
+            for key in keys:
+                if key not in given:
+                    raise ValueError(
+                        f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it "
+                        "into: it hasn't stepped yet, and no other of its class can be made to find out what states "
+                        "it will have; take a step first, or use save_checkpoint and load_checkpoint"
+                    )
+            found[name] = {key: given[key] for key in keys}
+        return found
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any]) -> None:
         """Take over states, group settings, loss scale and plan; masters are left to ``masters``.
@@ -236,14 +216,11 @@ class ShardedState:
     def _name(self, record: ShardedParameter) -> str:
         return self._names[record.p]
 
-    def _boxed(self, record: ShardedParameter, own: Tensor) -> BoxedTensor:
-        return boxed(own, record.p.shape, record.p.stride(), self._parameters.ranks_of(record))
-
     def group_names(self) -> list[list[str]]:
         """The names in each param group: the shared ones as this rank has them, with all ranks' experts between."""
         store = self._parameters
         shared = [[self._names[p] for p in members if store.shard_group_of(p) == 0] for members in store.groups]
-        return [_with_experts(names, [told.groups[at] for told in self._told]) for at, names in enumerate(shared)]
+        return [_with_experts(names, [told[at] for told in self._other_groups]) for at, names in enumerate(shared)]
 
 
 _REMEDY = "build the optimizer with the groups that it was saved with"
@@ -261,6 +238,33 @@ def _with_experts(shared: Sequence[str], told: Iterable[Iterable[str]]) -> list[
             else:
                 experts.append(name)
     return [name for at in before for name in (*before[at], at) if name is not None]
+
+
+def _described(state: State) -> tuple[list[str], State]:
+    """The names of its tensors, and the rest."""
+    tensors = [key for key, value in state.items() if isinstance(value, Tensor)]
+    return tensors, {key: value for key, value in state.items() if key not in tensors}
+
+
+def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
+    """Without values, the tensors of a whole state, of which ``first`` is one of a parameter of ``_TRIED`` elements."""
+    tensors = {key: value for key, value in first.items() if isinstance(value, Tensor)}
+    if record.keeps_more:
+        tensors[MASTER] = record.p32.new_zeros(_TRIED)
+    return {
+        key: value.new_empty(record.p.shape if value.shape == (_TRIED,) else value.shape, device="meta")
+        for key, value in tensors.items()
+    }
+
+
+def _zeros(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
+    if key in SCALARS or like.shape != record.p.shape:
+        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+    return _boxed(torch.zeros(record.split.slice_size, dtype=like.dtype, device=record.p32.device), record)
+
+
+def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:
+    return boxed(own, record.split, record.rank, record.p.shape, record.p.stride())
 
 
 def _own(tensor: Tensor, record: ShardedParameter) -> Tensor:
