@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +22,6 @@ from .objects import Settings
 from .saved import SavedCheckpoint
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
-_SCRATCH = "scratch"
 _MAPPED_FROM = 2**20  # bytes of a tensor that is read into a file, of which the system keeps in memory what fits
 
 
@@ -33,8 +34,8 @@ def consolidate(
     ``model.load_state_dict(safetensors.torch.load_file(...))`` finds what it expects (of a compiled model, what
     ``state_dict_for`` makes of it). The optimizer's file is a plain torch optimizer's state dict of whole tensors, as
     ``LowLevelZeroOptimizer.state_dict`` gives it; of several optimizers a list or a dict of them, as they were saved.
-    Tensors are read into files beside ``out``, which are mapped, and go again: so it needs their size on the disk
-    once more, and no more memory than there is.
+    Large tensors are read into mapped files on ``out``'s disk, which go again: so it needs a file's size there once
+    more, and no more memory than there is.
 
     Experts of all ranks are in both files, if they have the names of one model; in the optimizer's groups they come
     between the shared parameters that they came between, those of the first ranks first.
@@ -60,21 +61,17 @@ def consolidate(
     written.mkdir()
 
     def read(name: str, key: str, like: Tensor) -> Tensor:
-        tensor = _room_for(like, written / _SCRATCH / str(secrets.randbits(62)))
+        tensor = _room_for(like, written)
         checkpoint.read({} if key else {name: tensor}, {name: {key: tensor}} if key else {})
         done(tensor.nbytes)
         return tensor
 
-    def write(file: str, value: Callable[[], Any], save: Callable[[Any, Path], None]) -> None:
-        (written / _SCRATCH).mkdir()
-        save(value(), written / file)
-        with (written / file).open("rb") as it:
-            os.fsync(it.fileno())
-        shutil.rmtree(written / _SCRATCH)
-
     try:
-        write(MODEL, lambda: _model(checkpoint, read), _save_model)
-        write(OPTIMIZER, lambda: _optimizers(checkpoint, read), torch.save)
+        _save_model(_model(checkpoint, read), written / MODEL)
+        torch.save(_optimizers(checkpoint, read), written / OPTIMIZER)
+        for name in (MODEL, OPTIMIZER):
+            with (written / name).open("rb") as file:
+                os.fsync(file.fileno())
         publish(written, out, token)
     finally:
         shutil.rmtree(written, ignore_errors=True)
@@ -195,21 +192,17 @@ def _by_index(plan: Mapping[str, Any] | None, names: Iterable[str]) -> dict[str,
 # ---- files ----
 
 
-def _room_for(like: Tensor, file: Path) -> Tensor:
+def _room_for(like: Tensor, folder: Path) -> Tensor:
+    """A tensor like a dense one: a large one in a file without a name, which goes with it."""
     if like.nbytes < _MAPPED_FROM:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-    _reserve(file, like.nbytes)
-    flat = torch.from_file(str(file), shared=True, size=like.numel(), dtype=like.dtype)
-    return flat.as_strided(like.shape, like.stride())
-
-
-def _reserve(file: Path, size: int) -> None:
-    """Make a file that the disk has room for: who writes into a mapped one can't be told that there is none."""
-    with file.open("xb") as made:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(made.fileno(), 0, size)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # who writes into a mapped file can't be told that the disk is full
+            os.posix_fallocate(file.fileno(), 0, like.nbytes)
         else:
-            made.truncate(size)
+            file.truncate(like.nbytes)
+        flat = torch.frombuffer(mmap.mmap(file.fileno(), like.nbytes), dtype=like.dtype)
+    return flat.as_strided(like.shape, like.stride())
 
 
 def _safetensors() -> Any:

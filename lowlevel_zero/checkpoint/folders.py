@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
@@ -34,6 +34,19 @@ class Found(NamedTuple):
     manifest: Manifest
 
 
+class Place(NamedTuple):
+    """A directory among checkpoints: one, or what stands beside one.
+
+    Attributes:
+        name: the checkpoint's.
+        kind: ``"tmp"``, what was to become it; ``"old"``, what it was to replace; or, the checkpoint itself, nothing.
+    """
+
+    path: Path
+    name: str
+    kind: str
+
+
 def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Path | None:
     """The newest whole checkpoint in ``directory``, or ``directory`` itself if it is one; None: there is none.
 
@@ -48,7 +61,8 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
     folder = Path(directory)
     if whole_manifest(folder) is not None:
         return folder
-    found = [*_whole_in(folder), *_whole_aside(folder.parent, folder.name)]
+    aside = [place for place in _places(folder.parent) if place.kind and place.name == folder.name]
+    found = [*_whole(_places(folder)), *_whole(aside)]
     return max(found, key=lambda each: each.manifest.serial).path if found else None
 
 
@@ -126,13 +140,14 @@ def publish(written: Path, path: Path, token: str) -> None:
             os.rename(old, path)
         raise
     sync_folder(path.parent)
-    _clear_remains(path.parent, path.name)
+    _clear_remains([place for place in _places(path.parent) if place.name == path.name])
 
 
 def prune(path: Path, keep: int, runs: Collection[str]) -> None:
     """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains."""
-    found = [each for each in _whole_in(path.parent) if set(each.manifest.runs[:1]) & set(runs)]
-    _clear_remains(path.parent)
+    places = _places(path.parent)
+    found = [each for each in _whole(places) if set(each.manifest.runs[:1]) & set(runs)]
+    _clear_remains(places)
     for each in sorted(found, key=lambda each: each.manifest.serial)[:-keep]:
         # Moved first: a crash in the midst of removing it must not leave half a checkpoint under its name.
         moved = beside(each.path, "0" * 16)
@@ -155,7 +170,7 @@ def claim(written: Path) -> IO[bytes]:
 
 def next_serial(path: Path) -> int:
     """A number above those of all checkpoints beside ``path``: the time, unless a clock was wrong."""
-    return max([time.time_ns(), *(each.manifest.serial + 1 for each in _whole_in(path.parent))])
+    return max([time.time_ns(), *(each.manifest.serial + 1 for each in _whole(_places(path.parent)))])
 
 
 def sync_folder(folder: Path) -> None:
@@ -167,39 +182,34 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _whole_in(folder: Path) -> Iterator[Found]:
-    """The whole checkpoints among a directory's children, and those moved aside that nothing has replaced."""
-    for place in _folders(folder):
-        manifest = None if _ASIDE.fullmatch(place.name) else whole_manifest(place)
-        if manifest is not None:
-            yield Found(place, manifest)
-    yield from _whole_aside(folder)
-
-
-def _whole_aside(folder: Path, name: str | None = None) -> list[Found]:
-    """Those (of the checkpoint ``name``) that a crash has left moved aside, with nothing in their place."""
+def _places(folder: Path) -> list[Place]:
     found = []
-    for place in _aside(folder, name):
-        match = _ASIDE.fullmatch(place.name)
-        if match and match["kind"] == "old" and not (folder / match["name"] / MANIFEST).exists():
-            manifest = whole_manifest(place)
-            if manifest is not None:
-                found.append(Found(place, manifest))
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.is_dir():
+            match = _ASIDE.fullmatch(path.name)
+            found.append(Place(path, path.name, "") if match is None else Place(path, match["name"], match["kind"]))
     return found
 
 
-def _aside(folder: Path, name: str | None = None) -> list[Path]:
-    """What stands beside checkpoints (beside the one called ``name``), whole or not."""
-    matches = [(place, _ASIDE.fullmatch(place.name)) for place in _folders(folder)]
-    return [place for place, match in matches if match and name in (None, match["name"])]
+def _whole(places: Iterable[Place]) -> Iterator[Found]:
+    """The whole checkpoints among them, and those moved aside that nothing has replaced."""
+    for place in places:
+        if not place.kind or _is_needed(place):
+            manifest = whole_manifest(place.path)
+            if manifest is not None:
+                yield Found(place.path, manifest)
 
 
-def _clear_remains(folder: Path, name: str | None = None) -> None:
-    """Remove what saves that were broken off have left (of the checkpoint ``name``), and nobody needs any more."""
-    whole = {each.path for each in _whole_aside(folder, name)}
-    for place in _aside(folder, name):
-        if place not in whole and (place.suffix == ".old" or _is_abandoned(place)):
-            shutil.rmtree(place, ignore_errors=True)
+def _is_needed(place: Place) -> bool:
+    """Whether a crash has left it moved aside, with nothing in its place."""
+    return place.kind == "old" and not (place.path.with_name(place.name) / MANIFEST).exists()
+
+
+def _clear_remains(places: Iterable[Place]) -> None:
+    """Remove what saves that were broken off have left, and nobody needs any more."""
+    for path, _, kind in (place for place in places if place.kind and not [*_whole([place])]):
+        if kind == "old" or _is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_abandoned(written: Path) -> bool:
@@ -212,10 +222,6 @@ def _is_abandoned(written: Path) -> bool:
             return True
     except OSError:  # it is locked, or can't be, or isn't there
         return not any(written.glob("*"))
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [place for place in sorted(folder.iterdir()) if place.is_dir()] if folder.is_dir() else []
 
 
 def _instead(path: Path) -> str:

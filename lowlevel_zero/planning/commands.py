@@ -21,7 +21,6 @@ from ..checkpoint.consolidate import (
     check_files,
     consolidate,
     not_tensors,
-    refuse_existing,
 )
 from ..checkpoint.folders import locate
 from ..checkpoint.saved import SavedCheckpoint
@@ -61,7 +60,6 @@ def _consolidate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _consolidate(options: argparse.Namespace) -> None:
-    refuse_existing(options.out, options.force)
     checkpoint = _open(options.checkpoint)
     with _progress(bytes_to_do(checkpoint)) as bar:
         done = (lambda count: None) if bar is None else bar.update
