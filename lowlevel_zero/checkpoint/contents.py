@@ -16,6 +16,7 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..state.boxes import BoxedTensor, boxed
 from ..state.global_names import GlobalNames, check_same_experts, of_all_ranks
 from ..state.sharded import ShardedState, States
+from ..state.whole import MASTER
 from .held import Entry, held_by, without_values
 from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
 from .objects import Objects
@@ -157,12 +158,13 @@ class Contents:
     @torch.no_grad()
     def put(self, model: Mapping[str, Tensor], states: States, objects: Objects) -> None:
         """Take over what was loaded, on all ranks together. Communicates, one tensor at a time."""
-        masters = {record: p32 for each in self.states_of.values() for record, p32 in each.masters(states).items()}
+        slices = {name: each.slices(states, objects.optimizers[name]) for name, each in self.states_of.items()}
+        masters = {record: state.get(MASTER) for of in slices.values() for record, state in of.items()}
         loaded = [(name, entry) for name, entry in self.entries.items() if name in model]
         for name, entry in sorted(loaded, key=lambda item: item[1].shard_group):  # in which all have the same order
             own = model[name].to_local()  # type: ignore[attr-defined]
             if entry.record is not None:
-                _put_row(entry.record, own, masters.get(entry.record), entry.ranks)
+                _put_row(entry.record, own, masters[entry.record], entry.ranks)
             elif entry.saved.numel:
                 flat = _gathered(own, entry, self._device)
                 _overwrite(entry.tensor.detach(), flat.as_strided(entry.saved.shape, entry.saved.stride))
@@ -170,7 +172,7 @@ class Contents:
             if name in objects.model:
                 module.set_extra_state(objects.model[name])
         for of, state in self.states_of.items():
-            state.load(states, objects.optimizers[of])
+            state.load(slices[of], objects.optimizers[of])
 
 
 def _of_boxes(entry: Entry) -> BoxedTensor:

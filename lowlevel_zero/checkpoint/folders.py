@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
@@ -27,24 +27,24 @@ T = TypeVar("T")
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
 
 
-class Found(NamedTuple):
-    """A whole checkpoint."""
-
-    path: Path
-    manifest: Manifest
-
-
 class Place(NamedTuple):
     """A directory among checkpoints: one, or what stands beside one.
 
     Attributes:
         name: the checkpoint's.
         kind: ``"tmp"``, what was to become it; ``"old"``, what it was to replace; or, the checkpoint itself, nothing.
+        manifest: of a whole checkpoint, moved aside only where nothing has replaced it; else None.
     """
 
     path: Path
     name: str
     kind: str
+    manifest: Manifest | None
+
+    @property
+    def serial(self) -> int:
+        """Higher in what was saved later; 0: nothing whole."""
+        return 0 if self.manifest is None else self.manifest.serial
 
 
 def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Path | None:
@@ -61,9 +61,8 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
     folder = Path(directory)
     if whole_manifest(folder) is not None:
         return folder
-    aside = [place for place in _places(folder.parent) if place.kind and place.name == folder.name]
-    found = [*_whole(_places(folder)), *_whole(aside)]
-    return max(found, key=lambda each: each.manifest.serial).path if found else None
+    newest = max([*_places(folder), *_places(folder.parent, folder.name)], key=lambda each: each.serial, default=None)
+    return newest.path if newest is not None and newest.manifest is not None else None
 
 
 def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
@@ -140,15 +139,15 @@ def publish(written: Path, path: Path, token: str) -> None:
             os.rename(old, path)
         raise
     sync_folder(path.parent)
-    _clear_remains([place for place in _places(path.parent) if place.name == path.name])
+    _clear_remains(_places(path.parent, path.name))
 
 
 def prune(path: Path, keep: int, runs: Collection[str]) -> None:
     """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains."""
     places = _places(path.parent)
-    found = [each for each in _whole(places) if set(each.manifest.runs[:1]) & set(runs)]
+    found = [each for each in places if each.manifest is not None and set(each.manifest.runs[:1]) & set(runs)]
     _clear_remains(places)
-    for each in sorted(found, key=lambda each: each.manifest.serial)[:-keep]:
+    for each in sorted(found, key=lambda each: each.serial)[:-keep]:
         # Moved first: a crash in the midst of removing it must not leave half a checkpoint under its name.
         moved = beside(each.path, "0" * 16)
         os.rename(each.path, moved)
@@ -170,7 +169,7 @@ def claim(written: Path) -> IO[bytes]:
 
 def next_serial(path: Path) -> int:
     """A number above those of all checkpoints beside ``path``: the time, unless a clock was wrong."""
-    return max([time.time_ns(), *(each.manifest.serial + 1 for each in _whole(_places(path.parent)))])
+    return max([time.time_ns(), *(each.serial + 1 for each in _places(path.parent))])
 
 
 def sync_folder(folder: Path) -> None:
@@ -182,33 +181,22 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _places(folder: Path) -> list[Place]:
+def _places(folder: Path, name: str | None = None) -> list[Place]:
+    """The directories in ``folder``, and (only) what stands beside the checkpoint of this ``name``."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.is_dir():
-            match = _ASIDE.fullmatch(path.name)
-            found.append(Place(path, path.name, "") if match is None else Place(path, match["name"], match["kind"]))
+        aside = _ASIDE.fullmatch(path.name)
+        of, kind = (path.name, "") if aside is None else (aside["name"], aside["kind"])
+        if path.is_dir() and (name is None or (kind and name == of)):
+            whole = not kind or (kind == "old" and not (folder / of / MANIFEST).exists())
+            found.append(Place(path, of, kind, whole_manifest(path) if whole else None))
     return found
-
-
-def _whole(places: Iterable[Place]) -> Iterator[Found]:
-    """The whole checkpoints among them, and those moved aside that nothing has replaced."""
-    for place in places:
-        if not place.kind or _is_needed(place):
-            manifest = whole_manifest(place.path)
-            if manifest is not None:
-                yield Found(place.path, manifest)
-
-
-def _is_needed(place: Place) -> bool:
-    """Whether a crash has left it moved aside, with nothing in its place."""
-    return place.kind == "old" and not (place.path.with_name(place.name) / MANIFEST).exists()
 
 
 def _clear_remains(places: Iterable[Place]) -> None:
     """Remove what saves that were broken off have left, and nobody needs any more."""
-    for path, _, kind in (place for place in places if place.kind and not [*_whole([place])]):
-        if kind == "old" or _is_abandoned(path):
+    for path, _, kind, manifest in places:
+        if manifest is None and (kind == "old" or (kind == "tmp" and _is_abandoned(path))):
             shutil.rmtree(path, ignore_errors=True)
 
 

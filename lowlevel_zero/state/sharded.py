@@ -18,7 +18,7 @@ from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
 from .global_names import from_leaders, of_all_ranks
 from .values import is_slice
-from .whole import MASTER, State, in_group_order, load_slices, own_state, scale_as_numbers
+from .whole import MASTER, State, load_slices, own_state, scale_as_numbers
 
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
@@ -45,6 +45,7 @@ class ShardedState:
     """
 
     def __init__(self, optimizer: ShardedOptimizer, names: Mapping[Tensor, str]) -> None:
+        self._optimizer = optimizer
         self._optim = optimizer.optim
         self._groups = optimizer.sharded_groups
         self._scaler = optimizer.scaler
@@ -178,29 +179,26 @@ class ShardedState:
             found[name] = {key: given[key] for key in keys}
         return found
 
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any]) -> None:
-        """Take over states, group settings, loss scale and plan; masters are left to ``masters``.
-
-        Checked settings and loaded templates are expected. There must be no gradients around.
-        """
-        slices: dict[int, State] = {}
-        for place, record in enumerate(in_group_order(self._optim, self._parameters)):
+    def slices(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any]
+    ) -> dict[ShardedParameter, State]:
+        """The states of each parameter as this rank's optimizer holds them, and masters, ``[s]``."""
+        found: dict[ShardedParameter, State] = {}
+        for record in self._parameters:
             name = self._name(record)
-            of_record = {key: _own(each, record) for key, each in tensors.get(name, {}).items() if key != MASTER}
-            state = {**settings["states"].get(name, {}), **of_record}
-            if state:
-                slices[place] = state
-        load_slices(self._optim, settings["param_groups"], slices)
-        if self._scaler is not None and settings["loss_scale"] is not None:
-            self._scaler.load_state_dict(settings["loss_scale"])
+            of_record = {key: _own(tensor, record) for key, tensor in tensors.get(name, {}).items()}
+            found[record] = {**settings["states"].get(name, {}), **of_record}
+        return found
+
+    def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any]) -> None:
+        """Take over states, but for masters, group settings, loss scale and plan.
+
+        Checked settings are expected. There must be no gradients around.
+        """
+        load_slices(self._optimizer, settings["param_groups"], slices, settings["loss_scale"])
         plans = [settings["plan"], *settings.get("other_plans", ())]
         for group in self._groups:
             group.reducer.restore_plan(self._plan(group, plans))
-
-    def masters(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[ShardedParameter, Tensor]:
-        """Loaded masters by record, ``[s]``."""
-        loaded = {record: tensors.get(self._name(record), {}).get(MASTER) for record in self._parameters}
-        return {record: _own(master, record) for record, master in loaded.items() if master is not None}
 
     def _plan(self, group: ShardedGroup, plans: Iterable[Mapping[str, Any] | None]) -> PlanState | None:
         """The one of the saved plans that is of these parameters, by index; None: it is to be learnt anew."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..sharded_optimizer import ShardedOptimizer
 from .global_names import GlobalNames
 from .sharded import ShardedState, States
-from .whole import FP8, State
+from .whole import FP8, State, offer_masters
 
 SETTINGS = "settings"
 _LENGTH_BYTES = 8
@@ -66,9 +66,9 @@ def take_over(optimizer: ShardedOptimizer, tensors: Mapping[str, Mapping[str, Te
     if settings["present"] is not None:
         tensors = sharded.chosen(tensors, settings["present"])
     optimizer.zero_grad()
-    sharded.load(tensors, settings)
-    for record, master in sharded.masters(tensors).items():
-        record.offer_master(master, settings[FP8])
+    slices = sharded.slices(tensors, settings)
+    sharded.load(slices, settings)
+    offer_masters(slices, settings[FP8])
 
 
 def _names(optimizer: ShardedOptimizer, saved: Iterable[str] = ()) -> dict[Tensor, str]:
