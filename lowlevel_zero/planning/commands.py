@@ -101,7 +101,7 @@ def _open(path: Path) -> SavedCheckpoint:
     if found != path:
         print(f"{path}: the newest whole checkpoint is {found}", file=sys.stderr)
     checkpoint = SavedCheckpoint(found)
-    checkpoint.manifest.check_files(found, checkpoint.manifest.files, verify=False)
+    checkpoint.manifest.check_files(found, verify=False)
     return checkpoint
 
 
