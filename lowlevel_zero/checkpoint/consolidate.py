@@ -53,7 +53,13 @@ def consolidate(
     """
     refuse_existing(out, force)
     _safetensors()
-    _check_one_model(checkpoint)
+    for name, expert in checkpoint.manifest.experts.items():
+        if name != expert.name:
+            raise ValueError(
+                f"{checkpoint.path}: expected experts with the names of a model that has them all, but several groups "
+                f"of ranks have a {expert.name} of their own: give experts their numbers in the whole model, and save "
+                "anew"
+            )
     check_files(checkpoint, done)
     out.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(8)
@@ -114,17 +120,6 @@ def refuse_existing(out: Path, force: bool) -> None:
             f"{out}: expected a directory with {MODEL} and {OPTIMIZER} alone to replace, found {others[0]}: "
             "name another directory"
         )
-
-
-def _check_one_model(checkpoint: SavedCheckpoint) -> None:
-    """Raise ``ValueError`` unless its tensors have the names of one model that has them all."""
-    for name, expert in checkpoint.manifest.experts.items():
-        if name != expert.name:
-            raise ValueError(
-                f"{checkpoint.path}: expected experts with the names of a model that has them all, but several groups "
-                f"of ranks have a {expert.name} of their own: give experts their numbers in the whole model, and save "
-                "anew"
-            )
 
 
 # ---- what is written ----

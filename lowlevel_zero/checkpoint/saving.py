@@ -116,7 +116,7 @@ def save_checkpoint(
         data = objects.packed()
         states = contents.states()
         lines += contents.state_lines(states)
-        state = _as_torch_has_it(contents.model(), states, Objects.of(unpacked(data)))
+        state = _as_torch_has_it(contents.model(), states, Objects(**unpacked(data)))
         if async_save:
             state = tree_map_only(Tensor, _copied, state)
     if group.group_rank == 0:

@@ -149,17 +149,13 @@ def _whole_state(
     for key, value in state.items():
         if is_slice(key, value, record):
             (gathered,) = whole_slices([Slice(record, value)], group)
-            size += gathered.numel() * gathered.element_size() / 2**20
+            size += gathered.nbytes / 2**20
             if keep:
-                whole[key] = _on_host(gathered) if pinned is None else _into_pinned(pinned, key, gathered)
+                whole[key] = gathered.detach().cpu() if pinned is None else _into_pinned(pinned, key, gathered)
             del gathered  # before the next one
         elif keep:
-            whole[key] = _on_host(value.clone()) if isinstance(value, Tensor) else copy.deepcopy(value)
+            whole[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
     return whole, size
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
 
 
 def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
