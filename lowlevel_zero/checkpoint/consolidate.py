@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.module_names import matched, without_wrappers
+from ..state.sharded import renamed
 from ..state.whole import EXTRAS, FP8
 from .folders import beside, publish
 from .objects import Settings
@@ -165,23 +166,18 @@ def _state_dict(checkpoint: SavedCheckpoint, settings: Settings, read: _Read) ->
         of_name = {**stored, **settings["states"].get(name, {})}
         if of_name:
             state[places[name]] = of_name
+    plan = None if checkpoint.manifest.experts else settings["plan"]  # of experts' groups each has another
+    if plan is not None:
+        plan = renamed(plan, {name: index for index, name in enumerate(trained)})
     return {
         "state": state,
         "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
         EXTRAS: {
             "loss_scale": settings["loss_scale"],
-            # It counts trainable parameters alone; of experts' groups each has another.
-            "plan": None if checkpoint.manifest.experts else _by_index(settings["plan"], trained),
+            "plan": plan,
             FP8: settings.get("options", {}).get("fp8_communication", False),
         },
     }
-
-
-def _by_index(plan: Mapping[str, Any] | None, names: Iterable[str]) -> dict[str, Any] | None:
-    if plan is None:
-        return None
-    indices = {name: index for index, name in enumerate(names)}
-    return {**plan, **{key: [indices[name] for name in plan[key]] for key in ("order", "repeats")}}
 
 
 # ---- files ----

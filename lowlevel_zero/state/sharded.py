@@ -109,14 +109,7 @@ class ShardedState:
 
     def _plan_of(self, group: ShardedGroup) -> State | None:
         plan = group.reducer.plan_state()
-        if plan is None:
-            return None
-        names = [self._name(record) for record in group.records]
-        return {
-            **plan._asdict(),
-            "order": [names[index] for index in plan.order],
-            "repeats": [names[index] for index in plan.repeats],
-        }
+        return None if plan is None else renamed(plan._asdict(), [self._name(record) for record in group.records])
 
     # ---- writing ----
 
@@ -147,46 +140,21 @@ class ShardedState:
         if self._scaler is not None and settings["loss_scale"] is not None:
             LossScaler().load_state_dict(settings["loss_scale"])
 
-    def check_shapes(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Raise ``ValueError`` where slices are of other shapes, or in another memory order, than the parameter's."""
-        for record in self._parameters:
-            expected = tuple(record.p.shape), record.p.stride()
-            for each in tensors.get(self._name(record), {}).values():
-                if isinstance(each, BoxedTensor) and (tuple(each.shape), each.strides) != expected:
-                    raise ValueError(
-                        f"{self._name(record)}: expected state of shape {expected[0]} and strides {expected[1]}, got "
-                        f"{tuple(each.shape)} and {each.strides}: build the model that it was saved of"
-                    )
-
-    def chosen(self, tensors: Mapping[str, Mapping[str, Tensor]], present: Mapping[str, list[str]]) -> States:
-        """Of ``tensors`` those that were ``present`` when they were saved: the rest was room.
-
-        Raises:
-            ValueError: there was no room for one of them.
-        """
-        found: States = {}
-        for record in self._parameters:
-            name = self._name(record)
-            given = tensors.get(name, {})
-            keys = [key for key in present.get(name, ()) if key != MASTER or record.keeps_more]
-            for key in keys:
-                if key not in given:
-                    raise ValueError(
-                        f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it "
-                        "into: it hasn't stepped yet, and no other of its class can be made to find out what states "
-                        "it will have; take a step first, or use save_checkpoint and load_checkpoint"
-                    )
-            found[name] = {key: given[key] for key in keys}
-        return found
-
     def slices(
         self, tensors: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any]
     ) -> dict[ShardedParameter, State]:
-        """The states of each parameter as this rank's optimizer holds them, and masters, ``[s]``."""
+        """The states of each parameter as this rank's optimizer holds them, and masters, ``[s]``.
+
+        Raises:
+            ValueError: a tensor is of another shape, or in another memory order, or isn't among those that were given.
+        """
         found: dict[ShardedParameter, State] = {}
         for record in self._parameters:
             name = self._name(record)
-            of_record = {key: _own(tensor, record) for key, tensor in tensors.get(name, {}).items()}
+            given = tensors.get(name, {})
+            saved = given if "present" not in settings else settings["present"].get(name, ())
+            keys = [key for key in saved if key != MASTER or record.keeps_more]
+            of_record = {key: _own(name, key, given.get(key), record) for key in keys}
             found[record] = {**settings["states"].get(name, {}), **of_record}
         return found
 
@@ -205,8 +173,7 @@ class ShardedState:
         indices = {self._name(record): record.index for record in group.records}
         for saved in plans:
             if saved is not None and set(saved["order"]) == set(indices):
-                order = [indices[name] for name in saved["order"]]
-                return PlanState(**{**saved, "order": order, "repeats": [indices[name] for name in saved["repeats"]]})
+                return PlanState(**renamed(saved, indices))
         return None
 
     # ---- names ----
@@ -265,9 +232,26 @@ def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:
     return boxed(own, record.split, record.rank, record.p.shape, record.p.stride())
 
 
-def _own(tensor: Tensor, record: ShardedParameter) -> Tensor:
+def _own(name: str, key: str, tensor: Tensor | None, record: ShardedParameter) -> Tensor:
     """A state as this rank's optimizer holds it: a slice ``[s]`` with zeros for its padding, or what is whole."""
+    if tensor is None:
+        raise ValueError(
+            f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it into: it "
+            "hasn't stepped yet, and no other of its class can be made to find out what states it will have; take a "
+            "step first, or use save_checkpoint and load_checkpoint"
+        )
     if not isinstance(tensor, BoxedTensor):
         return tensor
+    expected, got = (tuple(record.p.shape), record.p.stride()), (tuple(tensor.shape), tensor.strides)
+    if got != expected:
+        raise ValueError(
+            f"{name}: expected state of shape {expected[0]} and strides {expected[1]}, got {got[0]} and {got[1]}: "
+            "build the model that it was saved of"
+        )
     own, size = tensor.local, record.split.slice_size
     return own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own)))
+
+
+def renamed(plan: Mapping[str, Any], names: Any) -> State:
+    """A bucket plan whose parameters are called by other ``names``."""
+    return {**plan, **{key: [names[each] for each in plan[key]] for key in ("order", "repeats")}}

@@ -62,11 +62,8 @@ def take_over(optimizer: ShardedOptimizer, tensors: Mapping[str, Mapping[str, Te
     names = (name for group in settings["param_groups"] for name in group["params"])
     sharded = ShardedState(optimizer, _names(optimizer, names))
     sharded.check(settings)
-    sharded.check_shapes(tensors)
-    if settings["present"] is not None:
-        tensors = sharded.chosen(tensors, settings["present"])
-    optimizer.zero_grad()
     slices = sharded.slices(tensors, settings)
+    optimizer.zero_grad()
     sharded.load(slices, settings)
     offer_masters(slices, settings[FP8])
 
