@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NoReturn
@@ -74,7 +75,19 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's state, by slice."""
+        """The wrapped optimizer's state, by slice.
+
+        torch's ``get_state_dict``, ``set_state_dict`` and their like look at it first, and then for the model's
+        parameters in groups that hold slices: they are told what to use, before they have changed anything.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise TypeError(
+                f"expected a plain optimizer, got a {type(self).__name__}, whose groups hold slices of the model's "
+                "parameters: save and load lowlevel_zero.checkpoint.Sharded(optimizer) in place of what "
+                "get_optimizer_state_dict and set_optimizer_state_dict give and take, as in "
+                'dcp.save({"model": model.state_dict(), "optim": Sharded(optimizer)}); or use optimizer.state_dict(), '
+                "which has whole tensors"
+            )
         return self.optim.state
 
     @state.setter

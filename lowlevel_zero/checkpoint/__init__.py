@@ -13,7 +13,7 @@ folders                 where checkpoints are, and what crashes leave
 manifest, objects,      the files that aren't tensors: sizes and checksums; settings as data, which is never run; DCP's
 metadata                index, read as data
 saved, format_1         all of these together, for one checkpoint; and for one of the former format
-whole, consolidate      a checkpoint as one process sees it, and as files that load without this package
+consolidate             a checkpoint as files that load without this package
 sharded                 an optimizer for one's own ``dcp.save`` and ``dcp.load``
 ======================  ===============================================================================================
 """

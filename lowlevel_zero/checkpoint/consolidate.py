@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import importlib
-import math
+import mmap
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
 
+from ..bookkeeping.module_names import matched, without_wrappers
+from ..state.sharded import renamed
+from ..state.whole import EXTRAS, FP8
 from .folders import beside, publish
-from .whole import StoredTensor, WholeCheckpoint
+from .objects import Settings
+from .saved import SavedCheckpoint
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
-_SCRATCH = "scratch"
 _MAPPED_FROM = 2**20  # bytes of a tensor that is read into a file, of which the system keeps in memory what fits
 
 
 def consolidate(
-    checkpoint: WholeCheckpoint, out: Path, *, force: bool = False, done: Callable[[int], object] = lambda count: None
+    checkpoint: SavedCheckpoint, out: Path, *, force: bool = False, done: Callable[[int], object] = lambda count: None
 ) -> None:
     """Write ``checkpoint`` as ``out/model.safetensors`` and ``out/optimizer.pt``, in one process.
 
@@ -33,8 +35,8 @@ def consolidate(
     ``model.load_state_dict(safetensors.torch.load_file(...))`` finds what it expects (of a compiled model, what
     ``state_dict_for`` makes of it). The optimizer's file is a plain torch optimizer's state dict of whole tensors, as
     ``LowLevelZeroOptimizer.state_dict`` gives it; of several optimizers a list or a dict of them, as they were saved.
-    Tensors are read into files beside ``out``, which are mapped, and go again: so it needs their size on the disk
-    once more, and no more memory than there is.
+    Large tensors are read into mapped files on ``out``'s disk, which go again: so it needs a file's size there once
+    more, and no more memory than there is.
 
     Experts of all ranks are in both files, if they have the names of one model; in the optimizer's groups they come
     between the shared parameters that they came between, those of the first ranks first.
@@ -52,29 +54,58 @@ def consolidate(
     """
     refuse_existing(out, force)
     _safetensors()
-    checkpoint.check_one_model()
-    checkpoint.check_files(done)
+    for name, expert in checkpoint.manifest.experts.items():
+        if name != expert.name:
+            raise ValueError(
+                f"{checkpoint.path}: expected experts with the names of a model that has them all, but several groups "
+                f"of ranks have a {expert.name} of their own: give experts their numbers in the whole model, and save "
+                "anew"
+            )
+    check_files(checkpoint, done)
     out.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(8)
     written = beside(out, token)
     written.mkdir()
+
+    def read(name: str, key: str, like: Tensor) -> Tensor:
+        tensor = _room_for(like, written)
+        checkpoint.read({} if key else {name: tensor}, {name: {key: tensor}} if key else {})
+        done(tensor.nbytes)
+        return tensor
+
     try:
-        files = ((MODEL, _model(checkpoint), _save_model), (OPTIMIZER, checkpoint.optimizers(), _save))
-        for name, stored, save in files:
-            (written / _SCRATCH).mkdir()
-            save(_read(checkpoint, stored, written / _SCRATCH, done), written / name)
-            _sync(written / name)
-            shutil.rmtree(written / _SCRATCH)
+        _save_model(_model(checkpoint, read), written / MODEL)
+        torch.save(_optimizers(checkpoint, read), written / OPTIMIZER)
+        for name in (MODEL, OPTIMIZER):
+            with (written / name).open("rb") as file:
+                os.fsync(file.fileno())
         publish(written, out, token)
     finally:
         shutil.rmtree(written, ignore_errors=True)
 
 
-def bytes_to_do(checkpoint: WholeCheckpoint) -> int:
+def check_files(checkpoint: SavedCheckpoint, done: Callable[[int], object] = lambda count: None) -> None:
+    """Read every file whole; ``ValueError`` if one isn't what was written.
+
+    Args:
+        done: called with the bytes of each file that is.
+    """
+    for name, file in checkpoint.manifest.files.items():
+        checkpoint.manifest.check_files(checkpoint.path, [name])
+        done(file.bytes)
+
+
+def bytes_to_do(checkpoint: SavedCheckpoint) -> int:
     """All that is read to check it, and all tensors that are written."""
-    values = tree_iter([checkpoint.model(), checkpoint.optimizers()])
-    written = sum(each.nbytes for each in values if isinstance(each, StoredTensor))
-    return written + sum(file.bytes for file in checkpoint.manifest.files.values())
+    written = [checkpoint.model[name] for _, name in _names(checkpoint)]
+    written += [each for state in checkpoint.states.values() for each in state.values()]
+    return sum(each.nbytes for each in written) + sum(file.bytes for file in checkpoint.manifest.files.values())
+
+
+def not_tensors(checkpoint: SavedCheckpoint) -> list[str]:
+    """Names in the model's state dict of what isn't a tensor: extra states of modules."""
+    own = _own_names(checkpoint)
+    return [own[name] for name, value in checkpoint.objects.model.items() if not isinstance(value, Tensor)]
 
 
 def refuse_existing(out: Path, force: bool) -> None:
@@ -92,46 +123,77 @@ def refuse_existing(out: Path, force: bool) -> None:
         )
 
 
-def _model(checkpoint: WholeCheckpoint) -> dict[str, Any]:
-    """Row-major: the format has no strides."""
-    stored = {
-        name: replace(each, stride=torch.empty(each.shape, device="meta").stride())
-        for name, each in checkpoint.model().items()
+# ---- what is written ----
+
+# Reads a tensor of the model, or of a parameter's state, that is like another one.
+_Read: TypeAlias = Callable[[str, str, Tensor], Tensor]
+
+
+def _own_names(checkpoint: SavedCheckpoint) -> dict[str, str]:
+    """By name as it was saved, maybe with wrappers' attributes in it, the likeliest one of the model's own."""
+    return matched(checkpoint.names, {without_wrappers(name) for name in checkpoint.names})
+
+
+def _model(checkpoint: SavedCheckpoint, read: _Read) -> dict[str, Tensor]:
+    """The model's state dict, row-major: the format has no strides. It has no shared tensors either: each its own."""
+    own = _own_names(checkpoint)
+    extra = {name: value for name, value in checkpoint.objects.model.items() if isinstance(value, Tensor)}
+    found = {alias: read(name, "", checkpoint.model[name].contiguous()) for alias, name in _names(checkpoint)}
+    return {own[name]: value for name, value in (found | extra).items()}
+
+
+def _names(checkpoint: SavedCheckpoint) -> list[tuple[str, str]]:
+    """Every name of each of the model's tensors, with the first one."""
+    tied = checkpoint.manifest.tied.items()
+    return [(name, name) for name in checkpoint.model] + [each for each in tied if each[1] in checkpoint.model]
+
+
+def _optimizers(checkpoint: SavedCheckpoint, read: _Read) -> Any:
+    """Each optimizer's ``state_dict``, in a list or a dict as they were saved; the only one's itself."""
+    found = {name: _state_dict(checkpoint, of, read) for name, of in checkpoint.objects.optimizers.items()}
+    if set(found) == {None}:
+        return found[None]
+    return list(found.values()) if all(isinstance(name, int) for name in found) else found
+
+
+def _state_dict(checkpoint: SavedCheckpoint, settings: Settings, read: _Read) -> dict[str, Any]:
+    """What ``LowLevelZeroOptimizer.state_dict()`` was. The groups count parameters, frozen ones included."""
+    groups, trained = settings["param_groups"], checkpoint.trained(settings)
+    places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for name in trained:
+        stored = {key: read(name, key, like) for key, like in checkpoint.states.get(name, {}).items()}
+        of_name = {**stored, **settings["states"].get(name, {})}
+        if of_name:
+            state[places[name]] = of_name
+    plan = None if checkpoint.manifest.experts else settings["plan"]  # of experts' groups each has another
+    if plan is not None:
+        plan = renamed(plan, {name: index for index, name in enumerate(trained)})
+    return {
+        "state": state,
+        "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
+        EXTRAS: {
+            "loss_scale": settings["loss_scale"],
+            "plan": plan,
+            FP8: settings.get("options", {}).get("fp8_communication", False),
+        },
     }
-    return {**stored, **checkpoint.tensors_beside()}
 
 
-def _read(checkpoint: WholeCheckpoint, value: Any, scratch: Path, done: Callable[[int], object]) -> Any:
-    """``value`` with what is stored in it read, one tensor at a time."""
-
-    def read(each: Any) -> Any:
-        if not isinstance(each, StoredTensor):
-            return each
-        tensor = _room_for(each, scratch / str(secrets.randbits(62)))
-        checkpoint.read_whole(each, tensor)
-        done(each.nbytes)
-        return tensor
-
-    return tree_map(read, value)
+# ---- files ----
 
 
-def _room_for(stored: StoredTensor, file: Path) -> Tensor:
-    numel = math.prod(stored.shape)
-    if stored.nbytes < _MAPPED_FROM:
-        flat = torch.empty(numel, dtype=stored.dtype, device="cpu")
-    else:
-        _reserve(file, stored.nbytes)
-        flat = torch.from_file(str(file), shared=True, size=numel, dtype=stored.dtype)
-    return flat.as_strided(stored.shape, stored.stride)
-
-
-def _reserve(file: Path, size: int) -> None:
-    """Make a file that the disk has room for: who writes into a mapped one can't be told that there is none."""
-    with file.open("xb") as made:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(made.fileno(), 0, size)
+def _room_for(like: Tensor, folder: Path) -> Tensor:
+    """A tensor like a dense one: a large one in a file without a name, which goes with it."""
+    if like.nbytes < _MAPPED_FROM:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # who writes into a mapped file can't be told that the disk is full
+            os.posix_fallocate(file.fileno(), 0, like.nbytes)
         else:
-            made.truncate(size)
+            file.truncate(like.nbytes)
+        flat = torch.frombuffer(mmap.mmap(file.fileno(), like.nbytes), dtype=like.dtype)
+    return flat.as_strided(like.shape, like.stride())
 
 
 def _safetensors() -> Any:
@@ -150,13 +212,3 @@ def _save_model(tensors: dict[str, Tensor], path: Path) -> None:
         raise ValueError(f"safetensors has no {error.args[0]}") from error
     except library.SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
-
-
-def _save(value: Any, path: Path) -> None:
-    torch.save(value, path)
-
-
-def _sync(path: Path) -> None:
-    """Have a file written through to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

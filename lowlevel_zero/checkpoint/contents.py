@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,31 +13,15 @@ from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.agreement import agree_apart
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
-from ..partition import EvenSplit
 from ..state.boxes import BoxedTensor, boxed
-from ..state.global_names import GlobalNames, check_same_experts, from_leaders
+from ..state.global_names import GlobalNames, check_same_experts, of_all_ranks
 from ..state.sharded import ShardedState, States
+from ..state.whole import MASTER
 from .held import Entry, held_by, without_values
 from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name
 from .saved import SavedCheckpoint
-
-T = TypeVar("T")
-
-
-class Told(NamedTuple):
-    """What a rank has, or tells others of experts in groups whose first rank it is, by global names.
-
-    Attributes:
-        tensors: parameters and persistent buffers.
-        tied: other names of those that have several.
-        extra: what modules with ``get_extra_state`` give.
-    """
-
-    tensors: dict[str, SavedTensor]
-    tied: dict[str, str]
-    extra: dict[str, Any]
 
 
 class Contents:
@@ -52,9 +35,12 @@ class Contents:
 
     Attributes:
         entries: this rank's parameters and persistent buffers by their first names.
-        experts: by global name what not all ranks have.
+        saved: every rank's, as a manifest describes them, those that are left out too.
+        tied: every rank's other names of tensors that have several.
+        extra_states: what modules with ``get_extra_state`` give, on every rank.
+        experts: what not all ranks have.
         states_of: the optimizers'.
-        excluded: names of what is left out.
+        excluded: what of ``saved`` is left out.
 
     Raises:
         ValueError: an optimizer has a parameter that isn't the model's, or is another's, or a tensor can't be saved.
@@ -68,7 +54,7 @@ class Contents:
         for group in (group for store in stores.values() for group in store.shard_groups[1:]):
             apart.setdefault(group.group, group)
         self.groups: Sequence[ShardGroup] = [self.group, *apart.values()]
-        self.excluded: set[str] = set()
+        self.excluded: dict[str, SavedTensor] = {}
         self._optimizers = optimizers
         self._device = next(iter(optimizers.values())).device
         self._held = held_by(model, stores, self.groups)
@@ -92,19 +78,12 @@ class Contents:
         self._stateful = {names[name]: module for name, module in held.stateful.items()}
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
         self.states_of = {name: ShardedState(optimizer, name_of) for name, optimizer in self._optimizers.items()}
-        led = {name for name, number in held.shard_group_of.items() if number and self.groups[number].group_rank == 0}
-        self._told = [
-            self._tell(names, held.shard_group_of),
-            *from_leaders(self.groups, self._tell(names, led)),
-        ]
-
-    def _tell(self, names: GlobalNames, of: Collection[str]) -> Told:
-        held = self._held
-        return Told(
-            {names[name]: entry.saved for name, entry in held.entries.items() if name in of},
-            {names[alias]: names[name] for alias, name in held.tied.items() if alias in of},
-            {names[name]: extra for name, extra in self._extra.items() if name in of},
-        )
+        number_of = {names[name]: number for name, number in held.shard_group_of.items()}
+        own_tied = {names[alias]: names[name] for alias, name in held.tied.items()}
+        own_extra = {names[name]: extra for name, extra in self._extra.items()}
+        self.saved = of_all_ranks(self.groups, {n: each.saved for n, each in self.entries.items()}, number_of)
+        self.tied = of_all_ranks(self.groups, own_tied, number_of)
+        self.extra_states = of_all_ranks(self.groups, own_extra, number_of)
 
     def lines(self, number: int = 0) -> list[str]:
         """What has to be alike on all ranks of the shard group of this index."""
@@ -116,23 +95,11 @@ class Contents:
 
     def exclude_frozen(self) -> None:
         """Leave frozen parameters out."""
-        self.excluded = {name for name, tensor in self.saved().items() if tensor.kind == FROZEN}
-
-    def saved(self) -> dict[str, SavedTensor]:
-        """Every rank's parameters and persistent buffers, those that are left out too."""
-        return _together(told.tensors for told in self._told)
-
-    def tied(self) -> dict[str, str]:
-        """Every rank's other names of tensors that have several."""
-        return _together(told.tied for told in self._told)
-
-    def extra_states(self) -> dict[str, Any]:
-        """What modules with ``get_extra_state`` give, on every rank."""
-        return _together(told.extra for told in self._told)
+        self.excluded = {name: tensor for name, tensor in self.saved.items() if tensor.kind == FROZEN}
 
     def model(self) -> dict[str, Tensor]:
         """This rank's boxes of the model's tensors, by name; they share memory with them."""
-        return {name: _boxed(entry) for name, entry in self.entries.items() if name not in self.excluded}
+        return {name: _of_boxes(entry) for name, entry in self.entries.items() if name not in self.excluded}
 
     def states(self) -> States:
         """This rank's tensors of the optimizers' states; they share memory with them."""
@@ -148,9 +115,8 @@ class Contents:
     def check_same(self, manifest: Manifest) -> None:
         """Raise ``ValueError`` for the first missing, wrong-shaped or unexpected tensor of a checkpoint."""
         saved, tied = {**manifest.tensors, **manifest.excluded}, manifest.tied
-        everything, all_tied = self.saved(), self.tied()
         check_same_experts(self.experts, manifest.experts)
-        for name, ours in everything.items():
+        for name, ours in self.saved.items():
             if name not in saved:
                 raise ValueError(f"{name}: the model has it, the checkpoint doesn't: it is another model's")
             theirs = saved[name]
@@ -164,10 +130,12 @@ class Contents:
                     "found that it is trained: freeze it, or load a checkpoint that has it"
                 )
         for name in saved:
-            if name not in everything:
+            if name not in self.saved:
                 raise ValueError(f"{name}: the checkpoint has it, the model doesn't: it is another model's")
-        for name in sorted(all_tied.keys() ^ tied.keys()):
-            where = "in the model, not in the checkpoint" if name in all_tied else "in the checkpoint, not in the model"
+        for name in sorted(self.tied.keys() ^ tied.keys()):
+            where = (
+                "in the model, not in the checkpoint" if name in self.tied else "in the checkpoint, not in the model"
+            )
             raise ValueError(f"{name}: shared with another name {where}: it is another model's")
 
     # ---- what is loaded ----
@@ -182,45 +150,40 @@ class Contents:
         for name, entry in self.entries.items():
             if name in saved.manifest.tensors:
                 device = entry.tensor.device if entry.record is None else entry.record.padded.device
-                split = EvenSplit(entry.saved.numel, entry.ranks.size)
-                own = torch.empty(split.slice_size, dtype=saved.of_model(name).dtype, device=device)
-                model[name] = boxed(own, entry.saved.shape, entry.saved.stride, entry.ranks)
+                own = torch.empty(entry.split.slice_size, dtype=saved.model[name].dtype, device=device)
+                model[name] = _boxed(own, entry)
         states = {name: own for each in self.states_of.values() for name, own in each.templates(saved.states).items()}
         return model, states
 
     @torch.no_grad()
     def put(self, model: Mapping[str, Tensor], states: States, objects: Objects) -> None:
         """Take over what was loaded, on all ranks together. Communicates, one tensor at a time."""
-        masters = {record: p32 for each in self.states_of.values() for record, p32 in each.masters(states).items()}
+        slices = {name: each.slices(states, objects.optimizers[name]) for name, each in self.states_of.items()}
+        masters = {record: state.get(MASTER) for of in slices.values() for record, state in of.items()}
         loaded = [(name, entry) for name, entry in self.entries.items() if name in model]
         for name, entry in sorted(loaded, key=lambda item: item[1].shard_group):  # in which all have the same order
             own = model[name].to_local()  # type: ignore[attr-defined]
             if entry.record is not None:
-                _put_row(entry.record, own, masters.get(entry.record), entry.ranks)
+                _put_row(entry.record, own, masters[entry.record], entry.ranks)
             elif entry.saved.numel:
-                flat = _gathered(own, entry.saved.numel, entry.ranks, self._device)
+                flat = _gathered(own, entry, self._device)
                 _overwrite(entry.tensor.detach(), flat.as_strided(entry.saved.shape, entry.saved.stride))
         for name, module in self._stateful.items():
             if name in objects.model:
                 module.set_extra_state(objects.model[name])
         for of, state in self.states_of.items():
-            state.load(states, objects.optimizers[of])
+            state.load(slices[of], objects.optimizers[of])
 
 
-def _together(by_rank: Iterable[Mapping[str, T]]) -> dict[str, T]:
-    found: dict[str, T] = {}
-    for told in by_rank:
-        found.update(told)
-    return found
-
-
-def _boxed(entry: Entry) -> BoxedTensor:
-    saved, ranks = entry.saved, entry.ranks
+def _of_boxes(entry: Entry) -> BoxedTensor:
     if entry.record is not None:
-        return boxed(entry.record.row, saved.shape, saved.stride, ranks)
-    start, stop = EvenSplit(saved.numel, ranks.size).span(ranks.rank)
-    flat = flat_in_memory_order(entry.tensor, without_values(entry.tensor))
-    return boxed(flat[start:stop], saved.shape, saved.stride, ranks)
+        return _boxed(entry.record.row, entry)
+    start, stop = entry.split.span(entry.ranks.rank)
+    return _boxed(flat_in_memory_order(entry.tensor, without_values(entry.tensor))[start:stop], entry)
+
+
+def _boxed(own: Tensor, entry: Entry) -> BoxedTensor:
+    return boxed(own, entry.split, entry.ranks.rank, entry.saved.shape, entry.saved.stride)
 
 
 def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks: ShardGroup) -> None:
@@ -231,13 +194,14 @@ def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks
     record.note_version()
 
 
-def _gathered(own: Tensor, numel: int, ranks: ShardGroup, by_way_of: torch.device) -> Tensor:
+def _gathered(own: Tensor, entry: Entry, by_way_of: torch.device) -> Tensor:
     """A flat tensor of which each rank has its slice, as bytes: collectives don't know all dtypes."""
+    ranks, split = entry.ranks, entry.split
     device = own.device if own.device.type in ranks.device_types else by_way_of
-    rows = torch.empty(ranks.size, EvenSplit(numel, ranks.size).slice_size, dtype=own.dtype, device=device)
+    rows = torch.empty(split.world_size, split.slice_size, dtype=own.dtype, device=device)
     rows[ranks.rank, : len(own)].copy_(own)
     ranks.all_gather(rows.view(torch.uint8)).wait()
-    return rows.view(-1)[:numel]
+    return rows.view(-1)[: split.numel]
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
@@ -27,11 +27,24 @@ T = TypeVar("T")
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
 
 
-class Found(NamedTuple):
-    """A whole checkpoint."""
+class Place(NamedTuple):
+    """A directory among checkpoints: one, or what stands beside one.
+
+    Attributes:
+        name: the checkpoint's.
+        kind: ``"tmp"``, what was to become it; ``"old"``, what it was to replace; or, the checkpoint itself, nothing.
+        manifest: of a whole checkpoint, moved aside only where nothing has replaced it; else None.
+    """
 
     path: Path
-    manifest: Manifest
+    name: str
+    kind: str
+    manifest: Manifest | None
+
+    @property
+    def serial(self) -> int:
+        """Higher in what was saved later; 0: nothing whole."""
+        return 0 if self.manifest is None else self.manifest.serial
 
 
 def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Path | None:
@@ -48,8 +61,8 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
     folder = Path(directory)
     if whole_manifest(folder) is not None:
         return folder
-    found = [*_whole_in(folder), *_whole_aside(folder.parent, folder.name)]
-    return max(found, key=lambda each: each.manifest.serial).path if found else None
+    newest = max([*_places(folder), *_places(folder.parent, folder.name)], key=lambda each: each.serial, default=None)
+    return newest.path if newest is not None and newest.manifest is not None else None
 
 
 def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
@@ -126,14 +139,15 @@ def publish(written: Path, path: Path, token: str) -> None:
             os.rename(old, path)
         raise
     sync_folder(path.parent)
-    _clear_remains(path.parent, path.name)
+    _clear_remains(_places(path.parent, path.name))
 
 
 def prune(path: Path, keep: int, runs: Collection[str]) -> None:
     """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains."""
-    found = [each for each in _whole_in(path.parent) if set(each.manifest.runs[:1]) & set(runs)]
-    _clear_remains(path.parent)
-    for each in sorted(found, key=lambda each: each.manifest.serial)[:-keep]:
+    places = _places(path.parent)
+    found = [each for each in places if each.manifest is not None and set(each.manifest.runs[:1]) & set(runs)]
+    _clear_remains(places)
+    for each in sorted(found, key=lambda each: each.serial)[:-keep]:
         # Moved first: a crash in the midst of removing it must not leave half a checkpoint under its name.
         moved = beside(each.path, "0" * 16)
         os.rename(each.path, moved)
@@ -155,7 +169,7 @@ def claim(written: Path) -> IO[bytes]:
 
 def next_serial(path: Path) -> int:
     """A number above those of all checkpoints beside ``path``: the time, unless a clock was wrong."""
-    return max([time.time_ns(), *(each.manifest.serial + 1 for each in _whole_in(path.parent))])
+    return max([time.time_ns(), *(each.serial + 1 for each in _places(path.parent))])
 
 
 def sync_folder(folder: Path) -> None:
@@ -167,39 +181,23 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _whole_in(folder: Path) -> Iterator[Found]:
-    """The whole checkpoints among a directory's children, and those moved aside that nothing has replaced."""
-    for place in _folders(folder):
-        manifest = None if _ASIDE.fullmatch(place.name) else whole_manifest(place)
-        if manifest is not None:
-            yield Found(place, manifest)
-    yield from _whole_aside(folder)
-
-
-def _whole_aside(folder: Path, name: str | None = None) -> list[Found]:
-    """Those (of the checkpoint ``name``) that a crash has left moved aside, with nothing in their place."""
+def _places(folder: Path, name: str | None = None) -> list[Place]:
+    """The directories in ``folder``, and (only) what stands beside the checkpoint of this ``name``."""
     found = []
-    for place in _aside(folder, name):
-        match = _ASIDE.fullmatch(place.name)
-        if match and match["kind"] == "old" and not (folder / match["name"] / MANIFEST).exists():
-            manifest = whole_manifest(place)
-            if manifest is not None:
-                found.append(Found(place, manifest))
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        aside = _ASIDE.fullmatch(path.name)
+        of, kind = (path.name, "") if aside is None else (aside["name"], aside["kind"])
+        if path.is_dir() and (name is None or (kind and name == of)):
+            whole = not kind or (kind == "old" and not (folder / of / MANIFEST).exists())
+            found.append(Place(path, of, kind, whole_manifest(path) if whole else None))
     return found
 
 
-def _aside(folder: Path, name: str | None = None) -> list[Path]:
-    """What stands beside checkpoints (beside the one called ``name``), whole or not."""
-    matches = [(place, _ASIDE.fullmatch(place.name)) for place in _folders(folder)]
-    return [place for place, match in matches if match and name in (None, match["name"])]
-
-
-def _clear_remains(folder: Path, name: str | None = None) -> None:
-    """Remove what saves that were broken off have left (of the checkpoint ``name``), and nobody needs any more."""
-    whole = {each.path for each in _whole_aside(folder, name)}
-    for place in _aside(folder, name):
-        if place not in whole and (place.suffix == ".old" or _is_abandoned(place)):
-            shutil.rmtree(place, ignore_errors=True)
+def _clear_remains(places: Iterable[Place]) -> None:
+    """Remove what saves that were broken off have left, and nobody needs any more."""
+    for path, _, kind, manifest in places:
+        if manifest is None and (kind == "old" or (kind == "tmp" and _is_abandoned(path))):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_abandoned(written: Path) -> bool:
@@ -212,10 +210,6 @@ def _is_abandoned(written: Path) -> bool:
             return True
     except OSError:  # it is locked, or can't be, or isn't there
         return not any(written.glob("*"))
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [place for place in sorted(folder.iterdir()) if place.is_dir()] if folder.is_dir() else []
 
 
 def _instead(path: Path) -> str:

@@ -13,6 +13,7 @@ from ..bookkeeping.module_names import joined, places
 from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
 from ..communication.shard_group import ShardGroup
 from ..experts.assignment import add_companions
+from ..partition import EvenSplit
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, SavedTensor
 from .optimizers import Name, called
 
@@ -35,6 +36,11 @@ class Entry(NamedTuple):
     saved: SavedTensor
     shard_group: int
     ranks: ShardGroup
+
+    @property
+    def split(self) -> EvenSplit:
+        """How its elements are shared out: a record's as it is trained; others', so that each rank writes its part."""
+        return EvenSplit(self.saved.numel, self.ranks.size) if self.record is None else self.record.split
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,9 @@ def held_by(model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Seq
         ValueError: an optimizer's parameter isn't the model's, or is another's too, or a tensor can't be saved.
         RuntimeError: a parameter was moved since the optimizer was constructed.
     """
-    number_of = _numbers(model, stores, groups)
-    members = _members(stores)
+    members = _members(stores, groups)
+    number_of = {p: max(each.number for each in of) for p, of in members.items()}
+    add_companions(number_of, model)
     names: dict[Tensor, str] = {}
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
@@ -77,9 +84,9 @@ def held_by(model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Seq
             raise ValueError(f"{name}: expected one tensor of this name, got a wrapper's own and that of what it wraps")
         else:
             names[tensor] = name
-            member = _only(name, members.get(tensor, []))
+            member = _only(name, members.get(tensor, []), groups[0])
             number = number_of.get(tensor, 0)
-            ranks = groups[number] if member.ranks is None else member.ranks
+            ranks = groups[number] if member.record is None else member.ranks
             entries[name] = Entry(tensor, member.record, _described(name, tensor, member, is_buffer), number, ranks)
     for p in members:
         if p not in names:
@@ -123,14 +130,10 @@ def _described(name: str, tensor: Tensor, member: _Member, is_buffer: bool) -> S
         member.record.take_back()
     stride = tensor.stride() if member.record is not None else without_values(tensor).stride()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    kind = BUFFER if is_buffer else _kind(tensor, member)
+    kind = UNTRAINED if tensor.requires_grad else FROZEN
+    if is_buffer or member.record is not None:
+        kind = BUFFER if is_buffer else TRAINABLE
     return SavedTensor(tuple(tensor.shape), tuple(stride), dtype, kind, member.group, member.optimizer)
-
-
-def _kind(p: Tensor, member: _Member) -> str:
-    if member.record is not None:
-        return TRAINABLE
-    return UNTRAINED if p.requires_grad else FROZEN
 
 
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:
@@ -145,51 +148,37 @@ def _stateful(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Member(NamedTuple):
-    """A parameter's place in the param groups: its optimizer, group, record if it is trained there, and the ranks."""
+    """A parameter's place in an optimizer's param groups, its record if it is trained there, and who shares it."""
 
-    optimizer: Name = None
-    group: int | None = None
-    record: ShardedParameter | None = None
-    ranks: ShardGroup | None = None
+    optimizer: Name
+    group: int | None
+    record: ShardedParameter | None
+    ranks: ShardGroup
+    number: int
 
 
-def _members(stores: Mapping[Name, ParameterStore]) -> dict[Tensor, list[_Member]]:
+def _members(stores: Mapping[Name, ParameterStore], groups: Sequence[ShardGroup]) -> dict[Tensor, list[_Member]]:
+    number = {group.group: at for at, group in enumerate(groups) if at}
     found: dict[Tensor, list[_Member]] = {}
     for name, store in stores.items():
+        numbers = [0, *(number[group.group] for group in store.shard_groups[1:])]
         for at, group in enumerate(store.groups):
             for p in group:
-                record = store.find(p)
-                ranks = None if record is None else store.ranks_of(record)
-                found.setdefault(p, []).append(_Member(name, at, record, ranks))
+                of = store.shard_group_of(p)
+                member = _Member(name, at, store.find(p), store.shard_groups[of], numbers[of])
+                found.setdefault(p, []).append(member)
     return found
 
 
-def _only(name: str, members: Sequence[_Member]) -> _Member:
-    """The one that trains it, else the first."""
+def _only(name: str, members: Sequence[_Member], everyone: ShardGroup) -> _Member:
+    """The one that trains it, else the first, else one of no optimizer."""
     trains = [member for member in members if member.record is not None]
     if len(trains) > 1:
         one, other = (called(member.optimizer) for member in trains[:2])
         raise ValueError(
             f"{name}: expected one optimizer that trains it, got {one} and {other}: leave it to one of them"
         )
-    return (trains or members or [_Member()])[0]
-
-
-# ---- who shares it ----
-
-
-def _numbers(
-    model: nn.Module, stores: Mapping[Name, ParameterStore], groups: Sequence[ShardGroup]
-) -> dict[Tensor, int]:
-    """The shard groups' indices of tensors, those included that optimizers without the model don't know."""
-    number = {group.group: at for at, group in enumerate(groups) if at}
-    found: dict[Tensor, int] = {}
-    for store in stores.values():
-        own = [0, *(number[group.group] for group in store.shard_groups[1:])]
-        for p in (p for members in store.groups for p in members):
-            found[p] = max(found.get(p, 0), own[store.shard_group_of(p)])
-    add_companions(found, model)
-    return found
+    return (trains or members or [_Member(None, None, None, everyone, 0)])[0]
 
 
 def _number_of(module: nn.Module, numbers: dict[Tensor, int]) -> int:

@@ -127,8 +127,11 @@ class Manifest:
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
         return json.dumps({**content, "digest": _digest(content)})
 
-    def first_missing(self, folder: Path, names: Iterable[str] | None = None) -> str | None:
-        """What is wrong with the first file (of ``names``) that isn't there, whole; None: all have their sizes."""
+    def first_wrong(self, folder: Path, names: Iterable[str] | None = None, verify: bool = False) -> str | None:
+        """What is wrong with the first file (of ``names``) that isn't what was written; None: nothing.
+
+        By its size and, to ``verify``, by its checksum: those files are read whole.
+        """
         for name in self.files if names is None else names:
             path, file = folder / name, self.files[name]
             if not path.is_file():
@@ -136,19 +139,13 @@ class Manifest:
             size = path.stat().st_size
             if size != file.bytes:
                 return f"{name} has {size:,} bytes instead of {file.bytes:,}"
-        return None
-
-    def first_damaged(self, folder: Path, names: list[str]) -> str | None:
-        """The first of the files ``names`` whose content isn't what was written, or None; reads them whole."""
-        for name in names:
-            if FileSum.of(folder / name) != self.files[name]:
+            if verify and FileSum.of(path) != file:
                 return f"{name} is not what was written: its checksum differs"
         return None
 
-    def check_files(self, folder: Path, names: Iterable[str], verify: bool = True) -> None:
-        """Raise ``ValueError`` unless these files are what was written: by size and, to ``verify``, by checksum."""
-        names = list(names)
-        wrong = self.first_missing(folder, names) or (self.first_damaged(folder, names) if verify else None)
+    def check_files(self, folder: Path, names: Iterable[str] | None = None, verify: bool = True) -> None:
+        """Raise ``ValueError`` for the ``first_wrong`` one."""
+        wrong = self.first_wrong(folder, names, verify)
         if wrong is not None:
             raise ValueError(f"{folder}: damaged: {wrong}; take another, or copy it anew")
 
@@ -180,7 +177,7 @@ def whole_manifest(folder: Path) -> Manifest | None:
     """The manifest of ``folder`` if it is a checkpoint whose files all have their sizes, else None."""
     try:
         manifest = read_manifest(folder)
-        return manifest if manifest.first_missing(folder) is None else None
+        return manifest if manifest.first_wrong(folder) is None else None
     except (ValueError, OSError):
         return None
 

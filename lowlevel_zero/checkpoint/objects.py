@@ -36,21 +36,12 @@ class Objects:
         Raises:
             TypeError: a part that could not be read back, by its name.
         """
-        try:
-            content = {"optimizers": self.optimizers, "model": self.model, "extra": self.extra}
-            return packed(content, "the checkpoint's objects")
-        except TypeError:
-            for name, settings in self.optimizers.items():
-                for key, value in settings.items():
-                    packed(value, key if name is None else f"{key} of {called(name)}")
-            packed(self.model, "extra states of the model")
-            packed(self.extra, "extra")
-            raise
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> Objects:
-        """Those of a file's content."""
-        return cls(content.get("optimizers", {None: content}), content["model"], content["extra"])
+        for name, settings in self.optimizers.items():
+            for key, value in settings.items():
+                packed(value, key if name is None else f"{key} of {called(name)}")
+        packed(self.model, "extra states of the model")
+        packed(self.extra, "extra")
+        return packed(vars(self), "the checkpoint's objects")
 
 
 def read_objects(folder: Path) -> Objects:
@@ -66,7 +57,7 @@ def read_objects(folder: Path) -> Objects:
     whole = all(isinstance(each, dict) and each.keys() >= _SETTINGS for each in settings.values())
     if not (settings and whole and found.keys() >= {"model", "extra"}):
         raise ValueError(f"{path}: expected {sorted(_SETTINGS)}, model and extra in it, got something else")
-    return Objects.of(found)
+    return Objects(settings, found["model"], found["extra"])
 
 
 def read_data(path: Path) -> Any:

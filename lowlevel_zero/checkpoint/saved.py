@@ -7,16 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..bookkeeping.sharding import SCALARS
-from ..state.sharded import Stored
 from . import format_1
-from .manifest import METADATA, OBJECTS, Manifest, read_manifest
+from .manifest import METADATA, OBJECTS, TRAINABLE, Manifest, SavedTensor, read_manifest
 from .metadata import read_metadata
-from .objects import Objects, read_objects
+from .objects import Objects, Settings, read_objects
 from .planners import LoadPlanner
 
 # What a tensor of the model, and one of the optimizer's state, is called: model.<name>, optim.state.<name>.<key>. So
@@ -53,30 +53,51 @@ class SavedCheckpoint:
         return [*manifest.tensors, *manifest.excluded, *manifest.tied, *self.objects.model]
 
     @cached_property
-    def states(self) -> dict[str, dict[str, Stored]]:
-        """By parameter and key, the optimizers' states that are tensors."""
-        found: dict[str, dict[str, Stored]] = {}
+    def model(self) -> dict[str, Tensor]:
+        """The model's tensors without their values; ``ValueError`` unless all have the shapes that the manifest tells.
+
+        They are on the meta device, in the memory order of what was saved.
+        """
+        found = {}
+        for name, entry in self.manifest.tensors.items():
+            described = self.metadata.state_dict_metadata.get(f"{MODEL}{name}")
+            if isinstance(described, TensorStorageMetadata):
+                found[name] = self._without_values(described, name)
+            if name not in found or found[name].shape != entry.shape:
+                raise ValueError(f"{self.path / METADATA}: damaged: expected {MODEL}{name} of {entry.shape} in it")
+        return found
+
+    @cached_property
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter and key, first the step, the optimizers' states that are tensors, without their values."""
+        found: dict[str, dict[str, Tensor]] = {}
         prefix = STATE if self.manifest.format > 1 else format_1.STATE
         for full, described in self.metadata.state_dict_metadata.items():
             if full.startswith(prefix) and isinstance(described, TensorStorageMetadata):
                 name, _, key = full.removeprefix(prefix).rpartition(".")
-                found.setdefault(name, {})[key] = self._stored(described, name, key)
-        return found
+                found.setdefault(name, {})[key] = self._without_values(described, name, key)
+        order = {name: sorted(state, key=lambda key: (key not in SCALARS, key)) for name, state in found.items()}
+        return {name: {key: state[key] for key in order[name]} for name, state in found.items()}
 
-    def of_model(self, name: str) -> Stored:
-        """A tensor of the model; ``ValueError`` unless it has the shape that the manifest tells."""
-        described = self.metadata.state_dict_metadata.get(f"{MODEL}{name}")
-        expected = self.manifest.tensors[name].shape
-        if not isinstance(described, TensorStorageMetadata) or self._stored(described, name).shape != expected:
-            raise ValueError(f"{self.path / METADATA}: damaged: expected {MODEL}{name} of {expected} in it")
-        return self._stored(described, name)
+    def _without_values(self, described: TensorStorageMetadata, name: str, key: str = "") -> Tensor:
+        """The model's ``name``, or its state ``key``, in its own shape also where it lies flat, in format 1."""
+        entry, size, dtype = self.manifest.tensors.get(name), tuple(described.size), described.properties.dtype
+        if entry is not None and key not in SCALARS and size == self._stored_shape(entry):
+            return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
+        return torch.empty(size, dtype=dtype, device="meta")
 
-    def _stored(self, described: TensorStorageMetadata, name: str, key: str = "") -> Stored:
-        """The model's ``name``, or its state ``key``, by its own shape also where it lies flat, in format 1."""
-        entry, shape = self.manifest.tensors.get(name), tuple(described.size)
-        if self.manifest.format == 1 and entry is not None and key not in SCALARS and shape == (entry.numel,):
-            shape = entry.shape
-        return Stored(shape, described.properties.dtype)
+    def _stored_shape(self, entry: SavedTensor) -> tuple[int, ...]:
+        return entry.shape if self.manifest.format > 1 else (entry.numel,)
+
+    def trained(self, settings: Settings) -> list[str]:
+        """The parameters that the optimizer of these settings trains, in order of registration."""
+        named = (name for group in settings["param_groups"] for name in group["params"])
+        entries = ((name, self.manifest.tensors.get(name)) for name in named)
+        return [
+            name
+            for name, entry in entries
+            if entry is not None and entry.kind == TRAINABLE and self.objects.optimizers[entry.optimizer] is settings
+        ]
 
     def read(self, model: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Fill tensors, or boxes of them, by this process alone; of the model's by name, of states by key too.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..communication.monitored_barrier import monitored_barrier
 from ..communication.process_groups import context_of
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
-from ..options import ZeroOptions
 from ..state.sharded import States
 from ..state.sharded_dict import packed, unpacked
 from ..version import __version__
@@ -38,6 +37,12 @@ from .planners import SavePlanner
 from .storage import ALONE, CommittingWriter
 
 _log = logging.getLogger("lowlevel_zero")
+
+# Options that a run's layout depends on, and loading doesn't.
+_LAYOUT = (
+    *("communication_dtype", "reduce_scatter", "master_weights", "cpu_offload", "pad_buckets_for_high_nccl_busbw"),
+    *("fp8_communication", "fp8_min_numel"),
+)
 
 
 def save_checkpoint(
@@ -107,22 +112,24 @@ def save_checkpoint(
     _tell_untrained(contents)
     with together(group, doing) as lines:
         files = {} if rank_state is None else {RANK_STATE.format(group.group_rank): packed(rank_state, "rank_state")}
-        data = _objects(contents, optimizers, schedulers, extra).packed()
+        objects = _objects(contents, optimizers, schedulers, extra)
+        data = objects.packed()
         states = contents.states()
         lines += contents.state_lines(states)
-        state = _as_torch_has_it(contents.model(), states, Objects.of(unpacked(data)))
+        state = _as_torch_has_it(contents.model(), states, Objects(**unpacked(data)))
         if async_save:
             state = tree_map_only(Tensor, _copied, state)
     if group.group_rank == 0:
         files[OBJECTS] = data
-    writer = CommittingWriter(target, _token(group), group, _manifest(contents, optimizers), files, keep)
+    manifest = _manifest(contents, runs_of(optimizers), next(iter(objects.optimizers.values()))["stage"])
+    writer = CommittingWriter(target, _token(group), group, manifest, files, keep)
     with together(group, f"write beside {path}"):
         writer.claim()
-    write = _Write(target, state, writer, group.side_group())
+    write = partial(_write, target, state, writer, group.side_group())
     if async_save:
-        context_of(group.group).writing = under_way = write.in_background()
+        context_of(group.group).writing = under_way = _in_background(write)
         return Saving(target, under_way)
-    write.now()
+    write()
     return Saving(target)
 
 
@@ -154,50 +161,41 @@ class Saving:
     result = wait
 
 
-@dataclass(frozen=True)
-class _Write:
-    """Writes a state that training doesn't change, or waits for, by collectives of a side group."""
-
-    path: Path
-    state: dict[str, Any]
-    writer: CommittingWriter
-    group: dist.ProcessGroup
-
-    def now(self) -> None:
-        """By this very thread."""
-        failed = True
-        try:
-            dcp_save(self.state, storage_writer=self.writer, planner=SavePlanner(), process_group=self.group)
-            failed = False
-        except (CheckpointException, Exception) as error:  # whatever torch's writer, or a disk, raises
-            raise RuntimeError(self._reason(error)) from error
-        finally:
-            self.writer.release(failed)
-
-    def in_background(self) -> Future[None]:
-        """By a thread, for which the interpreter's end waits."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="lowlevel_zero checkpoint")
-        written = thread.submit(self.now)
-        written.add_done_callback(_log_error)
-        thread.shutdown(wait=False)
-        return written
-
-    def _reason(self, error: BaseException) -> str:
-        failures = getattr(error, "failures", None)
-        if failures:
-            rank, (cause, _) = min(failures.items())
-            told = f"rank {rank}: {type(cause).__name__}: {cause}"
-        else:
-            told = str(explained(error, self.group, "writing") or f"{type(error).__name__}: {error}")
+def _write(path: Path, state: dict[str, Any], writer: CommittingWriter, group: dist.ProcessGroup) -> None:
+    """Write a state that training doesn't change, or waits for, by collectives of a side group."""
+    failed = True
+    try:
+        dcp_save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
+        failed = False
+    except (CheckpointException, Exception) as error:  # whatever torch's writer, or a disk, raises
         hint = "" if dist.is_initialized() else f" ({ALONE})"
-        return f"{self.path}: the checkpoint could not be written, a former one is as it was. {told}{hint}"
+        raise RuntimeError(
+            f"{path}: the checkpoint could not be written, a former one is as it was. {_reason(error, group)}{hint}"
+        ) from error
+    finally:
+        writer.release(failed)
 
 
-def _log_error(written: Future[None]) -> None:
-    """Nobody may ever wait: an error of a thread goes to the log too."""
-    error = written.exception()
-    if error is not None:
-        _log.error("%s", error)
+def _reason(error: BaseException, group: dist.ProcessGroup) -> str:
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = min(failures.items())
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return str(explained(error, group, "writing") or f"{type(error).__name__}: {error}")
+
+
+def _in_background(write: Callable[[], None]) -> Future[None]:
+    """By a thread, for which the interpreter's end waits. Nobody else may: an error goes to the log too."""
+
+    def log_error(over: Future[None]) -> None:
+        if over.exception() is not None:
+            _log.error("%s", over.exception())
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix="lowlevel_zero checkpoint")
+    written = thread.submit(write)
+    written.add_done_callback(log_error)
+    thread.shutdown(wait=False)
+    return written
 
 
 def wait_for_last(group: ShardGroup) -> None:
@@ -241,7 +239,7 @@ def _check_arguments(target: Path, keep: int | None, rank_state: object) -> None
 
 
 def _tell_untrained(contents: Contents) -> None:
-    untrained = [name for name, tensor in contents.saved().items() if tensor.kind == UNTRAINED]
+    untrained = [name for name, tensor in contents.saved.items() if tensor.kind == UNTRAINED]
     if untrained and contents.group.group_rank == 0:
         _log.warning(
             "save_checkpoint: no optimizer that was given trains %s, ... (%d parameters that require gradients): their "
@@ -276,48 +274,28 @@ def _objects(
         settings[name] = {
             **contents.states_of[name].settings(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "options": _kept(optimizer.options),
-            "stage": _stage(optimizer),
+            "options": {name: getattr(optimizer.options, name) for name in _LAYOUT},
+            "stage": 2 if optimizer.options.partition_grad else 1,
             "slices": optimizer.shard_group.size,
         }
-    return Objects(settings, contents.extra_states(), extra)
+    return Objects(settings, contents.extra_states, extra)
 
 
-def _stage(optimizer: LowLevelZeroOptimizer) -> int:
-    return 2 if optimizer.options.partition_grad else 1
-
-
-def _kept(options: ZeroOptions) -> dict[str, Any]:
-    """What its layout depends on, and loading doesn't."""
-    dtype = options.communication_dtype
-    return {
-        "bucket_size": options.reduce_bucket_size,
-        "communication_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "reduce_scatter": options.reduce_scatter,
-        "master_weights": options.master_weights,
-        "cpu_offload": options.cpu_offload,
-        "pad_buckets_for_high_nccl_busbw": options.pad_buckets_for_high_nccl_busbw,
-        "fp8_communication": options.fp8_communication,
-        "fp8_min_numel": options.fp8_min_numel,
-    }
-
-
-def _manifest(contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> Manifest:
+def _manifest(contents: Contents, runs: tuple[str, ...], stage: int) -> Manifest:
     """The manifest, but for what is known when all has been written."""
-    saved = contents.saved()
     return Manifest(
         version=__version__,
         torch=torch.__version__,
         world_size=contents.group.ranks,
-        stage=_stage(next(iter(optimizers.values()))),
+        stage=stage,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         serial=0,
-        tensors={name: tensor for name, tensor in saved.items() if name not in contents.excluded},
-        tied=contents.tied(),
+        tensors={name: tensor for name, tensor in contents.saved.items() if name not in contents.excluded},
+        tied=contents.tied,
         files={},
         experts=contents.experts,
-        excluded={name: tensor for name, tensor in saved.items() if name in contents.excluded},
-        runs=runs_of(optimizers),
+        excluded=contents.excluded,
+        runs=runs,
     )
 
 

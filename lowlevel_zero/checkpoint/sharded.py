@@ -62,6 +62,6 @@ def _settings(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """The settings of what was saved; plain ones of what another optimizer has saved."""
     marked = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
     named = [{**group, "params": [name for name in group["params"] if not name.startswith(_MARK)]} for group in groups]
-    plain: dict[str, Any] = {"loss_scale": None, "plan": None, "states": {}, "absent": [], FP8: False}
+    plain: dict[str, Any] = {"loss_scale": None, "plan": None, "states": {}, FP8: False}
     own = unpacked(base64.b64decode(marked[0].removeprefix(_MARK))) if marked else {}
     return {**plain, **own, "param_groups": named}

@@ -118,9 +118,9 @@ class CommittingWriter(FileSystemWriter):
     def _commit(self, sums: dict[str, FileSum]) -> None:
         """The rest of the files, the renames, the pruning."""
         manifest = replace(self._manifest, files=sums, serial=next_serial(self._path))
-        missing = manifest.first_missing(self._written)
-        if missing is not None:
-            raise RuntimeError(f"{missing}, seen from rank 0: all ranks must see the same file system")
+        wrong = manifest.first_wrong(self._written)
+        if wrong is not None:
+            raise RuntimeError(f"{wrong}, seen from rank 0: all ranks must see the same file system")
         _write_through(self._written / MANIFEST, manifest.to_text().encode())
         publish(self._written, self._path, self._token)
         if self._keep is not None:

@@ -14,9 +14,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint.consolidate import MODEL, OPTIMIZER, bytes_to_do, consolidate, refuse_existing
+from ..checkpoint.consolidate import (
+    MODEL,
+    OPTIMIZER,
+    bytes_to_do,
+    check_files,
+    consolidate,
+    not_tensors,
+)
 from ..checkpoint.folders import locate
-from ..checkpoint.whole import WholeCheckpoint
+from ..checkpoint.saved import SavedCheckpoint
 from .description import as_text, describe
 from .memory import DTYPES, OWNERS, Estimate, estimate
 from .pictures import draw_estimates
@@ -53,14 +60,13 @@ def _consolidate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _consolidate(options: argparse.Namespace) -> None:
-    refuse_existing(options.out, options.force)
     checkpoint = _open(options.checkpoint)
     with _progress(bytes_to_do(checkpoint)) as bar:
         done = (lambda count: None) if bar is None else bar.update
         consolidate(checkpoint, options.out, force=options.force, done=done)
     print(f"wrote {options.out / MODEL} and {options.out / OPTIMIZER}")
-    if checkpoint.not_tensors():
-        print(f"left out, since safetensors holds tensors alone: {', '.join(checkpoint.not_tensors())}")
+    if not_tensors(checkpoint):
+        print(f"left out, since safetensors holds tensors alone: {', '.join(not_tensors(checkpoint))}")
     if checkpoint.manifest.excluded:
         print(f"not in it, since it was saved with exclude_frozen: {', '.join(checkpoint.manifest.excluded)}")
 
@@ -76,7 +82,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     checkpoint = _open(options.checkpoint)
     if options.check:
-        checkpoint.check_files()
+        check_files(checkpoint)
     found, layout = describe(checkpoint), layout_in(checkpoint, options.world_size)
     if options.json:
         print(json.dumps({**found, "layout": layout.as_dict()}, default=str, indent=1))
@@ -89,12 +95,14 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=told)
 
 
-def _open(path: Path) -> WholeCheckpoint:
+def _open(path: Path) -> SavedCheckpoint:
     """The checkpoint ``path``, or the newest whole one in it, which is said then, out of the way of results."""
     found = locate(path)
     if found != path:
         print(f"{path}: the newest whole checkpoint is {found}", file=sys.stderr)
-    return WholeCheckpoint(found)
+    checkpoint = SavedCheckpoint(found)
+    checkpoint.manifest.check_files(found, verify=False)
+    return checkpoint
 
 
 def _progress(total: int) -> Any:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..checkpoint.manifest import TRAINABLE
 from ..checkpoint.optimizers import Name
-from ..checkpoint.whole import StoredTensor, WholeCheckpoint
+from ..checkpoint.saved import SavedCheckpoint
 from .text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
-def describe(checkpoint: WholeCheckpoint) -> dict[str, Any]:
+def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
     """All but the tensors' values, as ``inspect --json`` prints it.
 
     ``steps`` is the least and the most steps that a parameter has taken; None where no state counts them. ``groups``
@@ -27,20 +27,19 @@ def describe(checkpoint: WholeCheckpoint) -> dict[str, Any]:
         CheckpointError: a file can't be read.
     """
     manifest, optimizers = checkpoint.manifest, checkpoint.objects.optimizers
-    model = checkpoint.model()
-    states = {name: checkpoint.state(name) for name in manifest.tensors}
+    states = checkpoint.states
     told = ("format", "version", "torch", "saved", "world_size", "stage")
     return {
         "path": str(checkpoint.path),
         **{name: getattr(manifest, name) for name in told},
-        "steps": _steps(checkpoint, states),
+        "steps": _steps(checkpoint),
         "model": [
             {
                 "name": name,
-                "tensor": _tensor(model[name]),
+                "tensor": _tensor(checkpoint.model[name]),
                 "kind": entry.kind,
                 "group": entry.group,
-                "state": {key: _tensor(each) for key, each in states[name].items() if isinstance(each, StoredTensor)},
+                "state": {key: _tensor(each) for key, each in states.get(name, {}).items()},
                 "ranks": manifest.experts[name].ranks if name in manifest.experts else None,
                 "optimizer": entry.optimizer,
             }
@@ -65,20 +64,20 @@ def _only(by_name: Mapping[Name, Any]) -> Any:
     return by_name[None] if None in by_name else dict(by_name)
 
 
-def _steps(checkpoint: WholeCheckpoint, states: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
-    counters = [state["step"] for state in states.values() if "step" in state]
-    stored = [each for each in counters if isinstance(each, StoredTensor)]
-    counts = [int(each) for each in counters if not isinstance(each, StoredTensor)]
-    for each in stored:
-        count = torch.empty(each.shape, dtype=each.dtype, device="cpu")
-        checkpoint.read_whole(each, count)
-        counts.append(int(count))
+def _steps(checkpoint: SavedCheckpoint) -> tuple[int, int] | None:
+    others = [state for settings in checkpoint.objects.optimizers.values() for state in settings["states"].values()]
+    counts = [int(state["step"]) for state in others if "step" in state]
+    for name, state in checkpoint.states.items():
+        if "step" in state:
+            count = torch.empty_like(state["step"], device="cpu")
+            checkpoint.read({}, {name: {"step": count}})
+            counts.append(int(count))
     return (min(counts), max(counts)) if counts else None
 
 
-def _tensor(tensor: StoredTensor) -> dict[str, Any]:
+def _tensor(tensor: Tensor) -> dict[str, Any]:
     return {
-        "shape": tensor.shape,
+        "shape": tuple(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "bytes": tensor.nbytes,
     }

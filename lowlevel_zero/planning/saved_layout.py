@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..bookkeeping.sharding import SCALARS
 from ..checkpoint.objects import Settings
-from ..checkpoint.whole import StoredTensor, WholeCheckpoint
+from ..checkpoint.saved import SavedCheckpoint
 from ..options import ZeroOptions
 from ..partition import EvenSplit
 from ..state.global_names import Ranks
@@ -16,7 +16,7 @@ from .layout import Layout, ParameterLayout, parameter_layout
 from .memory import as_dtype
 
 
-def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None) -> Layout:
+def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Layout:
     """The layout after loading it, of all optimizers' parameters; no tensor is read, and no process group needed.
 
     Args:
@@ -30,7 +30,7 @@ def layout_in(checkpoint: WholeCheckpoint, world_size: int | None = None) -> Lay
     return Layout(None, checkpoint.manifest.stage, tuple(parameters), ())
 
 
-def _parameters(checkpoint: WholeCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
+def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
     """One optimizer's, those first that all ranks share."""
     everyone, experts = _ranks(checkpoint, settings, world_size), checkpoint.manifest.experts
     options = _options(settings, settings.get("stage", checkpoint.manifest.stage))
@@ -40,7 +40,7 @@ def _parameters(checkpoint: WholeCheckpoint, settings: Settings, world_size: int
     return [_parameter(checkpoint, name, ranks_of[name], options) for name in names]
 
 
-def _ranks(checkpoint: WholeCheckpoint, settings: Settings, world_size: int | None) -> Ranks:
+def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> Ranks:
     saved_by = settings.get("slices", checkpoint.manifest.world_size)
     size = saved_by if world_size is None else world_size
     if size < 1:
@@ -60,12 +60,12 @@ def _options(settings: Settings, stage: int) -> ZeroOptions:
     return ZeroOptions(partition_grad=stage == 2, **told)
 
 
-def _parameter(checkpoint: WholeCheckpoint, name: str, ranks: Ranks, options: ZeroOptions) -> ParameterLayout:
+def _parameter(checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: ZeroOptions) -> ParameterLayout:
     entry = checkpoint.manifest.tensors[name]
     split = EvenSplit(entry.numel, len(ranks))
     state = 0
-    for key, value in checkpoint.state(name).items():
-        if isinstance(value, StoredTensor) and key != MASTER:
+    for key, value in checkpoint.states.get(name, {}).items():
+        if key != MASTER:
             sliced = key not in SCALARS and value.shape == entry.shape
             state += split.slice_size * value.dtype.itemsize if sliced else value.nbytes
     return parameter_layout(name, entry.shape, entry.torch_dtype, entry.group or 0, ranks, options, state)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 
 # torch.distributed.checkpoint takes a while to import: what saves has done so.
@@ -149,9 +148,9 @@ _COPYING = {
 }
 
 
-def boxed(own: Tensor, shape: Sequence[int], stride: Sequence[int], ranks: ShardGroup) -> BoxedTensor:
-    """The tensor of which this one of ``ranks`` holds the slice ``own``, with its padding or without."""
-    start, stop = EvenSplit(math.prod(shape), ranks.size).span(ranks.rank)
+def boxed(own: Tensor, split: EvenSplit, rank: int, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
+    """The tensor of which ``own`` is row ``rank`` of this split, with its padding or without."""
+    start, stop = split.span(rank)
     return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from ..bookkeeping.module_names import matched
@@ -63,11 +63,10 @@ class GlobalNames:
 
     def _tell_experts_apart(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
         holders: dict[str, list[tuple[int, Ranks]]] = {}
-        for told in from_leaders(groups, list(_led(groups, number_of))):
-            for number, ranks, names in told:
-                for name in names:
-                    holders.setdefault(name, []).append((number, ranks))
         own = [_places(group, groups[0]) for group in groups]
+        led = [(name, number, own[number]) for name, number in number_of.items() if _leads(groups, number)]
+        for name, number, ranks in (each for told in from_leaders(groups, led) for each in told):
+            holders.setdefault(name, []).append((number, ranks))
         for name, held in holders.items():
             for at, (number, ranks) in enumerate(held):
                 tagged = name if len(held) == 1 else f"{name}@{at}"
@@ -94,6 +93,21 @@ def from_leaders(groups: Sequence[ShardGroup], own: T) -> list[T]:
     return [told for told in groups[0].all_gather_object(own if leads else None) if told is not None]
 
 
+def of_all_ranks(groups: Sequence[ShardGroup], own: Mapping[str, T], number_of: Mapping[str, int]) -> dict[str, T]:
+    """What this rank has by global names, and then what others have of their experts. Communicates with experts.
+
+    Args:
+        groups: the shard groups.
+        own: what this rank has.
+        number_of: the shard groups' numbers by the same names.
+    """
+    led = {name: value for name, value in own.items() if _leads(groups, number_of[name])}
+    found = dict(own)
+    for told in from_leaders(groups, led):
+        found.update(told)
+    return found
+
+
 def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) -> None:
     """Raise ``ValueError`` where groups that call their experts the same are not as many as when they were saved."""
     here, there = (Counter(expert.name for expert in experts.values()) for experts in (ours, saved))
@@ -107,11 +121,9 @@ def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) 
             )
 
 
-def _led(groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> Iterator[tuple[int, Ranks, list[str]]]:
-    """What this rank tells the others: the names of experts of groups whose first rank it is."""
-    for number, group in enumerate(groups):
-        if number and group.group_rank == 0:
-            yield number, _places(group, groups[0]), [name for name, of in number_of.items() if of == number]
+def _leads(groups: Sequence[ShardGroup], number: int) -> bool:
+    """Whether this rank tells the others of what the group of this number shares."""
+    return number > 0 and groups[number].group_rank == 0
 
 
 def _places(group: ShardGroup, all_ranks: ShardGroup) -> Ranks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,35 +16,14 @@ from ..loss_scaler import LossScaler
 from ..optim.probe import NoProbe, first_states
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
-from .global_names import from_leaders
+from .global_names import from_leaders, of_all_ranks
 from .values import is_slice
-from .whole import MASTER, State, in_group_order, load_slices, own_state, scale_as_numbers
+from .whole import MASTER, State, load_slices, own_state, scale_as_numbers
 
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
 
 _TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
-
-
-class Stored(NamedTuple):
-    """A tensor in a checkpoint: what has one number an element of the parameter has its shape."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Told(NamedTuple):
-    """What a rank knows that others may not, who have other experts.
-
-    Attributes:
-        groups: each param group's names: the shared ones, and experts of groups whose first rank it is.
-        states: of all of these, states that aren't tensors.
-        plans: bucket plans of the groups whose first rank it is.
-    """
-
-    groups: list[list[str]]
-    states: dict[str, State]
-    plans: list[State | None]
 
 
 class ShardedState:
@@ -66,19 +45,21 @@ class ShardedState:
     """
 
     def __init__(self, optimizer: ShardedOptimizer, names: Mapping[Tensor, str]) -> None:
+        self._optimizer = optimizer
         self._optim = optimizer.optim
         self._groups = optimizer.sharded_groups
         self._scaler = optimizer.scaler
         self._parameters: ParameterStore = optimizer.sharded_parameters
         self._names = names
-        self._told = from_leaders(self._parameters.shard_groups, self._own_told())
-
-    def _own_told(self) -> Told:
         store = self._parameters
         led = {0, *(group.number for group in self._groups if group.group.group_rank == 0)}
-        groups = [[self._names[p] for p in members if store.shard_group_of(p) in led] for members in store.groups]
-        plans = [self._plan_of(group) for group in self._groups if group.number in led - {0}]
-        return Told(groups, self._other_states(record for record in store if record.shard_group in led), plans)
+        own_groups = [[names[p] for p in members if store.shard_group_of(p) in led] for members in store.groups]
+        own_plans = [self._plan_of(group) for group in self._groups if group.number in led - {0}]
+        told = from_leaders(store.shard_groups, (own_groups, own_plans))
+        self._other_groups, self._other_plans = [groups for groups, _ in told], [plan for _, of in told for plan in of]
+        numbers = {self._name(record): record.shard_group for record in store}
+        described = {self._name(record): _described(own_state(self._optim, record)) for record in store}
+        self._described = of_all_ranks(store.shard_groups, described, numbers)
 
     # ---- reading ----
 
@@ -96,7 +77,7 @@ class ShardedState:
                 if isinstance(value, Tensor):
                     sliced = is_slice(key, value, record)
                     state = found.setdefault(self._name(record), {})
-                    state[key] = self._boxed(record, value) if sliced else value.detach()
+                    state[key] = _boxed(value, record) if sliced else value.detach()
         return found
 
     def room(self) -> States:
@@ -107,25 +88,14 @@ class ShardedState:
         except NoProbe:
             return {}
         group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
-        found: States = {}
-        for record in new:
-            state = {key: value for key, value in first[group_of[record.p32]].items() if isinstance(value, Tensor)}
-            if record.keeps_more:
-                state[MASTER] = record.p32.new_zeros(_TRIED)
-            if state:
-                found[self._name(record)] = {key: self._zeros(key, like, record) for key, like in state.items()}
-        return found
+        return self.templates({self._name(record): _expected(first[group_of[record.p32]], record) for record in new})
 
-    def _zeros(self, key: str, like: Tensor, record: ShardedParameter) -> Tensor:
-        if key in SCALARS or like.shape != (_TRIED,):
-            return torch.zeros_like(like)
-        return self._boxed(record, torch.zeros(record.split.slice_size, dtype=like.dtype, device=like.device))
+    def present(self) -> dict[str, list[str]]:
+        """The names of the states that are tensors, masters among them, of all ranks' parameters that have some."""
+        return {name: tensors for name, (tensors, _) in self._described.items() if tensors}
 
     def settings(self) -> State:
         """All that isn't in ``tensors``."""
-        states = self._other_states(self._parameters.by_shard_group[0])
-        for told in self._told:
-            states.update(told.states)
         return {
             "param_groups": [
                 {**{key: value for key, value in group.items() if key != "params"}, "params": names}
@@ -133,45 +103,28 @@ class ShardedState:
             ],
             "loss_scale": scale_as_numbers(self._scaler),
             "plan": next((self._plan_of(group) for group in self._groups if group.number == 0), None),
-            "other_plans": [plan for told in self._told for plan in told.plans],
-            "states": states,
+            "other_plans": self._other_plans,
+            "states": {name: others for name, (_, others) in self._described.items() if others},
         }
-
-    def _other_states(self, records: Iterable[ShardedParameter]) -> dict[str, State]:
-        states: dict[str, State] = {}
-        for record in records:
-            state = own_state(self._optim, record)
-            if state:
-                states[self._name(record)] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
-        return states
 
     def _plan_of(self, group: ShardedGroup) -> State | None:
         plan = group.reducer.plan_state()
-        if plan is None:
-            return None
-        names = [self._name(record) for record in group.records]
-        return {
-            **plan._asdict(),
-            "order": [names[index] for index in plan.order],
-            "repeats": [names[index] for index in plan.repeats],
-        }
+        return None if plan is None else renamed(plan._asdict(), [self._name(record) for record in group.records])
 
     # ---- writing ----
 
-    def templates(self, saved: Mapping[str, Mapping[str, Stored]]) -> States:
-        """Empty tensors to load into, of what was ``saved``, whether or not the optimizer has it yet."""
+    def templates(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
+        """Zeros to load into, of what was ``saved``, which has shapes and dtypes alone; whether or not it is there yet.
+
+        What has the parameter's shape is this rank's slice of it.
+        """
         found: States = {}
         for record in self._parameters:
             of_record = saved.get(self._name(record), {}).items()
             state = {key: each for key, each in of_record if key != MASTER or record.keeps_more}
             if state:
-                found[self._name(record)] = {key: self._template(key, each, record) for key, each in state.items()}
+                found[self._name(record)] = {key: _zeros(key, each, record) for key, each in state.items()}
         return found
-
-    def _template(self, key: str, saved: Stored, record: ShardedParameter) -> Tensor:
-        if key in SCALARS or saved.shape != record.p.shape:
-            return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-        return self._boxed(record, torch.empty(record.split.slice_size, dtype=saved.dtype, device=record.p32.device))
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless ``settings`` are of an optimizer with the same parameters in the same groups."""
@@ -187,48 +140,40 @@ class ShardedState:
         if self._scaler is not None and settings["loss_scale"] is not None:
             LossScaler().load_state_dict(settings["loss_scale"])
 
-    def check_shapes(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Raise ``ValueError`` where slices are of other shapes, or in another memory order, than the parameter's."""
-        for record in self._parameters:
-            expected = tuple(record.p.shape), record.p.stride()
-            for each in tensors.get(self._name(record), {}).values():
-                if isinstance(each, BoxedTensor) and (tuple(each.shape), each.strides) != expected:
-                    raise ValueError(
-                        f"{self._name(record)}: expected state of shape {expected[0]} and strides {expected[1]}, got "
-                        f"{tuple(each.shape)} and {each.strides}: build the model that it was saved of"
-                    )
+    def slices(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any]
+    ) -> dict[ShardedParameter, State]:
+        """The states of each parameter as this rank's optimizer holds them, and masters, ``[s]``.
 
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any]) -> None:
-        """Take over states, group settings, loss scale and plan; masters are left to ``masters``.
-
-        Checked settings and loaded templates are expected. There must be no gradients around.
+        Raises:
+            ValueError: a tensor is of another shape, or in another memory order, or isn't among those that were given.
         """
-        slices: dict[int, State] = {}
-        for place, record in enumerate(in_group_order(self._optim, self._parameters)):
+        found: dict[ShardedParameter, State] = {}
+        for record in self._parameters:
             name = self._name(record)
-            of_record = {key: _own(each, record) for key, each in tensors.get(name, {}).items() if key != MASTER}
-            state = {**settings["states"].get(name, {}), **of_record}
-            if state:
-                slices[place] = state
-        load_slices(self._optim, settings["param_groups"], slices)
-        if self._scaler is not None and settings["loss_scale"] is not None:
-            self._scaler.load_state_dict(settings["loss_scale"])
+            given = tensors.get(name, {})
+            saved = given if "present" not in settings else settings["present"].get(name, ())
+            keys = [key for key in saved if key != MASTER or record.keeps_more]
+            of_record = {key: _own(name, key, given.get(key), record) for key in keys}
+            found[record] = {**settings["states"].get(name, {}), **of_record}
+        return found
+
+    def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any]) -> None:
+        """Take over states, but for masters, group settings, loss scale and plan.
+
+        Checked settings are expected. There must be no gradients around.
+        """
+        load_slices(self._optimizer, settings["param_groups"], slices, settings["loss_scale"])
         plans = [settings["plan"], *settings.get("other_plans", ())]
         for group in self._groups:
             group.reducer.restore_plan(self._plan(group, plans))
-
-    def masters(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[ShardedParameter, Tensor]:
-        """Loaded masters by record, ``[s]``."""
-        loaded = {record: tensors.get(self._name(record), {}).get(MASTER) for record in self._parameters}
-        return {record: _own(master, record) for record, master in loaded.items() if master is not None}
 
     def _plan(self, group: ShardedGroup, plans: Iterable[Mapping[str, Any] | None]) -> PlanState | None:
         """The one of the saved plans that is of these parameters, by index; None: it is to be learnt anew."""
         indices = {self._name(record): record.index for record in group.records}
         for saved in plans:
             if saved is not None and set(saved["order"]) == set(indices):
-                order = [indices[name] for name in saved["order"]]
-                return PlanState(**{**saved, "order": order, "repeats": [indices[name] for name in saved["repeats"]]})
+                return PlanState(**renamed(saved, indices))
         return None
 
     # ---- names ----
@@ -236,14 +181,11 @@ class ShardedState:
     def _name(self, record: ShardedParameter) -> str:
         return self._names[record.p]
 
-    def _boxed(self, record: ShardedParameter, own: Tensor) -> BoxedTensor:
-        return boxed(own, record.p.shape, record.p.stride(), self._parameters.ranks_of(record))
-
     def group_names(self) -> list[list[str]]:
         """The names in each param group: the shared ones as this rank has them, with all ranks' experts between."""
         store = self._parameters
         shared = [[self._names[p] for p in members if store.shard_group_of(p) == 0] for members in store.groups]
-        return [_with_experts(names, [told.groups[at] for told in self._told]) for at, names in enumerate(shared)]
+        return [_with_experts(names, [told[at] for told in self._other_groups]) for at, names in enumerate(shared)]
 
 
 _REMEDY = "build the optimizer with the groups that it was saved with"
@@ -263,9 +205,53 @@ def _with_experts(shared: Sequence[str], told: Iterable[Iterable[str]]) -> list[
     return [name for at in before for name in (*before[at], at) if name is not None]
 
 
-def _own(tensor: Tensor, record: ShardedParameter) -> Tensor:
+def _described(state: State) -> tuple[list[str], State]:
+    """The names of its tensors, and the rest."""
+    tensors = [key for key, value in state.items() if isinstance(value, Tensor)]
+    return tensors, {key: value for key, value in state.items() if key not in tensors}
+
+
+def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
+    """Without values, the tensors of a whole state, of which ``first`` is one of a parameter of ``_TRIED`` elements."""
+    tensors = {key: value for key, value in first.items() if isinstance(value, Tensor)}
+    if record.keeps_more:
+        tensors[MASTER] = record.p32.new_zeros(_TRIED)
+    return {
+        key: value.new_empty(record.p.shape if value.shape == (_TRIED,) else value.shape, device="meta")
+        for key, value in tensors.items()
+    }
+
+
+def _zeros(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
+    if key in SCALARS or like.shape != record.p.shape:
+        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+    return _boxed(torch.zeros(record.split.slice_size, dtype=like.dtype, device=record.p32.device), record)
+
+
+def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:
+    return boxed(own, record.split, record.rank, record.p.shape, record.p.stride())
+
+
+def _own(name: str, key: str, tensor: Tensor | None, record: ShardedParameter) -> Tensor:
     """A state as this rank's optimizer holds it: a slice ``[s]`` with zeros for its padding, or what is whole."""
+    if tensor is None:
+        raise ValueError(
+            f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it into: it "
+            "hasn't stepped yet, and no other of its class can be made to find out what states it will have; take a "
+            "step first, or use save_checkpoint and load_checkpoint"
+        )
     if not isinstance(tensor, BoxedTensor):
         return tensor
+    expected, got = (tuple(record.p.shape), record.p.stride()), (tuple(tensor.shape), tensor.strides)
+    if got != expected:
+        raise ValueError(
+            f"{name}: expected state of shape {expected[0]} and strides {expected[1]}, got {got[0]} and {got[1]}: "
+            "build the model that it was saved of"
+        )
     own, size = tensor.local, record.split.slice_size
     return own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own)))
+
+
+def renamed(plan: Mapping[str, Any], names: Any) -> State:
+    """A bucket plan whose parameters are called by other ``names``."""
+    return {**plan, **{key: [names[each] for each in plan[key]] for key in ("order", "repeats")}}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..sharded_optimizer import ShardedOptimizer
-from .global_names import GlobalNames, from_leaders
-from .sharded import ShardedState, States, Stored
-from .whole import FP8, State
+from .global_names import GlobalNames
+from .sharded import ShardedState, States
+from .whole import FP8, State, offer_masters
 
 SETTINGS = "settings"
 _LENGTH_BYTES = 8
@@ -49,11 +49,8 @@ def held(optimizer: ShardedOptimizer) -> tuple[States, State]:
     for record in optimizer.sharded_parameters:
         record.follow_edits()
     sharded = ShardedState(optimizer, _names(optimizer))
-    room = sharded.room()
-    told = from_leaders(optimizer.sharded_parameters.shard_groups, list(_flat(room)))
-    absent = sorted({*_flat(room), *(name for names in told for name in names)})
-    settings = {**sharded.settings(), "absent": absent, FP8: optimizer.options.fp8_communication}
-    return {**sharded.tensors(), **room}, settings
+    settings = {**sharded.settings(), "present": sharded.present(), FP8: optimizer.options.fp8_communication}
+    return {**sharded.tensors(), **sharded.room()}, settings
 
 
 def take_over(optimizer: ShardedOptimizer, tensors: Mapping[str, Mapping[str, Tensor]], settings: State) -> None:
@@ -65,16 +62,10 @@ def take_over(optimizer: ShardedOptimizer, tensors: Mapping[str, Mapping[str, Te
     names = (name for group in settings["param_groups"] for name in group["params"])
     sharded = ShardedState(optimizer, _names(optimizer, names))
     sharded.check(settings)
-    sharded.check_shapes(tensors)
-    absent = set(settings["absent"])
-    present = {
-        name: {key: tensor for key, tensor in state.items() if f"{name}.{key}" not in absent}
-        for name, state in tensors.items()
-    }
+    slices = sharded.slices(tensors, settings)
     optimizer.zero_grad()
-    sharded.load(present, settings)
-    for record, master in sharded.masters(present).items():
-        record.offer_master(master, settings[FP8])
+    sharded.load(slices, settings)
+    offer_masters(slices, settings[FP8])
 
 
 def _names(optimizer: ShardedOptimizer, saved: Iterable[str] = ()) -> dict[Tensor, str]:
@@ -93,7 +84,9 @@ def _to_load_into(optimizer: ShardedOptimizer, metadata: Any, prefix: str) -> di
     if size is None:
         raise ValueError(f"metadata: expected {prefix}{SETTINGS}, which sharded_state_dict() saved, found none")
     tensors = {name: each for name, each in saved.items() if hasattr(each, "size")}
-    by_name = _nested({name: Stored(tuple(each.size), each.properties.dtype) for name, each in tensors.items()})
+    by_name = _nested(
+        {name: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for name, each in tensors.items()}
+    )
     templates = ShardedState(optimizer, _names(optimizer, by_name)).templates(by_name)
     return {**_flat(templates), SETTINGS: torch.empty(size, dtype=torch.uint8, device="cpu")}
 

@@ -149,17 +149,13 @@ def _whole_state(
     for key, value in state.items():
         if is_slice(key, value, record):
             (gathered,) = whole_slices([Slice(record, value)], group)
-            size += gathered.numel() * gathered.element_size() / 2**20
+            size += gathered.nbytes / 2**20
             if keep:
-                whole[key] = _on_host(gathered) if pinned is None else _into_pinned(pinned, key, gathered)
+                whole[key] = gathered.detach().cpu() if pinned is None else _into_pinned(pinned, key, gathered)
             del gathered  # before the next one
         elif keep:
-            whole[key] = _on_host(value.clone()) if isinstance(value, Tensor) else copy.deepcopy(value)
+            whole[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
     return whole, size
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
 
 
 def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
@@ -236,42 +232,49 @@ def load_state_shards(
     """
     if loss_scale is not None:
         LossScaler().load_state_dict(loss_scale)
-    optim, parameters = optimizer.optim, optimizer.sharded_parameters
-    records = _records_by_place(parameters, param_groups)
-    renumbered = {record: at for at, record in enumerate(in_group_order(optim, parameters))}
-    slices: dict[int, State] = {}
-    masters: list[tuple[ShardedParameter, Tensor]] = []
+    records = _records_by_place(optimizer.sharded_parameters, param_groups)
+    slices: dict[ShardedParameter, State] = {}
     for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
         record = records.get(place)
-        if record is None:
-            continue
-        _check_shapes(state, record)
-        if MASTER in state:
-            masters.append((record, record.slice_of(state[MASTER])))
-        rest = {key: value for key, value in state.items() if key != MASTER}
-        if rest:
-            slices[renumbered[record]] = slice_state(rest, record)
-    load_slices(optim, param_groups, slices)
-    for record, master in masters:
-        record.offer_master(master, fp8)
+        if record is not None:
+            _check_shapes(state, record)
+            master = {MASTER: record.slice_of(state[MASTER])} if MASTER in state else {}
+            slices[record] = slice_state({k: v for k, v in state.items() if k != MASTER}, record) | master
+    load_slices(optimizer, param_groups, slices, loss_scale)
+    offer_masters(slices, fp8)
+
+
+def load_slices(
+    optimizer: ShardedOptimizer,
+    param_groups: Sequence[Mapping[str, Any]],
+    states: Mapping[ShardedParameter, State],
+    loss_scale: Mapping[str, Any] | None,
+) -> None:
+    """Hand slices to the wrapped optimizer's own ``load_state_dict``, which casts them to ``p32``'s dtype.
+
+    Of masters nothing is taken here.
+    """
+    optim, parameters = optimizer.optim, optimizer.sharded_parameters
+    place = {p32: at for at, p32 in enumerate(p32 for group in optim.param_groups for p32 in group["params"])}
+    groups = [
+        {**saved, "params": [place[p32] for p32 in held["params"]]}
+        for saved, held in zip(param_groups, optim.param_groups, strict=True)
+    ]
+    state: dict[int, State] = {}
+    for p32, at in place.items():
+        of_slice = {key: v for key, v in states.get(parameters.of_slice(p32), {}).items() if key != MASTER}
+        if of_slice:
+            state[at] = of_slice
+    optim.load_state_dict({"state": state, "param_groups": groups})
     if optimizer.scaler is not None and loss_scale is not None:
         optimizer.scaler.load_state_dict(loss_scale)
 
 
-def in_group_order(optim: Optimizer, parameters: ParameterStore) -> list[ShardedParameter]:
-    """The records as the wrapped optimizer's groups hold their slices."""
-    return [parameters.of_slice(p32) for group in optim.param_groups for p32 in group["params"]]
-
-
-def load_slices(optim: Optimizer, param_groups: Sequence[Mapping[str, Any]], state: dict[int, State]) -> None:
-    """Hand slices to the wrapped optimizer's own ``load_state_dict``, which casts them to ``p32``'s dtype."""
-    groups = []
-    count = 0
-    for saved, held in zip(param_groups, optim.param_groups, strict=True):
-        members = list(range(count, count + len(held["params"])))
-        groups.append({**saved, "params": members})
-        count += len(members)
-    optim.load_state_dict({"state": state, "param_groups": groups})
+def offer_masters(states: Mapping[ShardedParameter, State], fp8: bool) -> None:
+    """Let parameters have the masters among ``states`` where these round to them, as ``offer_master`` does."""
+    for record, state in states.items():
+        if MASTER in state:
+            record.offer_master(state[MASTER], fp8)
 
 
 def _records_by_place(

@@ -16,7 +16,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -258,6 +263,34 @@ def test_states_that_are_no_tensors_travel_too(tmp_path: Path) -> None:
     assert run_ranks(save_and_load, 2) == [[], []]
 
 
+class Secretive(torch.optim.Adam):
+    """No other one can be made to find out what state it will have."""
+
+    def __init__(self, parameters: Any, run: str) -> None:
+        super().__init__(parameters, lr=0.01)
+
+
+def secretive(seed: int, steps: int) -> tuple[Net, LowLevelZeroOptimizer]:
+    model = Net(seed)
+    optimizer = LowLevelZeroOptimizer(Secretive(model.parameters(), "a"), model=model, assume_elementwise=True)
+    for at in range(steps):
+        step(model, optimizer, at)
+    return model, optimizer
+
+
+def test_state_that_a_fresh_optimizer_did_not_ask_for_is_missed(tmp_path: Path) -> None:
+    def save_and_load(rank: int, world_size: int) -> list[str]:
+        _, optimizer = secretive(0, 2)
+        dcp.save({"optim": Sharded(optimizer)}, checkpoint_id=tmp_path / "a")
+        with pytest.raises(ValueError, match="has its step.*load_checkpoint"):
+            dcp.load({"optim": Sharded(secretive(1, 0)[1])}, checkpoint_id=tmp_path / "a")
+        _, other = secretive(1, 1)
+        dcp.load({"optim": Sharded(other)}, checkpoint_id=tmp_path / "a")
+        return differences(optimizer.state_dict(), other.state_dict())
+
+    assert run_ranks(save_and_load, 2) == [[], []]
+
+
 def test_weights_that_were_loaded_before_are_what_is_saved(tmp_path: Path) -> None:
     """Masters of 16-bit weights follow edits of the model at the next step, or when they are looked at."""
 
@@ -288,6 +321,26 @@ def test_another_optimizer_s_groups_are_refused() -> None:
         return str(caught.value)
 
     assert all("build the optimizer with the groups" in told for told in run_ranks(load, 2))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_torch_s_own_state_dicts_of_an_optimizer_name_what_to_use(steps: int) -> None:
+    def attempt(rank: int, world_size: int) -> list[str]:
+        model, optimizer = ours(0)
+        for at in range(steps):
+            step(model, optimizer, at)
+        before = whole(model, optimizer)
+        for call in (
+            lambda: get_optimizer_state_dict(model, optimizer),
+            lambda: get_state_dict(model, optimizer),
+            lambda: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []}),
+        ):
+            with pytest.raises(TypeError, match=r"Sharded\(optimizer\)"):
+                call()
+        settings = [optimizer.param_groups[0]["lr"], *(p.grad for p in optimizer.param_groups[0]["params"])]
+        return differences(before, whole(model, optimizer)) + differences([0.01] + [None] * 7, settings)
+
+    assert run_ranks(attempt, 2) == [[], []]
 
 
 # Of torch 2.4

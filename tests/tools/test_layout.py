@@ -16,7 +16,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.checkpoint.whole import WholeCheckpoint
+from lowlevel_zero.checkpoint.saved import SavedCheckpoint
 from lowlevel_zero.planning.layout import Layout, RankBytes
 from lowlevel_zero.planning.saved_layout import layout_in
 from tests.support.oracle import Odd, Run, groups, train_rank
@@ -206,15 +206,15 @@ def loaded(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
 def test_a_checkpoint_s_is_that_of_the_runs_that_saved_and_load_it(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "step-2"
     at_two = run_ranks(saved, 2, run, path)[0]
-    assert comparable(layout_in(WholeCheckpoint(path))) == at_two
+    assert comparable(layout_in(SavedCheckpoint(path))) == at_two
     at_three = run_ranks(loaded, 3, run, path)[0]
-    assert comparable(layout_in(WholeCheckpoint(path), world_size=3)) == at_three
+    assert comparable(layout_in(SavedCheckpoint(path), world_size=3)) == at_three
 
 
 def test_inspect_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "step-2"
     run_ranks(saved, 2, RUN, path)
-    layout = layout_in(WholeCheckpoint(path))
+    layout = layout_in(SavedCheckpoint(path))
     assert main(["inspect", str(path)]) == 0
     assert capsys.readouterr().out.endswith(f"\n\n{layout.table()}\n")
     assert "span" in layout.table()
@@ -223,7 +223,7 @@ def test_inspect_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["inspect", str(path), "--world-size", "64", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["world_size"] == 2
-    assert told["layout"] == json.loads(layout_in(WholeCheckpoint(path), 64).json())
+    assert told["layout"] == json.loads(layout_in(SavedCheckpoint(path), 64).json())
     assert told["layout"]["world_size"] == 64
 
 
