@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..communication.process_groups import start_alone
 from ..optimizer import LowLevelZeroOptimizer
 from .checks import check_accelerator, check_loss_scales, check_plain, checked_options
 from .files import load_sharded, load_whole, save_sharded
@@ -71,8 +71,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
                 "prepare: expected an optimizer over parameters of a prepared model, got one that holds none of them: "
                 "call prepare(model, optimizer), with an optimizer made from model.parameters()"
             )
-        if not dist.is_initialized():
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        start_alone()
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         sharded = LowLevelZeroOptimizer(optimizer, model=model, **self.zero_options)
         check_loss_scales([*self._sharded(), sharded])

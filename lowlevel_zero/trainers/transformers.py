@@ -32,6 +32,8 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         RuntimeError: the trainer doesn't see the processes that were launched, or would use several GPUs in one.
     """
 
+    accelerator: Any
+
     def __init__(self, *args: Any, zero_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.zero_options = checked_options(zero_options)
         super().__init__(*args, **kwargs)

@@ -16,6 +16,7 @@ from transformers import GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArgumen
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.trainers.transformers import ZeroTrainer, ZeroTrainerMixin
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 from tests.support.trainers import LayerDrop, adamw, forget, gpt2, launched, llama, momentum, sentences, weights
 
@@ -248,7 +249,7 @@ def misused(rank: int, world_size: int, name: str, folder: str) -> None:
 def several_gpus(rank: int, folder: str) -> None:
     args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
     assert args.n_gpu == 0
-    args._n_gpu = 2
+    patch_rank(args, "_n_gpu", 2)
     ZeroTrainer(model=gpt2(), args=args)
 
 
