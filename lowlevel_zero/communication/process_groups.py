@@ -180,3 +180,9 @@ def _group_beside(
     assert isinstance(made, dist.ProcessGroup)
     torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+def start_alone() -> None:
+    """Have this process, which was started without others, be a default group of one rank, unless there is a group."""
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

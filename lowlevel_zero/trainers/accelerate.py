@@ -1,0 +1,146 @@
+"""``ZeroAccelerator``: accelerate's ``Accelerator`` with sharded optimizers in the place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..communication.process_groups import start_alone
+from ..optimizer import LowLevelZeroOptimizer
+from .checks import check_accelerator, check_loss_scales, check_plain, checked_options
+from .files import load_sharded, load_whole, save_sharded
+
+
+class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no types
+    """An ``Accelerator`` whose ``prepare`` takes plain models and optimizers, and shards the optimizers.
+
+    A model is moved, cast and compiled as accelerate does it, but not wrapped. Every rank calls ``prepare``,
+    ``backward``, ``save_state`` and ``load_state``. A single process makes itself a process group of one rank.
+
+    Args:
+        zero_options: keywords of ``LowLevelZeroOptimizer``, for each optimizer that is prepared.
+        args, kwargs: ``Accelerator``'s.
+
+    Raises:
+        TypeError, ValueError: unknown ``zero_options``, fp16 or fp8 by accelerate, or another way to shard beside this.
+        RuntimeError: accelerate doesn't see the processes that were launched.
+    """
+
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, zero_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self.zero_options = checked_options(zero_options)
+        super().__init__(*args, **kwargs)
+        check_accelerator(self)
+
+    # ---- what is prepared ----
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As in accelerate; models come first, whatever their place, so that optimizers find them moved."""
+        for each in args:
+            check_plain(each)
+        placed = zip(args, device_placement or len(args) * [None], strict=True)
+        ready = [self.prepare_model(each, to) if isinstance(each, nn.Module) else each for each, to in placed]
+        return super().prepare(*ready, device_placement=device_placement)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Move, autocast and compile ``model``; it isn't wrapped, in training as little as in evaluation."""
+        check_plain(model)
+        return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Shard ``optimizer``, whose models have been prepared; its state is where its parameters are."""
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            check_plain(optimizer)
+            optimizer = self._shard(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def _shard(self, optimizer: Optimizer) -> LowLevelZeroOptimizer:
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        models = [model for model in self._models if not own.isdisjoint(model.parameters())]
+        if not models:
+            raise ValueError(
+                "prepare: expected an optimizer over parameters of a prepared model, got one that holds none of them: "
+                "call prepare(model, optimizer), with an optimizer made from model.parameters()"
+            )
+        start_alone()
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        sharded = LowLevelZeroOptimizer(optimizer, model=model, **self.zero_options)
+        check_loss_scales([*self._sharded(), sharded])
+        return sharded
+
+    def _sharded(self) -> list[LowLevelZeroOptimizer]:
+        return [each.optimizer for each in self._optimizers]
+
+    # ---- backward ----
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in accelerate; the gradients of all prepared optimizers are reduced, whatever the loss touches."""
+        if self._models and not self._optimizers:
+            raise RuntimeError(
+                "backward: expected prepare(model, optimizer), got a model alone: nobody would reduce its gradients"
+            )
+        with ExitStack() as passes:
+            for optimizer in self._sharded():
+                loss = passes.enter_context(optimizer.backward_pass(loss, kwargs.get("inputs")))
+            super().backward(loss, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate gradients of ``model`` in ``p.grad``, unreduced, as DDP's ``no_sync`` does."""
+        own = set(model.parameters())
+        with ExitStack() as pauses:
+            for optimizer in self._sharded():
+                if any(record.p in own for record in optimizer.sharded_parameters):
+                    pauses.enter_context(optimizer.no_sync())
+            yield
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """``Join`` is DDP's own."""
+        raise NotImplementedError(
+            "join_uneven_inputs: expected batches that are as many on every rank, as accelerate's loaders give them "
+            "(even_batches=True), got a Join context, which needs DDP"
+        )
+
+    # ---- checkpoints: accelerate's, with a folder for each optimizer, to which every rank writes its slices ----
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As in accelerate; the optimizers, in ``optimizer_0`` and so on, load at any number of ranks."""
+        with self._without_optimizers():
+            saved = super().save_state(output_dir, *args, **kwargs)
+        for number, optimizer in enumerate(self._sharded()):
+            folder = Path(saved) / f"optimizer_{number}"
+            if self.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+            self.wait_for_everyone()
+            save_sharded(optimizer, folder)
+        return saved
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As in accelerate; ``optimizer.bin`` of a DDP run is taken, too."""
+        found: list[str] = []
+        hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        with hook, self._without_optimizers():
+            super().load_state(input_dir, *args, **kwargs)
+        for number, optimizer in enumerate(self._sharded()):
+            sharded = Path(found[0], f"optimizer_{number}")
+            if sharded.is_dir():
+                load_sharded(optimizer, sharded)
+            else:
+                load_whole(optimizer, Path(found[0], f"optimizer_{number}.bin" if number else "optimizer.bin"))
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[None]:
+        prepared, self._optimizers = self._optimizers, []
+        try:
+            yield
+        finally:
+            self._optimizers = prepared

@@ -1,0 +1,80 @@
+"""What the adapters refuse: models and optimizers that aren't plain, and what else shards, scales or compresses."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..optimizer import LowLevelZeroOptimizer
+
+_KEYWORDS = inspect.signature(LowLevelZeroOptimizer).parameters.keys() - {"optimizer", "model"}
+_OTHER_WAYS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+
+
+def checked_options(zero_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``zero_options``, which are keywords of ``LowLevelZeroOptimizer`` that the trainer doesn't give itself."""
+    unknown = sorted(set(zero_options or ()) - _KEYWORDS)
+    if unknown:
+        raise TypeError(
+            "zero_options: expected keywords of LowLevelZeroOptimizer other than optimizer and model, which the "
+            f"trainer gives, got {', '.join(unknown)}"
+        )
+    return dict(zero_options or {})
+
+
+def check_plain(handed: object) -> None:
+    """Raise for a model that reduces or shards by itself, and for an optimizer that is sharded, or isn't one."""
+    if isinstance(handed, LowLevelZeroOptimizer):
+        raise TypeError(
+            "optimizer: expected a plain torch optimizer, got a LowLevelZeroOptimizer: hand over the one that it "
+            "wraps, unwrapped, and its options as zero_options; the trainer shards it once the model is in its place"
+        )
+    if type(handed).__name__ == "DummyOptim":  # accelerate's
+        raise TypeError("optimizer: expected a plain torch optimizer, got DummyOptim, which is one of DeepSpeed's")
+    if isinstance(handed, DistributedDataParallel | DataParallel | FullyShardedDataParallel):
+        raise TypeError(
+            f"model: expected the bare module, got {type(handed).__name__}, which would reduce or shard a second time: "
+            "hand over the module that it wraps, and make the optimizer from that one's parameters"
+        )
+
+
+def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:
+    """Raise where one of several optimizers would scale the loss of all."""
+    if len(optimizers) > 1 and any(each.scaler is not None for each in optimizers):
+        raise ValueError(
+            "expected one optimizer where parameters are fp16, since it scales the loss, got several: use bf16, or one "
+            "optimizer with several param groups"
+        )
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Raise where accelerate itself would shard, scale or compress, or takes several processes for one."""
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision: expected 'no' or 'bf16', got {accelerator.mixed_precision!r}, whose GradScaler would "
+            "look for gradients before they are reduced: take 'bf16'; or 'no' and a model in fp16, whose loss is scaled"
+        )
+    others = [name for name in _OTHER_WAYS if os.environ.get(name, "false").lower() == "true"]
+    if others or accelerator.parallelism_config is not None:
+        raise ValueError(
+            f"expected no other way to shard, got {(others or ['parallelism_config'])[0]}: leave the plugin out, and "
+            "choose multi-GPU or multi-CPU without one where accelerate is configured or launched"
+        )
+    ddp = accelerator.ddp_handler
+    if ddp is not None and ddp.comm_hook.value != "no":
+        raise ValueError(
+            f"comm_hook: expected none, since there is no DDP to have it, got {ddp.comm_hook}: pass "
+            "zero_options=dict(communication_dtype=torch.bfloat16), say"
+        )
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise RuntimeError(
+            f"expected the {launched} processes that were launched, got an Accelerator of {accelerator.num_processes}: "
+            "on a machine's CPU pass cpu=True (transformers: use_cpu=True)"
+        )

@@ -1,0 +1,27 @@
+"""An optimizer in a trainer's checkpoint: a folder to which every rank writes its slices, or one file for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ..checkpoint import LoadPlanner, SavePlanner, Sharded
+from ..optimizer import LowLevelZeroOptimizer
+
+
+def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
+    """Write a new ``folder``, that loads at any number of ranks; every rank calls it."""
+    save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder, planner=SavePlanner())
+
+
+def load_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
+    """Load what ``save_sharded`` has written; every rank calls it."""
+    load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder, planner=LoadPlanner())
+
+
+def load_whole(optimizer: LowLevelZeroOptimizer, file: Path) -> None:
+    """Load a plain optimizer's state dict, of which each rank reads what it has; every rank calls it."""
+    optimizer.load_state_dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))

@@ -1,0 +1,69 @@
+"""``ZeroTrainer``: transformers' ``Trainer`` with a sharded optimizer in the place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from .accelerate import ZeroAccelerator
+from .checks import check_plain, checked_options
+from .files import load_whole
+
+
+class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types aren't asked for
+    """Goes before any subclass of ``Trainer``: ``class Mine(ZeroTrainerMixin, Seq2SeqTrainer)``.
+
+    The optimizer, whether the trainer makes it or is given it, is a plain one, and is sharded when training begins.
+    Checkpoints are the trainer's own, with a whole ``optimizer.pt``, which all ranks gather and the first one writes:
+    they go to and from runs with DDP, and to other numbers of ranks.
+
+    Args:
+        zero_options: keywords of ``LowLevelZeroOptimizer``.
+        args, kwargs: the trainer's.
+
+    Raises:
+        TypeError, ValueError: unknown ``zero_options``, ``fp16=True``, a model or optimizer that isn't plain, or
+            another way to shard beside this.
+        RuntimeError: the trainer doesn't see the processes that were launched, or would use several GPUs in one.
+    """
+
+    accelerator: Any
+
+    def __init__(self, *args: Any, zero_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self.zero_options = checked_options(zero_options)
+        super().__init__(*args, **kwargs)
+        check_plain(self.model)
+        check_plain(self.optimizer)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in ``Trainer``, with a ``ZeroAccelerator`` of the same settings, most of which accelerate keeps itself."""
+        super().create_accelerator_and_postprocess()
+        if self.args.n_gpu > 1:
+            raise RuntimeError(
+                f"expected a process for each GPU, got {self.args.n_gpu} GPUs in one process, which DataParallel would "
+                "train on: start it with torchrun --nproc-per-node, or show it one of them by CUDA_VISIBLE_DEVICES"
+            )
+        settings = self.accelerator.dataloader_config
+        self.accelerator = ZeroAccelerator(zero_options=self.zero_options, dataloader_config=settings)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Every rank calls it, and gathers the optimizer's state; those that save write it."""
+        state = self.optimizer.optimizer.state_dict(only_on_master=not self.args.save_on_each_node)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """``Trainer`` would load all of it onto every GPU."""
+        if checkpoint is not None and Path(checkpoint, OPTIMIZER_NAME).is_file():
+            load_whole(self.optimizer.optimizer, Path(checkpoint, OPTIMIZER_NAME))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+
+class ZeroTrainer(ZeroTrainerMixin):
+    """``Trainer`` itself with a sharded optimizer: see ``ZeroTrainerMixin``."""

@@ -1,0 +1,278 @@
+"""``ZeroTrainer``, held against transformers' own DDP run: every loss and norm, and the weights at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.trainers.transformers import ZeroTrainer, ZeroTrainerMixin
+from tests.support.patching import patch_rank
+from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
+from tests.support.trainers import LayerDrop, adamw, forget, gpt2, launched, llama, momentum, sentences, weights
+
+STEPS = 4
+
+
+class Recorder(Trainer):  # type: ignore[misc]  # as in the package
+    """Keeps the losses, which ``Trainer`` rounds where it logs them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.losses: list[float] = []
+        super().__init__(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)
+        self.losses.append(loss.item())
+        return loss
+
+
+class Theirs(Recorder):
+    pass
+
+
+class Ours(Recorder, ZeroTrainer):
+    pass
+
+
+class TheirsFromSequences(Recorder, Seq2SeqTrainer):  # type: ignore[misc]
+    pass
+
+
+class OursFromSequences(Recorder, ZeroTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc]
+    pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train.
+
+    Attributes:
+        args: ``TrainingArguments``.
+        zero: ``zero_options``.
+        model: makes it, of a rank.
+        keywords: of both trainers, made from the model.
+        trainers: theirs and ours.
+    """
+
+    args: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[int], nn.Module] = lambda rank: gpt2()
+    keywords: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
+    trainers: tuple[type[Trainer], type[Trainer]] = (Theirs, Ours)
+
+
+def trainer_of(which: int, run: Run, rank: int, folder: str, **args: Any) -> Any:
+    model = run.model(rank)
+    own = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.01, "logging_steps": 1}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error", "save_strategy": "no"}
+    cls = Seq2SeqTrainingArguments if issubclass(run.trainers[which], Seq2SeqTrainer) else TrainingArguments
+    arguments = cls(output_dir=folder, **{**own, **quiet, **run.args, **args})
+    zero = {"zero_options": run.zero} if which else {}
+    data = {"train_dataset": sentences(36), "eval_dataset": sentences(7)}
+    return run.trainers[which](model=model, args=arguments, **data, **zero, **run.keywords(model))
+
+
+Result = tuple[list[float], list[dict[str, float]], dict[str, Tensor]]
+
+
+def result(trainer: Any) -> Result:
+    """Losses, what was logged, and the weights."""
+    timed = ("runtime", "per_second", "flos")
+    logs = [{k: v for k, v in each.items() if not any(t in k for t in timed)} for each in trainer.state.log_history]
+    return trainer.losses, logs, weights(trainer.model)
+
+
+def both(rank: int, world_size: int, name: str, folder: str) -> list[Result]:
+    results = []
+    for which in range(2):
+        with launched(rank, world_size):
+            trainer = trainer_of(which, RUNS[name], rank, folder)
+            trainer.train()
+            results.append(result(trainer))
+    return results
+
+
+def by_momentum(model: nn.Module) -> dict[str, Any]:
+    optimizer = momentum(model.parameters())
+    return {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))}
+
+
+def lora(rank: int) -> nn.Module:
+    """Adapters are trained, and the rest is frozen."""
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(llama(), adapters)
+
+
+STAGE_2 = {"partition_grad": True}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+RUNS = {
+    "as it comes": Run(),
+    "stage 2": Run(zero={**STAGE_2, "reduce_bucket_size": 300}, model=lambda rank: llama()),
+    "stage 2, momentum, clipped": Run({"max_grad_norm": 0.3}, STAGE_2, keywords=by_momentum),
+    "momentum, not clipped": Run({"max_grad_norm": 0}, keywords=by_momentum),
+    "accumulated": Run({**ACCUMULATED, "max_grad_norm": 0.3}, STAGE_2, keywords=by_momentum),
+    "accumulated, a rest": Run({"gradient_accumulation_steps": 4, "num_train_epochs": 2, "max_steps": -1}, STAGE_2),
+    "tokens are counted everywhere": Run({**ACCUMULATED, "average_tokens_across_devices": True}, keywords=by_momentum),
+    "checkpointed": Run({"gradient_checkpointing": True}, STAGE_2),
+    "reentrant": Run({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+    "layer drop": Run({"max_steps": 8}, STAGE_2, model=LayerDrop, keywords=by_momentum),
+    "layer drop, accumulated": Run(ACCUMULATED, model=LayerDrop, keywords=by_momentum),
+    "compiled": Run(
+        {"torch_compile": True, "torch_compile_backend": "eager"}, STAGE_2, model=lambda rank: LayerDrop(rank, kept=1)
+    ),
+    "evaluated": Run({"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}, STAGE_2),
+    "gathered late": Run({"eval_strategy": "steps", "eval_steps": 2}, {"overlap_allgather": True}),
+    "smoothed": Run({"label_smoothing_factor": 0.1, "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 1}),
+    "LoRA": Run(zero=STAGE_2, model=lora),
+    "sequences": Run(zero=STAGE_2, trainers=(TheirsFromSequences, OursFromSequences)),
+}
+BF16 = {"autocast": Run({"bf16": True, **ACCUMULATED}, STAGE_2)}
+RUNS |= BF16
+
+
+def check_alike(one: Result, other: Result, exact: float = 1e-6) -> None:
+    (losses, logs, ends), (own_losses, own_logs, own_ends) = one, other
+    assert own_losses == pytest.approx(losses, abs=exact)
+    assert len(own_logs) == len(logs)
+    for log, own_log in zip(logs, own_logs, strict=True):
+        assert own_log == pytest.approx(log, abs=10 * exact + 1e-4)
+    assert own_ends.keys() == ends.keys()
+    for key, end in ends.items():
+        torch.testing.assert_close(own_ends[key], end, atol=10 * exact, rtol=10 * exact, msg=key)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_trains_as_transformers_ddp_does(world_size: int, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    names = [name for name in RUNS if name != "compiled" or world_size == 2]  # which takes long
+    for (name, _), ran in run_cases(both, world_size, [(name, str(tmp_path)) for name in names]):
+        with subtests.test(name):
+            for theirs, own in ran.values():
+                check_alike(theirs, own, 2e-3 if name in BF16 else 1e-6)
+                assert len(theirs[0]) >= STEPS
+
+
+# ---- checkpoints ----
+
+
+def go_on(rank: int, world_size: int, folder: str, first: int, dtype: torch.dtype) -> list[Result]:
+    """A run of four steps that saves, and one that goes on from the second."""
+    run = Run({**ACCUMULATED, "save_strategy": "steps", "save_steps": 2}, STAGE_2, lambda rank: gpt2().to(dtype))
+    results = []
+    for which, start in ((first, None), (1, f"{folder}/checkpoint-2")):
+        with launched(rank, world_size):
+            trainer = trainer_of(which, run, rank, folder)
+            trainer.train(resume_from_checkpoint=start)
+            results.append(result(trainer))
+            torch.distributed.barrier()
+    with launched(rank, world_size):
+        plain = trainer_of(0, run, rank, folder).create_optimizer()
+        plain.load_state_dict(torch.load(f"{folder}/checkpoint-4/optimizer.pt"))
+        assert plain.state
+        assert all(state["exp_avg"].shape == p.shape for p, state in plain.state.items())
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_goes_on_from_a_checkpoint(world_size: int, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Bit for bit, from its own; from DDP's, too, whose optimizer loads what was saved."""
+    ways = [(1, torch.float32), (1, torch.bfloat16), (0, torch.float32)]
+    cases = [(str(tmp_path / f"{at}"), *way) for at, way in enumerate(ways)]
+    for (_, first, dtype), ran in run_cases(go_on, world_size, cases):
+        with subtests.test(first=first, dtype=dtype):
+            for (losses, logs, ends), (own_losses, own_logs, own_ends) in ran.values():
+                exact = 0 if first else 1e-6
+                assert own_losses == pytest.approx(losses[4:], abs=exact, rel=0)
+                assert own_logs[2]["grad_norm"] == pytest.approx(logs[2]["grad_norm"], abs=exact, rel=0)
+                for key, end in ends.items():
+                    torch.testing.assert_close(own_ends[key], end, atol=10 * exact, rtol=0, msg=key)
+
+
+def saved(rank: int, world_size: int, folder: str) -> None:
+    """The best model is loaded, saved, and what ``from_pretrained`` reads; the trainer trains again, and evaluates."""
+    with launched(rank, world_size):
+        steps = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+        trainer = trainer_of(1, Run({**steps, **best}, STAGE_2), rank, folder)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        after = trainer.evaluate()["eval_loss"]
+        assert after == pytest.approx(trainer.state.best_metric, abs=1e-6)
+        assert after < before
+        trainer.save_model(folder)
+        torch.distributed.barrier()
+        read = GPT2LMHeadModel.from_pretrained(folder)
+        for (name, p), (own_name, own) in zip(trainer.model.named_parameters(), read.named_parameters(), strict=True):
+            assert name == own_name
+            assert torch.equal(p, own), name
+        trainer.train()
+        trainer.optimizer.optimizer.verify()
+        assert trainer.evaluate()["eval_loss"] < after
+
+
+def test_the_best_model_is_saved(tmp_path: Path) -> None:
+    run_ranks(saved, 2, str(tmp_path))
+
+
+# ---- one process, and mistakes ----
+
+
+def alone(rank: int, world_size: int, folder: str) -> list[Result]:
+    results = []
+    for which in range(2):
+        trainer = trainer_of(which, Run(ACCUMULATED, STAGE_2), rank, folder)
+        trainer.train()
+        results.append(result(trainer))
+        forget()
+    return results
+
+
+def test_trains_in_one_process(tmp_path: Path) -> None:
+    ((theirs, own),) = run_ranks(alone, 1, str(tmp_path), init=False)
+    check_alike(theirs, own)
+
+
+def misused(rank: int, world_size: int, name: str, folder: str) -> None:
+    with launched(rank, world_size):
+        MISTAKES[name][0](rank, folder)
+
+
+def several_gpus(rank: int, folder: str) -> None:
+    args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    assert args.n_gpu == 0
+    patch_rank(args, "_n_gpu", 2)
+    ZeroTrainer(model=gpt2(), args=args)
+
+
+def sharded_before(model: nn.Module) -> dict[str, Any]:
+    return {"optimizers": (LowLevelZeroOptimizer(adamw(model.parameters()), model=model), None)}
+
+
+def build(**keywords: Any) -> Callable[[int, str], Any]:
+    return lambda rank, folder: trainer_of(1, Run(**keywords), rank, folder)
+
+
+MISTAKES: dict[str, tuple[Callable[[int, str], Any], str]] = {
+    "fp16": (build(args={"fp16": True}), "mixed_precision: expected 'no' or 'bf16', got 'fp16'"),
+    "option": (build(zero={"stage": 2}), "keywords of LowLevelZeroOptimizer"),
+    "in DDP": (build(model=lambda rank: DistributedDataParallel(gpt2())), "got DistributedDataParallel"),
+    "sharded": (build(keywords=sharded_before), "hand over the one that it wraps"),
+    "use_cpu": (build(args={"use_cpu": False}), "use_cpu=True"),
+    "several GPUs": (several_gpus, "expected a process for each GPU, got 2 GPUs in one process"),
+}
+
+
+def test_mistakes_are_told(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for (name, _), ran in run_cases_expecting(misused, 2, [(name, str(tmp_path)) for name in MISTAKES]):
+        with subtests.test(name):
+            for raised in ran.raised():
+                assert MISTAKES[name][1] in raised.message
