@@ -1,0 +1,148 @@
+"""Lightning: ``Trainer(strategy=ZeroStrategy())`` shards the optimizers that ``configure_optimizers`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.utils import _sync_params_and_buffers
+from torch.optim import Optimizer
+
+from ..checkpoint import load_checkpoint, read_rank_state, save_checkpoint
+from ..optimizer import LowLevelZeroOptimizer
+
+_OF_DDP = {"kwargs", "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}
+_FOLDER = "lowlevel_zero.folder"  # in a checkpoint's dict: where it was read from
+
+
+class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
+    """``DDPStrategy`` with ``LowLevelZeroOptimizer`` for each plain optimizer, and no ``DistributedDataParallel``.
+
+    Optimizers are sharded when the module is on its device and in its dtype. Each rank may drop other layers.
+
+    Args:
+        zero_options: keywords of ``LowLevelZeroOptimizer``, for each optimizer of the module.
+        sharded_checkpoint: write folders, in which each rank has its slices (``lowlevel_zero.checkpoint``), and not
+            files of rank 0. Both are read in any case, at any number of ranks.
+        options: ``DDPStrategy``'s. ``broadcast_buffers``: before a batch all ranks are given rank 0's, as by DDP.
+    """
+
+    optimizers: list[Any]
+
+    def __init__(
+        self, zero_options: Mapping[str, Any] | None = None, *, sharded_checkpoint: bool = False, **options: Any
+    ) -> None:
+        self.zero_options = dict(zero_options or {})
+        self.sharded_checkpoint = sharded_checkpoint
+        self.broadcast_buffers = options.pop("broadcast_buffers", True)
+        signature(LowLevelZeroOptimizer).bind(optimizer=None, model=None, **self.zero_options)
+        others = options.keys() - (signature(DDPStrategy).parameters.keys() - _OF_DDP)
+        if others:
+            raise TypeError(f"ZeroStrategy: expected no option of DistributedDataParallel, got {sorted(others)}")
+        super().__init__(**options)
+
+    def configure_ddp(self) -> None:
+        """Nothing wraps the module."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Shard what ``configure_optimizers`` returns."""
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError("precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or 'bf16-true'")
+        super().setup_optimizers(trainer)
+        module, zero = self.lightning_module, self.zero_options
+        _check_together(self.optimizers, {p: name for name, p in module.named_parameters()})
+        self.optimizers = [LowLevelZeroOptimizer(each, model=module, **zero) for each in self.optimizers]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, with rank 0's buffers."""
+        self._share_buffers()
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, with rank 0's buffers."""
+        self._share_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def _share_buffers(self) -> None:
+        buffers = list(self.lightning_module.buffers())
+        if self.broadcast_buffers and buffers:
+            _sync_params_and_buffers(dist.group.WORLD, buffers, 2**28, 0)  # type: ignore[arg-type]
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The module's own, which any of the optimizers may have gradients of."""
+        plugin, module = self.precision_plugin, self.lightning_module
+        loss = scaled = plugin.pre_backward(closure_loss, module)
+        with ExitStack() as passes:
+            for each in self.optimizers:
+                scaled = passes.enter_context(each.backward_pass(scaled, kwargs.get("inputs")))
+            plugin.backward(scaled, module, optimizer, *args, **kwargs)
+        return plugin.post_backward(loss, module)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients of all micro-batches but the last stay on their rank."""
+        with ExitStack() as blocked:
+            for each in self.optimizers:
+                blocked.enter_context(each.no_sync())
+            yield
+
+    def teardown(self) -> None:
+        """As ``DDPStrategy`` does, but the optimizers' states stay with their slices."""
+        optimizers, self.optimizers = self.optimizers, []
+        super().teardown()
+        self.optimizers = optimizers
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """All of it, on rank 0; every rank calls it."""
+        return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a file, or a folder, in which what isn't the model's or the optimizers' is rank 0's."""
+        if not self.sharded_checkpoint or "optimizer_states" not in checkpoint:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[no-any-return]
+        del checkpoint["optimizer_states"]
+        if _places(checkpoint["state_dict"]) == _places(self.lightning_module_state_dict()):  # not a callback's
+            del checkpoint["state_dict"]
+        self._share_buffers()  # of which each rank writes some
+        rank_state = checkpoint if self.is_global_zero else None
+        save_checkpoint(self.broadcast(filepath), self.lightning_module, self.optimizers, rank_state=rank_state)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What a file holds, or a folder but for the optimizers'."""
+        if not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
+        checkpoint = {**read_rank_state(checkpoint_path, 0), "optimizer_states": [], _FOLDER: checkpoint_path}
+        if "state_dict" not in checkpoint:
+            checkpoint["state_dict"] = self.lightning_module.state_dict()
+            dcp_load({"model": checkpoint["state_dict"]}, checkpoint_id=checkpoint_path)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each rank takes its slices."""
+        if _FOLDER in checkpoint:
+            load_checkpoint(checkpoint[_FOLDER], self.lightning_module, self.optimizers)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as DDPStrategy
+            optimizer.load_state_dict(state)
+
+
+def _check_together(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
+    """Raise for optimizers that can't be sharded side by side."""
+    taken: set[Tensor] = set()
+    for p in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if p in taken:
+            raise ValueError(f"{names.get(p)}: expected one optimizer that trains it, got two: leave it to one of them")
+        if p.dtype == torch.float16 and len(optimizers) > 1:
+            raise ValueError("precision: expected one optimizer alone with '16-true', got several: use 'bf16-true'")
+        taken.add(p)
+
+
+def _places(tensors: Mapping[str, Any]) -> list[tuple[str, int]]:
+    return [(name, getattr(each, "data_ptr", int)()) for name, each in tensors.items()]
