@@ -43,7 +43,7 @@ def clip_grad_norm_(
     own = [p.grad for p in plain if p.grad is not None]
     norms += [torch.linalg.vector_norm(gradient, norm_type, dtype=_at_least_fp32(gradient)) for gradient in own]
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
-from contextlib import suppress
-from pkgutil import walk_packages
 
 import pytest
 import torch
-
-import lowlevel_zero
 
 # Before they are imported: so that a failed assert in them shows its values, as in a test.
 pytest.register_assert_rewrite("tests.support")
@@ -22,14 +17,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Before any parallel kernel runs: a forked rank would wait for a pool of threads that only the parent has.
 torch.set_num_threads(1)
 
-# Once here, not in every rank: the first optimizer of a process imports torch's compiler, the first profiled step
-# another part of torch, and an optimizer of ours the rooms that it needs.
+# The first optimizer of a process imports torch's compiler, which takes seconds: once here, not in every rank.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-with suppress(ImportError):
-    importlib.import_module("torch.profiler._cupti_monitor")  # newer ones have it
-for module in walk_packages(lowlevel_zero.__path__, "lowlevel_zero."):
-    if not module.name.startswith(("lowlevel_zero.plugin", "lowlevel_zero.trainers", "lowlevel_zero.__main__")):
-        importlib.import_module(module.name)
 
 # Looking for a GPU must not start CUDA: ranks are forked, and couldn't use it then.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

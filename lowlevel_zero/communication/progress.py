@@ -160,12 +160,13 @@ class Progress:
             raise lost from error
 
     def _in_vain(self, collective: Collective, error: RuntimeError) -> str:
+        why = str(error)
+        if isinstance(error, PeerError):
+            why = f"nothing has come from rank {error.rank} within the process group's timeout"
         missing = f". {self.missing}" if self.missing else ""
-        peer = f"rank {error.rank}" if isinstance(error, PeerError) else "another rank"
         return (
-            f"{called(sys._getframe())}: every rank calls it, and nothing has come from {peer} for the {collective} "
-            f"within the process group's timeout{missing}: let every rank make the same calls in the same order, and "
-            "look whether that one, and the network to it, are still there"
+            f"{called(sys._getframe())}: every rank calls it, and this one has waited in vain for the {collective}: "
+            f"{why}{missing}: let every rank make the same calls in the same order"
         )
 
     def queued(self) -> list[Collective]:

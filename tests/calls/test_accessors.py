@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
@@ -433,8 +432,8 @@ def count_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("what", ["gradients", "masters", "states"])
-def test_many_take_one_message_and_a_fifth_of_the_time(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(rank: int, world_size: int) -> tuple[list[float], list[int]]:
+def test_many_take_one_message(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(rank: int, world_size: int) -> list[int]:
         model, optimizer = many()
         if what == "states":
             optimizer.step()
@@ -449,23 +448,15 @@ def test_many_take_one_message_and_a_fifth_of_the_time(what: str, monkeypatch: p
             "states": lambda p: safe_get_full_optimizer_state(p, "exp_avg"),
         }
         sizes = count_gathers(monkeypatch)
-        batched[what]()  # what backward has left under way is nobody's time
-        counts, times = [], []
+        batched[what]()  # and what backward has left under way
+        counts = []
         for read in (batched[what], lambda: [single[what](p) for p in model.parameters()]):
-            taken = []
-            for _ in range(3):
-                sizes.clear()
-                start = time.perf_counter()
-                values = read()
-                taken.append(time.perf_counter() - start)
-            times.append(min(taken))  # a busy machine only ever adds
+            sizes.clear()
+            assert len(read()) == 200
             counts.append(len(sizes))
-            assert len(values) == 200
-        return times, counts
+        return counts
 
-    for times, counts in run_ranks(rank, 2):
-        assert counts == [1, 200]
-        assert 5 * times[0] < times[1], times
+    assert run_ranks(rank, 2) == [[1, 200]] * 2
 
 
 def test_a_message_is_no_larger_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_trains_as_backward_does(world_size: int, subtests: pytest.Subtests) -> 
     cases = [(run, *kind) for kind in kinds for run in (by_method, by_context)]
     ran = [each.values() for _, each in run_cases(train, world_size, cases)]
     for (dtype, _), expected, got in zip(kinds, ran[::2], ran[1::2], strict=True):
-        with subtests.test(dtype):
+        with subtests.test(str(dtype)):
             for one, other in zip(expected, got, strict=True):
                 assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
 

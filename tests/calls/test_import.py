@@ -17,7 +17,7 @@ EVERYTHING = """
     import importlib, pathlib, lowlevel_zero
     root = pathlib.Path(lowlevel_zero.__file__).parent
     paths = [path.relative_to(root.parent).with_suffix("") for path in sorted(root.rglob("*.py"))]
-    kept = [path.parts for path in paths if path.parts[1] != "plugin" and path.name != "__main__"]
+    kept = [path.parts for path in paths if path.parts[1] not in ("plugin", "trainers") and path.name != "__main__"]
     names = [".".join(parts).removesuffix(".__init__") for parts in kept]
 """
 

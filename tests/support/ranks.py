@@ -11,6 +11,7 @@ after it): there an oracle runs in ``run_ranks(oracle, 1, init=False)``.
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
 import os
@@ -21,14 +22,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tests.support.rank_process import LEFT_BEHIND, Job, Outcome, Raised, live
+
+# What adapts other packages, which may not be there, and the command line.
+_OF_OTHERS = ("lowlevel_zero.plugin", "lowlevel_zero.trainers", "lowlevel_zero.__main__")
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -199,8 +205,19 @@ def _seeded(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@cache
+def _import_rooms() -> None:
+    """What every rank would import by itself: the rooms that an optimizer needs, and what torch's profiler does."""
+    with suppress(ImportError):  # is for the rank to raise
+        importlib.import_module("torch.profiler._cupti_monitor")
+        for module in walk_packages(importlib.import_module("lowlevel_zero").__path__, "lowlevel_zero."):
+            if not module.name.startswith(_OF_OTHERS):
+                importlib.import_module(module.name)
+
+
 def _launch(job: Job, grace: float = GRACE) -> list[Ran]:
     """What became of the cases, up to the first one after which these ranks can't go on."""
+    _import_rooms()
     ranks: list[_Rank] = []
     done: list[Ran] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
