@@ -159,6 +159,8 @@ BF16 = {
     "autocast, accumulated": Run(accelerator={"mixed_precision": "bf16", "gradient_accumulation_steps": 3}),
 }
 RUNS |= BF16
+# Those in which it matters that ranks don't divide the parameters, and that sums round.
+IN_THREE = ("stage 2", "stage 1, clipped", "clipped by value", "accumulated, a rest", "layer drop", "autocast")
 
 
 def check_alike(one: Result, other: Result, exact: float = 1e-6) -> None:
@@ -171,7 +173,7 @@ def check_alike(one: Result, other: Result, exact: float = 1e-6) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_as_accelerates_ddp_does(world_size: int, subtests: pytest.Subtests) -> None:
-    names = [name for name in RUNS if name != "compiled" or world_size == 2]  # which takes long
+    names = RUNS if world_size == 2 else IN_THREE
     for (name,), ran in run_cases(both, world_size, [(name,) for name in names]):
         with subtests.test(name):
             for theirs, own in ran.values():
