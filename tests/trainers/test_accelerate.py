@@ -185,7 +185,7 @@ def test_trains_as_accelerates_ddp_does(world_size: int, subtests: pytest.Subtes
 
 
 def two_over_one_model(accelerator: Accelerator) -> Result:
-    """Matrices by one, the rest by another; one loss for both."""
+    """Matrices by one, the rest by another; one loss, and one norm, for both."""
     model = gpt2()
     optimizers = [
         momentum([p for p in model.parameters() if p.ndim > 1]),
@@ -200,6 +200,8 @@ def two_over_one_model(accelerator: Accelerator) -> Result:
             loss = model(**batch).loss
             losses.append(loss.item())
             accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                losses.append(accelerator.clip_grad_norm_(model.parameters(), 0.3).item())
             for optimizer in prepared:
                 optimizer.step()
                 optimizer.zero_grad()
