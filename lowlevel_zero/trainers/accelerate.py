@@ -95,8 +95,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients of ``model`` in ``p.grad``, unreduced, as DDP's ``no_sync`` does."""
-        own = set(model.parameters())
+        """Accumulate gradients of ``model`` in ``p.grad``, unreduced, as in DDP, unless ``sync_each_batch`` is set."""
+        own = set() if self.gradient_state.plugin_kwargs.get("sync_each_batch") else set(model.parameters())
         with ExitStack() as pauses:
             for optimizer in self._sharded():
                 if any(record.p in own for record in optimizer.sharded_parameters):

@@ -76,5 +76,5 @@ def check_accelerator(accelerator: Any) -> None:
     if launched != accelerator.num_processes:
         raise RuntimeError(
             f"expected the {launched} processes that were launched, got an Accelerator of {accelerator.num_processes}: "
-            "on a machine's CPU pass cpu=True (transformers: use_cpu=True)"
+            "it goes by what torchrun sets (LOCAL_RANK and so on), and on CPUs by cpu=True (transformers: use_cpu=True)"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import GradientAccumulationPlugin
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
@@ -48,8 +49,14 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
                 f"expected a process for each GPU, got {self.args.n_gpu} GPUs in one process, which DataParallel would "
                 "train on: start it with torchrun --nproc-per-node, or show it one of them by CUDA_VISIBLE_DEVICES"
             )
-        settings = self.accelerator.dataloader_config
-        self.accelerator = ZeroAccelerator(zero_options=self.zero_options, dataloader_config=settings)
+        chosen = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        self.accelerator = ZeroAccelerator(
+            zero_options=self.zero_options,
+            dataloader_config=self.accelerator.dataloader_config,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=1, sync_each_batch=chosen.get("sync_each_batch", False)
+            ),
+        )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank calls it, and gathers the optimizer's state; those that save write it."""
