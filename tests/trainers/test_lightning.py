@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
@@ -568,6 +569,11 @@ class Own(Net):
         return self.configured(self)
 
 
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.inward)
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -597,6 +603,12 @@ MISTAKES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any], str,
         "ValueError",
         "precision: expected one optimizer alone with '16-true', got several",
     ),
+    "other layers later": (
+        Net,
+        {"callbacks": [Unfreeze()]},
+        "TypeError",
+        "callbacks: expected no BaseFinetuning, to which slices mean nothing: use add_param_group",
+    ),
     "not elementwise": (
         lambda: Own(lambda module: torch.optim.LBFGS(module.parameters())),
         {},
@@ -622,8 +634,8 @@ def test_mistakes_are_refused_on_every_rank(subtests: pytest.Subtests) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"find_unused_parameters": True}, "DistributedDataParallel, got .'find_unused_parameters'."),
-        ({"ddp_comm_hook": print}, "got .'ddp_comm_hook'."),
+        ({"find_unused_parameters": True}, "DistributedDataParallel, got find_unused_parameters"),
+        ({"ddp_comm_hook": print}, "got ddp_comm_hook"),
         ({"zero_options": {"partition_gradients": True}}, "unexpected keyword argument 'partition_gradients'"),
         ({"zero_options": {"model": None}}, "multiple values for keyword argument 'model'"),
     ],
