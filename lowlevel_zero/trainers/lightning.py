@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from ..checkpoint import load_checkpoint, read_rank_state, save_checkpoint
 from ..optimizer import LowLevelZeroOptimizer
 
-_OF_DDP = {"kwargs", "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}
 _FOLDER = "lowlevel_zero.folder"  # in a checkpoint's dict: where it was read from
 
 
@@ -44,10 +43,10 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.sharded_checkpoint = sharded_checkpoint
         self.broadcast_buffers = options.pop("broadcast_buffers", True)
         signature(LowLevelZeroOptimizer).bind(optimizer=None, model=None, **self.zero_options)
-        others = options.keys() - (signature(DDPStrategy).parameters.keys() - _OF_DDP)
-        if others:
-            raise TypeError(f"ZeroStrategy: expected no option of DistributedDataParallel, got {sorted(others)}")
         super().__init__(**options)
+        others = [*self._ddp_kwargs, *(name for name in options if name.startswith(("ddp_", "model_averaging")))]
+        if others:
+            raise TypeError(f"ZeroStrategy: expected no option of DistributedDataParallel, got {', '.join(others)}")
 
     def configure_ddp(self) -> None:
         """Nothing wraps the module."""
@@ -56,6 +55,8 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         """Shard what ``configure_optimizers`` returns."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or 'bf16-true'")
+        if any(hasattr(each, "unfreeze_and_add_param_group") for each in trainer.callbacks):
+            raise TypeError("callbacks: expected no BaseFinetuning, to which slices mean nothing: use add_param_group")
         super().setup_optimizers(trainer)
         module, zero = self.lightning_module, self.zero_options
         _check_together(self.optimizers, {p: name for name, p in module.named_parameters()})

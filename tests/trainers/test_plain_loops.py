@@ -1,0 +1,168 @@
+"""Loops that people write themselves, with torch's own tools around a model and its sharded optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.profiler import profile
+from tqdm import tqdm
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.oracle import Run, adamw, build, groups, loss_of
+from tests.support.ranks import run_cases
+
+pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    whole = torch.compile(model, backend="aot_eager")
+    assert isinstance(whole, nn.Module)
+    return whole
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    return model
+
+
+def warm_restarts(optimizer: Optimizer) -> Any:
+    warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    then = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
+    return lr_scheduler.SequentialLR(optimizer, [warm, then], [2])
+
+
+def one_cycle(optimizer: Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+
+
+def plateau(optimizer: Optimizer) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+
+
+def by_lambda(optimizer: Optimizer) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 0.8**step, lambda step: 1.0])
+
+
+def swa(optimizer: Optimizer) -> Any:
+    return SWALR(optimizer, swa_lr=0.01, anneal_epochs=3)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What stands in somebody's loop.
+
+    Attributes:
+        around: what the model becomes when the optimizer has been made.
+        scheduler: made of the optimizer, whichever kind it is, and stepped after it.
+        average: of the weights, updated after each step.
+        clear: who clears gradients.
+        clip: to this norm, by torch's own function.
+        tool: a context that it runs in.
+    """
+
+    around: Callable[[nn.Module], nn.Module] = lambda model: model
+    scheduler: Callable[[Optimizer], Any] | None = None
+    average: Callable[[nn.Module], AveragedModel] | None = None
+    clear: str = "optimizer"
+    clip: float = 0.0
+    tool: Callable[[], AbstractContextManager[Any]] = nullcontext
+    run: Run = field(default_factory=lambda: Run(steps=5))
+
+
+def ema(model: nn.Module) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+
+
+LOOPS = {
+    "warm restarts": Loop(scheduler=warm_restarts),
+    "one cycle": Loop(scheduler=one_cycle),
+    "plateau": Loop(scheduler=plateau),
+    "by lambda": Loop(scheduler=by_lambda, run=Run(steps=5, optimizer=adamw)),
+    "moving average": Loop(average=ema, clip=0.5),
+    "average, with its rates": Loop(average=AveragedModel, scheduler=swa),
+    "compiled": Loop(compiled, clip=0.5),
+    "compiled in place, layers dropped": Loop(
+        compiled_in_place, run=Run(steps=5, drop=lambda step, rank: {(step + rank) % 3})
+    ),
+    "checkpointed": Loop(checkpointed, clip=0.5, average=ema),
+    "checkpointed and compiled": Loop(lambda model: compiled_in_place(checkpointed(model)), clear="model", clip=0.5),
+    "profiled": Loop(clip=0.5, tool=profile),
+    "anomalies detected": Loop(clip=0.5, tool=torch.autograd.detect_anomaly),
+    "cleared by the model": Loop(clear="model", clip=0.5, run=Run(steps=5, micro_batches=2)),
+}
+
+
+def train(
+    loop: Loop, ranks: list[int], wrap: Callable[[Optimizer, nn.Module], Optimizer], mean: Callable[[Tensor], float]
+) -> dict[str, list[Any]]:
+    """The loop, with losses of ``ranks``; ``mean`` is over those of all."""
+    run = loop.run
+    model = build(run)
+    optimizer = wrap(run.optimizer(groups(model)), model)
+    scheduler = None if loop.scheduler is None else loop.scheduler(optimizer)
+    whole = loop.around(model)
+    average = None if loop.average is None else loop.average(model)
+    told: list[float] = []
+    for step in range(run.steps):
+        for micro in range(run.micro_batches):
+            losses = [loss_of(whole, run, step, micro, rank) for rank in ranks]
+            loss = torch.stack(losses).mean()
+            loss.backward()
+            told.append(mean(loss.detach()))
+        if loop.clip:
+            told.append(float(nn.utils.clip_grad_norm_(model.parameters(), loop.clip)))
+        optimizer.step()
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(told[-1])
+        elif scheduler is not None:
+            scheduler.step()
+        told += [group["lr"] for group in optimizer.param_groups]
+        if average is not None:
+            average.update_parameters(model)
+        (optimizer if loop.clear == "optimizer" else model).zero_grad()
+    averaged = [] if average is None else list(average.parameters())
+    return {"told": told, "weights": [p.detach() for p in (*model.parameters(), *averaged)]}
+
+
+def as_plain(rank: int, world_size: int, name: str) -> None:
+    """All ranks' losses in one process, and each rank its own."""
+
+    def shard(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+        return LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True)
+
+    tqdm.monitor_interval = 0  # the compiler has a bar, whose thread would stay
+    loop = LOOPS[name]
+    expected = train(loop, list(range(world_size)), lambda optimizer, model: optimizer, float)
+    with loop.tool():
+        got = train(loop, [rank], shard, mean_over_ranks)
+    torch._dynamo.reset()
+    assert got["told"] == pytest.approx(expected["told"], abs=1e-6)
+    for value, its in zip(got["weights"], expected["weights"], strict=True):
+        assert torch.allclose(value, its, rtol=0, atol=1e-6)
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(2, tuple(LOOPS)), (3, ("moving average", "cleared by the model"))])
+def test_loops_are_those_of_plain_torch(world_size: int, names: tuple[str, ...], subtests: pytest.Subtests) -> None:
+    for (name,), ran in run_cases(as_plain, world_size, [(name,) for name in names]):
+        with subtests.test(name):
+            ran.values()
