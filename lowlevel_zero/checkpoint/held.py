@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,8 +42,7 @@ class Entry(NamedTuple):
         return EvenSplit(self.saved.numel, self.ranks.size) if self.record is None else self.record.split
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What a model holds.
 
     Attributes:
@@ -137,11 +135,11 @@ def _described(name: str, tensor: Tensor, member: _Member, is_buffer: bool) -> S
 
 
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:
-    found: dict[nn.Module, str] = {}
-    for place in places(model):
-        if type(place.module).get_extra_state is not nn.Module.get_extra_state:
-            found.setdefault(place.module, joined(place.name, _EXTRA))
-    return {name: module for module, name in found.items()}
+    found: dict[str, nn.Module] = {}
+    for name, _, module in places(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state and module not in found.values():
+            found[joined(name, _EXTRA)] = module
+    return found
 
 
 # ---- who trains it ----

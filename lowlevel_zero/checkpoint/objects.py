@@ -36,12 +36,15 @@ class Objects:
         Raises:
             TypeError: a part that could not be read back, by its name.
         """
-        for name, settings in self.optimizers.items():
-            for key, value in settings.items():
-                packed(value, key if name is None else f"{key} of {called(name)}")
-        packed(self.model, "extra states of the model")
-        packed(self.extra, "extra")
-        return packed(vars(self), "the checkpoint's objects")
+        try:
+            return packed(vars(self), "the checkpoint's objects")
+        except TypeError:
+            for name, settings in self.optimizers.items():
+                for key, value in settings.items():
+                    packed(value, key if name is None else f"{key} of {called(name)}")
+            packed(self.model, "extra states of the model")
+            packed(self.extra, "extra")
+            raise
 
 
 def read_objects(folder: Path) -> Objects:

@@ -118,11 +118,12 @@ def save_checkpoint(
         lines += contents.state_lines(states)
         state = _as_torch_has_it(contents.model(), states, Objects(**unpacked(data)))
         if async_save:
-            state = tree_map_only(Tensor, _copied, state)
+            state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
     if group.group_rank == 0:
         files[OBJECTS] = data
     manifest = _manifest(contents, runs_of(optimizers), next(iter(objects.optimizers.values()))["stage"])
-    writer = CommittingWriter(target, _token(group), group, manifest, files, keep)
+    (number,) = group.from_rank_zero([secrets.randbits(62)])
+    writer = CommittingWriter(target, f"{number:016x}", group, manifest, files, keep)
     with together(group, f"write beside {path}"):
         writer.claim()
     write = partial(_write, target, state, writer, group.side_group())
@@ -259,11 +260,6 @@ def _as_torch_has_it(model: dict[str, Tensor], states: States, objects: Objects)
     return {"model": {**model, **objects.model}, "optim": {"state": state, "param_groups": groups}}
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy on the host, which training doesn't change."""
-    return tensor.detach().to("cpu", copy=True)
-
-
 def _objects(
     contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimizer], schedulers: Mapping[Name, Any], extra: Any
 ) -> Objects:
@@ -297,9 +293,3 @@ def _manifest(contents: Contents, runs: tuple[str, ...], stage: int) -> Manifest
         excluded=contents.excluded,
         runs=runs,
     )
-
-
-def _token(group: ShardGroup) -> str:
-    """16 hexadecimal digits, the same on every rank and never the same again."""
-    (number,) = group.from_rank_zero([secrets.randbits(62)])
-    return f"{number:016x}"

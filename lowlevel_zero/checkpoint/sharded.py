@@ -37,13 +37,15 @@ class Sharded(Stateful):
 
     def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
         self.optimizer = optimizer
+        self._own = ""  # what state_dict() has given last, to tell it from what was loaded in its place
 
     def state_dict(self) -> dict[str, Any]:
         """What it holds, and zeros for states that a step is going to make; to save, or to load into."""
         state, settings = held(self.optimizer)
         groups = settings.pop("param_groups")
         own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()
-        groups[0]["params"] = [*groups[0]["params"], f"{_MARK}{own}"]
+        self._own = f"{_MARK}{own}"
+        groups[0]["params"] = [*groups[0]["params"], self._own]
         return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
@@ -55,13 +57,13 @@ class Sharded(Stateful):
         Raises:
             ValueError: it is of other parameters, shapes or groups; see above for what ``dcp.load`` has done by then.
         """
-        take_over(self.optimizer, state_dict["state"], _settings(state_dict["param_groups"]))
+        take_over(self.optimizer, state_dict["state"], self._settings(state_dict["param_groups"]))
 
-
-def _settings(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings of what was saved; plain ones of what another optimizer has saved."""
-    marked = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
-    named = [{**group, "params": [name for name in group["params"] if not name.startswith(_MARK)]} for group in groups]
-    plain: dict[str, Any] = {"loss_scale": None, "plan": None, "states": {}, FP8: False}
-    own = unpacked(base64.b64decode(marked[0].removeprefix(_MARK))) if marked else {}
-    return {**plain, **own, "param_groups": named}
+    def _settings(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The settings of what was saved; plain ones of what another optimizer has saved, be it with groups or not."""
+        marks = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
+        saved = [mark for mark in marks if mark is not self._own]
+        named = [{**group, "params": [name for name in group["params"] if name not in marks]} for group in groups]
+        plain: dict[str, Any] = {"loss_scale": None, "plan": None, "states": {}, FP8: False}
+        own = unpacked(base64.b64decode(saved[0].removeprefix(_MARK))) if saved else {}
+        return {**plain, **own, "param_groups": named}

@@ -53,26 +53,6 @@ def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[B
         yield Box((row, *box.offsets), (1, *box.sizes))
 
 
-def parts_of(local: Tensor, start: int, shape: Shape, stride: Shape) -> dict[Shape, Tensor]:
-    """By its offsets each box that ``local`` holds, as a view of it.
-
-    Args:
-        local: from element ``start`` on, in memory order, of a tensor of this ``shape`` and these dense strides.
-    """
-    if not math.prod(shape):
-        return {(0,) * len(shape): local[:0].view(shape)}
-    outermost_first = sorted(range(len(shape)), key=lambda dim: -stride[dim])
-    back = [outermost_first.index(dim) for dim in range(len(shape))]
-    parts = {}
-    at = 0
-    for box in boxes_of([shape[dim] for dim in outermost_first], start, start + len(local)):
-        numel = math.prod(box.sizes)
-        part = local[at : at + numel].view(box.sizes).permute(back)
-        parts[tuple(box.offsets[dim] for dim in back)] = part
-        at += numel
-    return parts
-
-
 class BoxedTensor(Tensor):
     """A tensor of which this rank has some boxes; torch.distributed.checkpoint saves these, and loads into them.
 
@@ -104,7 +84,16 @@ class BoxedTensor(Tensor):
 
     def parts(self) -> dict[Shape, Tensor]:
         """By its offsets each box, as a view of ``local``."""
-        return parts_of(self.local, self.start, tuple(self.shape), self.strides)
+        if not self.numel():
+            return {(0,) * self.dim(): self.local[:0].view(self.shape)}
+        outermost_first = sorted(range(self.dim()), key=lambda dim: -self.strides[dim])
+        back = [outermost_first.index(dim) for dim in range(self.dim())]
+        parts, at = {}, 0
+        for box in boxes_of([self.shape[dim] for dim in outermost_first], self.start, self.start + len(self.local)):
+            part = self.local[at : at + math.prod(box.sizes)].view(box.sizes).permute(back)
+            parts[tuple(box.offsets[dim] for dim in back)] = part
+            at += part.numel()
+        return parts
 
     # ---- what torch.distributed.checkpoint asks a tensor for (torch 2.5 and later) ----
 
@@ -112,11 +101,11 @@ class BoxedTensor(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        chunks, properties = self.__create_chunk_list__(), TensorProperties(self.dtype)
-        written = [
-            (MetadataIndex(name, each.offsets), TensorWriteData(each, properties, self.size())) for each in chunks
-        ]
-        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index, data in written]
+        found = []
+        for chunk in self.__create_chunk_list__():
+            data = TensorWriteData(chunk, TensorProperties(self.dtype), self.size())
+            found.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return found
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

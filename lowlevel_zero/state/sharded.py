@@ -88,7 +88,10 @@ class ShardedState:
         except NoProbe:
             return {}
         group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
-        return self.templates({self._name(record): _expected(first[group_of[record.p32]], record) for record in new})
+        found = self.templates({self._name(record): _expected(first[group_of[record.p32]], record) for record in new})
+        for each in (each for state in found.values() for each in state.values()):
+            (each.local if isinstance(each, BoxedTensor) else each).zero_()
+        return found
 
     def present(self) -> dict[str, list[str]]:
         """The names of the states that are tensors, masters among them, of all ranks' parameters that have some."""
@@ -114,7 +117,7 @@ class ShardedState:
     # ---- writing ----
 
     def templates(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
-        """Zeros to load into, of what was ``saved``, which has shapes and dtypes alone; whether or not it is there yet.
+        """Tensors to load into, of what was ``saved``, which has shapes and dtypes alone, be it there yet or not.
 
         What has the parameter's shape is this rank's slice of it.
         """
@@ -123,7 +126,7 @@ class ShardedState:
             of_record = saved.get(self._name(record), {}).items()
             state = {key: each for key, each in of_record if key != MASTER or record.keeps_more}
             if state:
-                found[self._name(record)] = {key: _zeros(key, each, record) for key, each in state.items()}
+                found[self._name(record)] = {key: _template(key, each, record) for key, each in state.items()}
         return found
 
     def check(self, settings: Mapping[str, Any]) -> None:
@@ -222,10 +225,10 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
     }
 
 
-def _zeros(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
+def _template(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
     if key in SCALARS or like.shape != record.p.shape:
-        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
-    return _boxed(torch.zeros(record.split.slice_size, dtype=like.dtype, device=record.p32.device), record)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    return _boxed(torch.empty(record.split.slice_size, dtype=like.dtype, device=record.p32.device), record)
 
 
 def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:

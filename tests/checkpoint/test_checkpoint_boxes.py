@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlevel_zero.state.boxes import Box, BoxedTensor, boxes_of, parts_of
+from lowlevel_zero.state.boxes import Box, BoxedTensor, boxes_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -33,7 +33,7 @@ def test_parts_are_where_they_say_in_every_memory_order(shape: tuple[int, ...], 
     numbers = torch.arange(math.prod(shape)).view([shape[dim] for dim in order]).permute(back)
     start, stop = sorted(data.draw(st.integers(0, numbers.numel())) for _ in range(2))
     local = numbers.as_strided((numbers.numel(),), (1,))[start:stop]
-    parts = parts_of(local, start, shape, numbers.stride())
+    parts = BoxedTensor(local, start, shape, numbers.stride()).parts()
     for offsets, part in parts.items():
         assert torch.equal(part, region(numbers, Box(offsets, tuple(part.shape))))
     assert sum(part.numel() for part in parts.values()) == stop - start
@@ -60,11 +60,10 @@ def test_a_matrix_has_at_most_three(start: int, stop: int, expected: list[Box]) 
 
 
 def test_nothing_and_a_number_have_one() -> None:
-    assert {offsets: tuple(part.shape) for offsets, part in parts_of(torch.empty(0), 0, (0, 3), (3, 1)).items()} == {
-        (0, 0): (0, 3)
-    }
-    assert [tuple(part.shape) for part in parts_of(torch.ones(1), 0, (), ()).values()] == [()]
-    assert parts_of(torch.empty(0), 1, (), ()) == {}
+    nothing = BoxedTensor(torch.empty(0), 0, (0, 3), (3, 1)).parts()
+    assert {offsets: tuple(part.shape) for offsets, part in nothing.items()} == {(0, 0): (0, 3)}
+    assert [tuple(part.shape) for part in BoxedTensor(torch.ones(1), 0, (), ()).parts().values()] == [()]
+    assert BoxedTensor(torch.empty(0), 1, (), ()).parts() == {}
 
 
 def test_a_copy_has_its_own_elements_and_arithmetic_is_refused() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
@@ -180,6 +181,8 @@ def test_what_other_runs_saved_goes_on_here(make: Any, world_size: int, tmp_path
             step(model, optimizer, at)
         own, of_optimizer = get_state_dict(model, optimizer)
         dcp.save({"model": own, "optim": of_optimizer}, checkpoint_id=tmp_path / "a")
+        flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        dcp.save({"model": own, "optim": flat}, checkpoint_id=tmp_path / "flat")
         at_save = copy.deepcopy((gathered(own), gathered(of_optimizer["state"])))
         step(model, optimizer, 3)
         return at_save, gathered(get_state_dict(model, optimizer)[0])
@@ -187,13 +190,17 @@ def test_what_other_runs_saved_goes_on_here(make: Any, world_size: int, tmp_path
     (model, state), later = run_ranks(save, 5 - world_size)[0]
 
     def load(rank: int, world_size: int) -> list[str]:
-        other, optimizer = ours(7)
-        both = {"model": other.state_dict(), "optim": Sharded(optimizer)}
-        dcp.load(both, checkpoint_id=tmp_path / "a")
-        own, its_state = whole(other, optimizer)
-        wrong = differences(model, own, at="model") + differences(state, its_state, at="state")
-        step(other, optimizer, 3)
-        return wrong + differences(later, dict(other.state_dict()), tolerance=1e-6, at="later")
+        wrong = []
+        for saved, partly in (("a", False), ("flat", True)):  # without param groups that are any others'
+            other, optimizer = ours(7)
+            both = {"model": other.state_dict(), "optim": Sharded(optimizer)}
+            planner = default_planner.DefaultLoadPlanner(allow_partial_load=partly)
+            dcp.load(both, checkpoint_id=tmp_path / saved, planner=planner)
+            own, its_state = whole(other, optimizer)
+            wrong += differences(model, own, at=f"{saved}: model") + differences(state, its_state, at=f"{saved}: state")
+            step(other, optimizer, 3)
+            wrong += differences(later, dict(other.state_dict()), tolerance=1e-6, at=f"{saved}: later")
+        return wrong
 
     assert run_ranks(load, world_size) == [[]] * world_size
 
