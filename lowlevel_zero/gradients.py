@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ShardedParameter
+from .communication.agreement import NORMS
 from .communication.shard_group import ShardGroup
 from .construction import ShardedGroup
 
@@ -56,7 +57,7 @@ class OptimizerGradients:
                 "lowlevel_zero.clip_grad_norm_, which count all of them"
             )
         if not self._finished or self._known_at != self._versions or norm_type not in self._known:
-            self._finish("take norms of p.grad")
+            self._finish(NORMS)
             if self._known_at != self._versions:
                 self._known.clear()
                 self._known_at = self._versions

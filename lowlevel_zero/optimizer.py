@@ -571,9 +571,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             for p in members:
                 if set_to_none:
                     p.grad = None
-                elif isinstance(p.grad, ShardedGradient):
-                    p.grad.zero_raw()
-                elif p.grad is not None:
+                elif p.grad is not None and not isinstance(p.grad, ShardedGradient):
                     p.grad.detach_().zero_()
 
     # ---- modes, of a wrapped optimizer that has some ----

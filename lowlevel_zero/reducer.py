@@ -98,6 +98,7 @@ class Reducer:
         self._version_stepped = 0
         self.sync = True
         self.finished = False
+        self._hidden: list[ShardedParameter] = []
         self._cleared = 0  # stands for those whose p.grad has been set to None since the ranks agreed last
         self._cleared_names: list[str] = []
         self._begin_anew()
@@ -141,8 +142,10 @@ class Reducer:
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
         if self.sync:
+            self._drop_cleared()
             if self.buckets.is_open:
                 self._close_sync()
+            self._make_room()
             reached = None
             try:
                 if self._unused.detecting:
@@ -152,7 +155,9 @@ class Reducer:
 
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the sync stays open, for ``zero_grad`` to discard."""
-        if self.sync and not failed:
+        if failed:
+            self._show_again()
+        elif self.sync:
             self._close_sync()
             self._unused.lacked |= self.buckets.lacked
 
@@ -164,8 +169,8 @@ class Reducer:
         if self._streams.several:
             self._streams.produced()
         record.arrived = True
-        self.finished = False
         if not self.sync or (running_backwards and running_backwards[-1] is not self._owner):
+            self.finished = False
             return
         if not self.buckets.is_open:
             self._open_plain(record)
@@ -190,6 +195,7 @@ class Reducer:
                 "loss.backward()"
             )
         self._may_be_alone = True
+        self._drop_cleared()
         self._open_sync()
 
     def _watch_graph_task(self) -> None:
@@ -210,7 +216,6 @@ class Reducer:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
         self.finished = False
-        self._drop_cleared()
         self._finish_some(leave=0)
         self.buckets.open_sync(reached)
         if reached is not None:
@@ -238,6 +243,7 @@ class Reducer:
         if self._announced is not None:
             self._read_announced(self._announced)
         self.buckets.close_sync()
+        self._show_again()
         self._closed += 1
         self._group.progress.micro_batch = self._closed
         if not self.plan.known:
@@ -265,11 +271,25 @@ class Reducer:
             and not record.is_empty
         ]
 
+    def _make_room(self) -> None:
+        """Take sharded gradients out of ``p.grad`` until the sync closes: a backward would add to each by a call."""
+        for record in self._records:
+            if record.shown is not None and record.p.grad is record.shown and record.pending is None:
+                record.p.grad = record.shown = None
+                self._hidden.append(record)
+
+    def _show_again(self) -> None:
+        for record in self._hidden:
+            if record.shown is None:
+                record.show()
+        self._hidden = []
+
     def _drop_cleared(self) -> None:
         """Forget the gradients of parameters whose ``p.grad`` has been set to None, as by ``model.zero_grad()``."""
         if self._gradients.exposed:
             return
-        cleared = [record for record in self._records if record.p.grad is not record.shown and record.is_cleared]
+        shown = [record for record in self._records if record.shown is not None]
+        cleared = [record for record in shown if record.p.grad is not record.shown and record.is_cleared]
         if cleared:
             self._cleared = crc32(repr([record.index for record in cleared]).encode(), self._cleared)
             self._cleared_names += [record.name for record in cleared]

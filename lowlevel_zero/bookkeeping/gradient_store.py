@@ -324,6 +324,9 @@ class GradientStore:
             bucket.rows = None
             bucket.scale = bucket.partly = None
             bucket.hold(torch.zeros_like(bucket.sums()))
+        for record in self._records:
+            if record.pending is not None:
+                record.pending = torch.zeros_like(record.pending, requires_grad=False)
 
 
 def _without_padding(record: ShardedParameter, gradient: Tensor) -> Tensor:

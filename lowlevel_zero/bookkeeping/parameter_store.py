@@ -65,6 +65,7 @@ class ShardedParameter:
         handle: what ``p.grad`` is while there is a ``g``, or a bucket is on its way to become that.
         slice_handle: the same of ``p32.grad``, until the step.
         shown: the ``handle``, where ``p.grad`` has been made that, and its caller is to leave it; else None.
+        pending: what a backward has added to it since, unreduced, or None.
         kind: what parameters must have in common to share a bucket.
         rows: ``padded`` as ``[world_size, s]``.
         row: this rank's row of it.
@@ -93,6 +94,7 @@ class ShardedParameter:
         "p",
         "p32",
         "padded",
+        "pending",
         "rank",
         "row",
         "rows",
@@ -141,6 +143,7 @@ class ShardedParameter:
         self.handle: ShardedGradient | None = None
         self.slice_handle: ShardedGradient | None = None
         self.shown: ShardedGradient | None = None
+        self.pending: Tensor | None = None
 
     @property
     def keeps_more(self) -> bool:
@@ -262,42 +265,47 @@ class ShardedParameter:
         own[: stop - start] = self.flatten(tensor)[start:stop]
         return own
 
+    # ---- p.grad: before a reduction takes it, and after ----
+
     def make_handles(self, gradients: Gradients) -> None:
         """Be ready to show ``gradients``'s one of this parameter as ``p.grad``, and as ``p32.grad``."""
         self.handle = ShardedGradient(self, self.p, gradients)
         self.slice_handle = ShardedGradient(self, self.p32, gradients)
 
+    def show(self) -> None:
+        """Let ``p.grad`` tell that there is a ``g``; what a backward has left there is pending."""
+        if self.p.grad is not self.handle:
+            self.pending = self.p.grad
+        self.p.grad = self.shown = self.handle
+
     def hide(self) -> None:
         """There is no ``g``: neither ``p.grad`` nor ``p32.grad`` tells of one any more."""
         self.worked = False
-        if self.shown is not None:
-            if self.p.grad is self.shown:
+        shown = self.shown
+        if shown is not None:
+            if self.p.grad is shown:
                 self.p.grad = None
-            self.shown.raw = None
-            self.shown = None
+            self.shown = self.pending = None
         self.p32.grad = None
 
     @property
     def unreduced(self) -> Tensor | None:
-        """What a backward, or its caller, has left in ``p.grad`` to be reduced, or None."""
+        """What a backward, or its caller, has left to be reduced, or None."""
         gradient = self.p.grad
-        return self.handle.raw if gradient is self.handle and self.handle is not None else gradient
+        return gradient if gradient is not self.shown else self.pending
 
     def drop_unreduced(self) -> None:
-        """Forget what a backward has just left in ``p.grad``."""
-        if self.shown is not None and self.p.grad is self.shown:
-            self.shown.take_raw()
-        else:
-            self.p.grad = None
+        """Forget what a backward has just left."""
+        if self.p.grad is not self.shown:
+            self.p.grad = self.shown
+        self.pending = None
         self.arrived = False
 
     @property
     def is_cleared(self) -> bool:
-        """Whether ``p.grad``, which showed that there is a ``g``, has been set to None since."""
-        shown = self.shown
-        if shown is None or self.p.grad is shown:
-            return False
-        return self.p.grad is None or (self.arrived and not shown.passed)
+        """Whether ``p.grad``, which was ``shown``, has been set to None since."""
+        gradient = self.p.grad
+        return gradient is not self.shown and (gradient is None or self.arrived)
 
     def drop_gradient(self) -> None:
         """Let go of a gradient that has come while ``p32.requires_grad`` is False, as if it hadn't been computed."""
@@ -315,17 +323,16 @@ class ShardedParameter:
 
         One that came with a graph may still hang on it. The sharded one takes its place, on all ranks alike.
         """
-        gradient = self.p.grad
-        if gradient is not None and gradient is self.shown:
-            gradient = self.shown.take_raw()
+        p = self.p
+        gradient = p.grad
+        if gradient is self.shown:
+            gradient, self.pending = self.pending, None
         if gradient is not None and gradient.layout is not torch.strided:
             self._refuse_sparse(gradient)
-        if self.shown is not None:
-            self.shown.passed = False
         try:
-            self.p.grad = self.shown = self.handle
+            p.grad = self.shown = self.handle
         except RuntimeError:  # the model has been converted, which the step refuses
-            self.p.grad = self.shown = None
+            p.grad = self.shown = None
         self.p32.grad = self.slice_handle
         self.arrived = False
         if gradient is None:

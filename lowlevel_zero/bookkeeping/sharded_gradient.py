@@ -60,14 +60,8 @@ class ShardedGradient(torch.Tensor):
         record: whose gradient it is.
         like: ``p`` or ``p32``, to whose ``.grad`` it is assigned.
         gradients: the optimizer's.
-
-    Attributes:
-        raw: what a backward has added since, which isn't reduced yet.
-        passed: a backward has added to it, and put the sum in its place.
     """
 
-    raw: Tensor | None
-    passed: bool
     _name: str
     _record: ReferenceType[ShardedParameter]
     _gradients: ReferenceType[Gradients]
@@ -82,8 +76,6 @@ class ShardedGradient(torch.Tensor):
         return made
 
     def __init__(self, record: ShardedParameter, like: Tensor, gradients: Gradients) -> None:
-        self.raw = None
-        self.passed = False
         self._name = record.name
         self._record = ref(record)
         self._gradients = ref(gradients)
@@ -105,16 +97,6 @@ class ShardedGradient(torch.Tensor):
         """The gradient of a parameter that no rank had one for."""
         return torch.zeros_like(record.p, requires_grad=False)
 
-    def take_raw(self) -> Tensor | None:
-        """What a backward has added, which is the caller's then."""
-        raw, self.raw = self.raw, None
-        return raw
-
-    def zero_raw(self) -> None:
-        """Make zeros of what a backward has added."""
-        if self.raw is not None:
-            self.raw = torch.zeros_like(self.raw, requires_grad=False)
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Without its elements, of which this rank has a part."""
         return f"ShardedGradient({self._name}, {tuple(self.shape)}, {self.dtype}: full_tensor() has its elements)"
@@ -135,8 +117,8 @@ class ShardedGradient(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """One operation of torch's."""
-        if func in _ADD and isinstance(args[0], cls) and torch._C._current_graph_task_id() != -1:
-            return args[0]._accumulate(func, *args[1:])
+        if (func is _ADD_ or func is _ADD) and type(args[0]) is cls and torch._C._current_graph_task_id() != -1:
+            return args[0]._accumulate(args[1]) if func is _ADD_ else args[0]._pass(args[1])
         perform = _OPERATIONS.get(func)
         if perform is None:
             _first_of(args)._refuse(str(func).removeprefix("aten.").split(".")[0])
@@ -144,16 +126,18 @@ class ShardedGradient(torch.Tensor):
             return perform(list(args[:1]), *args[1:], **(kwargs or {}))[0]
         return _by_kind(func, perform, args[0], args[1:], kwargs or {})
 
-    def _accumulate(self, func: Any, gradient: Tensor) -> Tensor:
-        """A backward adds to ``p.grad``: that waits here, or, where it comes with a graph, instead of this."""
-        if self.raw is not None:
-            gradient = self.raw + gradient
-        if func is _aten.add_.Tensor:
-            self.raw = gradient
-            return self
-        self.raw = None
-        self.passed = True
-        return gradient.clone()
+    def _accumulate(self, gradient: Tensor) -> ShardedGradient:
+        """A backward adds to ``p.grad``."""
+        record, _ = self._held()
+        record.pending = gradient if record.pending is None else record.pending + gradient
+        return self
+
+    def _pass(self, gradient: Tensor) -> Tensor:
+        """A backward adds to ``p.grad``, with a graph, and puts the sum in its place."""
+        record, _ = self._held()
+        passed = gradient.clone() if record.pending is None else record.pending + gradient
+        record.shown = record.pending = None
+        return passed
 
     def _held(self) -> tuple[ShardedParameter, Gradients]:
         record, gradients = self._record(), self._gradients()
@@ -253,7 +237,7 @@ def _zero(tensors: list[ShardedGradient]) -> list[ShardedGradient]:
     return tensors
 
 
-_ADD = (_aten.add_.Tensor, _aten.add.Tensor)
+_ADD_, _ADD = _aten.add_.Tensor, _aten.add.Tensor
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _itself,
     _aten.linalg_vector_norm.default: _norm,

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from .shard_group import ShardGroup
 
+NORMS = "take norms of p.grad"
+
 # By name, what brings a rank to agree on rounds; the place is what travels.
 _NAMES = (
     "step",
@@ -19,7 +21,7 @@ _NAMES = (
     "load_state_dict",
     "get_param_grad",
     "lowlevel_zero.clip_grad_norm_",
-    "take norms of p.grad",
+    NORMS,
     "edit p.grad",
     "look at gradients",
     "state_dict",
@@ -257,11 +259,12 @@ def _raise_cleared(statements: Sequence[_Statement]) -> None:
 
 
 def _different_calls(calls: Sequence[str]) -> RuntimeError:
+    clip = "; where a rank has run no backward, torch.nn.utils.clip_grad_norm_ finds no gradients: clip by "
     return RuntimeError(
         "expected the same call on every rank, got "
         + "; ".join(f"rank {rank} to {call}" for rank, call in enumerate(calls))
         + ": let every rank make the same calls in the same order, and begin the step anew with "
-        "optimizer.zero_grad() on all"
+        "optimizer.zero_grad() on all" + (f"{clip}lowlevel_zero.clip_grad_norm_" if NORMS in calls else "")
     )
 
 

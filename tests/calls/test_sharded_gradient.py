@@ -1,0 +1,468 @@
+"""``p.grad`` after backward: what may be done with it, what is refused, and what becomes of what is dropped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.sharded_gradient import ShardedGradient
+from lowlevel_zero.communication.shard_group import ShardGroup
+from tests.support.ranks import run_cases
+
+Trained = tuple[nn.Sequential, LowLevelZeroOptimizer]
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
+    loss: Tensor = model(batch(step, rank)).square().mean()
+    return loss
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def sharded(rank: int, **options: Any) -> Trained:
+    """After a backward."""
+    model = net()
+    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model, **options)
+    optimizer.backward(loss_at(model, 0, rank))
+    return model, optimizer
+
+
+class Alone:
+    """The same in plain torch, with every rank's share."""
+
+    def __init__(self, world_size: int) -> None:
+        self.ranks = range(world_size)
+        self.model = net()
+        self.optimizer = sgd(self.model.parameters())
+
+    def backward(self, step: int) -> None:
+        torch.stack([loss_at(self.model, step, rank) for rank in self.ranks]).mean().backward()
+
+    def check(self, model: nn.Module) -> None:
+        for p, q in zip(model.parameters(), self.model.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def steps_on(model: nn.Module, optimizer: LowLevelZeroOptimizer, alone: Alone, rank: int) -> None:
+    """Two more steps, from cleared gradients, end where plain torch does."""
+    for step in (5, 6):
+        optimizer.backward(loss_at(model, step, rank))
+        alone.backward(step)
+        for each in (optimizer, alone.optimizer):
+            each.step()
+            each.zero_grad()
+    alone.check(model)
+
+
+# ---- what it is ----
+
+
+def looks(rank: int, world_size: int) -> None:
+    model, _ = sharded(rank)
+    alone = Alone(world_size)
+    alone.backward(0)
+    for p, q in zip(model.parameters(), alone.model.parameters(), strict=True):
+        gradient = p.grad
+        assert isinstance(gradient, ShardedGradient)
+        assert isinstance(gradient, Tensor)
+        assert (gradient.shape, gradient.dtype, gradient.device) == (p.shape, p.dtype, p.device)
+        assert not gradient.requires_grad
+        assert q.grad is not None
+        torch.testing.assert_close(gradient.full_tensor(), q.grad)
+        torch.testing.assert_close(gradient.norm(), q.grad.norm())
+        torch.testing.assert_close(gradient.data.norm(1), q.grad.norm(1))
+        torch.testing.assert_close(gradient.detach().norm(float("inf")), q.grad.norm(float("inf")))
+        torch.testing.assert_close(
+            torch.linalg.vector_norm(gradient, dtype=torch.float64), torch.linalg.vector_norm(q.grad.double())
+        )
+        own = gradient.to_local()
+        size = -(-p.numel() // world_size)
+        padded = torch.cat([q.grad.reshape(-1), torch.zeros(size * world_size - p.numel())])
+        torch.testing.assert_close(own, padded[rank * size : (rank + 1) * size])
+        assert "full_tensor" in repr(gradient)
+
+
+def one_collective(rank: int, world_size: int) -> None:
+    """However many gradients are asked for their norms, until one changes."""
+    model, optimizer = sharded(rank)
+    began: list[str] = []
+    gather = ShardGroup.all_gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardGroup, "all_gather", lambda *args: (began.append("gather"), gather(*args))[1])
+        for p in [*model.parameters()] * 3:
+            assert p.grad is not None
+            p.grad.norm()
+        assert len(began) == 1
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        assert len(began) == 1
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        assert len(began) == 2
+    optimizer.step()
+
+
+def edits(rank: int, world_size: int) -> None:
+    """Each alone, so some parameters of a bucket at a time."""
+    model, optimizer = sharded(rank)
+    alone = Alone(world_size)
+    alone.backward(0)
+    for one in (model, alone.model):
+        first: Any = one[0].weight.grad
+        second: Any = one[2].bias.grad
+        first.mul_(0.5)
+        first.div_(2)
+        first.mul_(torch.tensor(3.0))
+        second.clamp_(max=0.01)
+        second.clamp_(-0.02)
+        second.mul_(-2)
+        torch._foreach_mul_([first, second], 0.5)
+        torch._foreach_zero_([one[2].weight.grad])
+    for p, q in zip(model.parameters(), alone.model.parameters(), strict=True):
+        assert isinstance(p.grad, ShardedGradient)
+        assert q.grad is not None
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        torch.testing.assert_close(p.grad.norm(), q.grad.norm())
+    for each in (optimizer, alone.optimizer):
+        each.step()
+        each.zero_grad()
+    steps_on(model, optimizer, alone, rank)
+
+
+def copies(rank: int, world_size: int) -> None:
+    """Models are copied, saved, averaged and compiled as they are."""
+    model, optimizer = sharded(rank)
+    alone = Alone(world_size)
+    alone.backward(0)
+    copied = copy.deepcopy(model)
+    assert all(p.grad is None for p in copied.parameters())
+    ema = AveragedModel(model)
+    ema.update_parameters(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    unpickled = pickle.loads(pickle.dumps(model))
+    for each in (copied, loaded, unpickled, ema.module):
+        for p, q in zip(each.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p, q)
+    assert all(not isinstance(value, ShardedGradient) for value in model.state_dict().values())
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.grad = ShardedGradient.__new__(ShardedGradient, None, leaf, None)  # type: ignore[arg-type]
+    assert copy.deepcopy(leaf).grad is None
+    model.to("cpu")
+    model.requires_grad_(True)
+    model.train()
+    for each in (optimizer, alone.optimizer):
+        each.step()
+    compiled = torch.compile(model, backend="eager")
+    optimizer.backward(loss_at(compiled, 1, rank))  # type: ignore[arg-type]
+    alone.backward(1)
+    for each in (optimizer, alone.optimizer):
+        each.step()
+        each.zero_grad()
+    steps_on(model, optimizer, alone, rank)
+
+
+def the_optimizer_goes(rank: int, world_size: int) -> None:
+    """By itself, without the garbage collector, and takes its gradients along."""
+    model, optimizer = sharded(rank)
+    kept: Any = model[0].weight.grad
+    inner, gone = optimizer.optim, weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p32.grad is None for group in inner.param_groups for p32 in group["params"])
+    with pytest.raises(RuntimeError, match=r"0.weight: expected the optimizer .* which is gone"):
+        kept.norm()
+    second = LowLevelZeroOptimizer(sgd(model.parameters()), model=model)
+    second.backward(loss_at(model, 0, rank))
+    second.step()
+
+
+def with_a_graph(rank: int, world_size: int) -> None:
+    """Second micro-batches that keep the graph of gradients."""
+    model, optimizer = sharded(rank)
+    alone = Alone(world_size)
+    alone.backward(0)
+    with pytest.warns(UserWarning, match="create_graph"), optimizer.backward_pass(loss := loss_at(model, 1, rank)):
+        loss.backward(create_graph=True)
+    alone.backward(1)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 0.01))
+    for each in (optimizer, alone.optimizer):
+        each.step()
+        each.zero_grad()
+    steps_on(model, optimizer, alone, rank)
+
+
+# ---- what is dropped ----
+
+
+def some_dropped(rank: int, world_size: int) -> None:
+    """As in torch, their parameters aren't stepped: neither momentum nor weight decay moves them."""
+    model, optimizer = sharded(rank)
+    alone = Alone(world_size)
+    alone.backward(0)
+    for step in range(1, 4):
+        for one in (model, alone.model):
+            one[0].weight.grad = None
+            if step == 2:
+                one[2].weight.grad = None
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == pytest.approx(
+            torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 1.0).item()
+        )
+        for each in (optimizer, alone.optimizer):
+            each.step()
+        assert (model[0].weight.grad is None) == (alone.model[0].weight.grad is None)
+        for one in (model, alone.model):
+            one.zero_grad()
+        optimizer.backward(loss_at(model, step, rank))
+        alone.backward(step)
+    alone.check(model)
+
+
+def between_micro_batches(rank: int, world_size: int) -> None:
+    """Those before it don't count; those of a part of the model don't either."""
+    model, optimizer = sharded(rank, partition_grad=True)
+    alone = Alone(world_size)
+    alone.backward(0)
+    model.zero_grad()
+    alone.model.zero_grad()
+    for step in (1, 2):
+        loss_at(model, step, rank).backward()
+        alone.backward(step)
+    for one in (model, alone.model):
+        one[0].zero_grad()
+    with optimizer.no_sync():
+        optimizer.backward(loss_at(model, 3, rank))
+    alone.backward(3)
+    for one in (model, alone.model):
+        one[2].bias.grad = None
+    optimizer.backward(loss_at(model, 4, rank))
+    alone.backward(4)
+    for p, q in zip(model.parameters(), alone.model.parameters(), strict=True):
+        assert isinstance(p.grad, ShardedGradient)
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    for each in (optimizer, alone.optimizer):
+        each.step()
+        each.zero_grad()
+    steps_on(model, optimizer, alone, rank)
+
+
+def a_failed_backward(rank: int, world_size: int) -> None:
+    """Gradients don't look dropped after it, and ``zero_grad`` begins the step anew."""
+    model, optimizer = sharded(rank)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("mine")
+
+    handle = model[2].weight.register_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        optimizer.backward(loss_at(model, 1, rank))
+    handle.remove()
+    assert sum(isinstance(p.grad, ShardedGradient) for p in model.parameters()) == 4
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    steps_on(model, optimizer, Alone(world_size), rank)
+
+
+def old_gradients(rank: int, world_size: int) -> None:
+    """A backward that adds to what was stepped is told of, once; one after any kind of clearing isn't."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lowlevel_zero")
+    log.addHandler(handler)
+    try:
+        model, optimizer = sharded(rank)
+        clears: list[Callable[[], None]] = [
+            optimizer.zero_grad,
+            model.zero_grad,
+            lambda: model.zero_grad(set_to_none=False),
+            lambda: optimizer.zero_grad(set_to_none=False),
+        ]
+        for clear in clears:
+            optimizer.step()
+            clear()
+            optimizer.backward(loss_at(model, 1, rank))
+        assert not told
+        for _ in range(2):
+            optimizer.step()
+            optimizer.backward(loss_at(model, 1, rank))
+        assert len(told) == (rank == 0)
+    finally:
+        log.removeHandler(handler)
+
+
+# ---- what is refused ----
+
+
+def other_operations(rank: int, world_size: int) -> None:
+    model, optimizer = sharded(rank)
+    gradient: Any = model[0].weight.grad
+    before = [p.clone() for p in model.parameters()]
+    calls: list[Callable[[], Any]] = [
+        lambda: gradient + 1,
+        lambda: gradient.add_(torch.ones(5, 3)),
+        lambda: gradient.mul_(torch.ones(5, 3)),
+        lambda: gradient.clone(),
+        lambda: gradient.sum(),
+        lambda: gradient.isnan(),
+        lambda: torch.empty(5, 3).copy_(gradient),
+        lambda: gradient.norm(dim=0),
+        lambda: model[0].weight.sub_(gradient),
+        lambda: sgd(model.parameters()).step(),
+        lambda: torch.nn.utils.parameters_to_vector([gradient]),
+        lambda: pickle.dumps(gradient),
+        lambda: gradient.to(torch.float64),
+    ]
+    with torch.no_grad():
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"0.weight: expected norms, .*full_tensor\(\) on every rank"):
+                call()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.step()
+
+
+def a_grad_scaler(rank: int, world_size: int) -> None:
+    """Asking what an optimizer supports isn't using it; a scaler that is used is refused, before anything changes."""
+    model, optimizer = sharded(rank)
+    alone = Alone(world_size)
+    alone.backward(0)
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is False
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(RuntimeError, match="no enabled torch.amp.GradScaler"):
+            call(optimizer)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(loss_at(model, 1, rank)).backward()
+    alone.backward(1)
+    off.unscale_(optimizer)
+    off.step(optimizer)
+    off.update()
+    alone.optimizer.step()
+    alone.check(model)
+
+
+def by_hand(rank: int, world_size: int) -> None:
+    model, optimizer = sharded(rank)
+    model[0].weight.grad = torch.ones(5, 3)
+    with pytest.raises(RuntimeError, match=r"0.weight: .* assigned by hand, .* DistributedDataParallel"):
+        optimizer.step()
+    optimizer.zero_grad()
+    steps_on(model, optimizer, Alone(world_size), rank)
+
+
+def within_ddp(rank: int, world_size: int) -> None:
+    model = net()
+    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model)
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.* hand over the plain model"):
+        optimizer.backward(loss_at(wrapped, 0, rank))
+
+
+def dropped_on_one_rank(rank: int, world_size: int) -> None:
+    """All are told, at the next call; and again when it is all gradients of one rank."""
+    model, optimizer = sharded(rank)
+    for clear in (lambda: setattr(model[0].weight, "grad", None), model.zero_grad):
+        if rank == world_size - 1:
+            clear()
+        with pytest.raises(RuntimeError, match=r"set to None for the same parameters on every rank.*0.weight"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+    optimizer.step()
+    if rank == 0:
+        model.zero_grad()
+    optimizer.backward(loss_at(model, 1, rank))
+    with pytest.raises(RuntimeError, match=r"set to None for the same parameters on every rank|zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(loss_at(model, 0, rank))
+    optimizer.step()
+
+
+def clipped_where_one_rank_lacks_all(rank: int, world_size: int) -> None:
+    """Torch's function finds no gradients there, and the rank goes on to the step."""
+    model = net()
+    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model)
+    if rank > 0:
+        loss_at(model, 0, rank).backward()
+
+    def clip_and_step() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"the same call on every rank.*lowlevel_zero.clip_grad_norm_"):
+        clip_and_step()
+    optimizer.zero_grad()
+    steps_on(model, optimizer, Alone(world_size), rank)
+
+
+def after_synchronize(rank: int, world_size: int) -> None:
+    model, optimizer = sharded(rank)
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match=r"left alone after synchronize\(\).*optimizer.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+WORKS = [
+    looks,
+    one_collective,
+    edits,
+    copies,
+    the_optimizer_goes,
+    with_a_graph,
+    some_dropped,
+    between_micro_batches,
+    a_failed_backward,
+    old_gradients,
+    other_operations,
+    a_grad_scaler,
+    by_hand,
+    within_ddp,
+    after_synchronize,
+]
+ALONE_IN_IT = [dropped_on_one_rank, clipped_where_one_rank_lacks_all]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_after_backward(world_size: int, subtests: pytest.Subtests) -> None:
+    works = [*WORKS, *(ALONE_IN_IT if world_size > 1 else ())]
+
+    def work(rank: int, world_size: int, name: str) -> None:
+        next(each for each in works if each.__name__ == name)(rank, world_size)
+
+    for (name,), ran in run_cases(work, world_size, [(each.__name__,) for each in works]):
+        with subtests.test(name):
+            ran.values()
