@@ -85,6 +85,11 @@ def slice_multiple(optimizer: Optimizer, numel: int, world_size: int, least: int
 # ---- a slice's state ----
 
 
+def is_quantised(value: object) -> bool:
+    """Whether a state of these optimizers is codes, which mean nothing without their scales."""
+    return hasattr(value, "codes") or (isinstance(value, Tensor) and value.dtype == torch.uint8)
+
+
 def flat_state(optimizer: Optimizer, state: State) -> State:
     """``state`` with one number an element for what is quantised."""
     block = block_size(optimizer)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.accessors import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.optim.elementwise import check_elementwise
 from tests.support.ranks import run_cases, run_ranks
@@ -212,6 +213,22 @@ def test_states_that_are_quantised_as_a_whole_are_refused() -> None:
             LowLevelZeroOptimizer(optimizer, model=model)
 
     run_ranks(work, 2)
+
+
+def test_codes_are_not_taken_for_numbers() -> None:
+    def work(rank: int, world_size: int, make: Callable[[Any], Any], key: str) -> None:
+        model = Net()
+        optimizer = wrap(model, make)
+        train(model, optimizer, range(1))
+        p = model.weights[0]
+        with pytest.raises(ValueError, match=f"0: expected a state of numbers, got '{key}', which is quantised"):
+            safe_get_full_optimizer_state(p, key)
+        with pytest.raises(ValueError, match="which is quantised"):
+            safe_set_full_optimizer_state(p, torch.ones_like(p), key)
+        assert safe_get_full_optimizer_state(p, "step") == 1
+
+    for _, ran in run_cases(work, 2, [(adamw8bit, "exp_avg"), (BITSANDBYTES["AdamW8bit"], "state1")]):
+        ran.values()
 
 
 REFUSED = [
