@@ -44,6 +44,7 @@ class Rooms:
         from .experts.assignment import assign, data_parallel_group, make_groups
         from .offload.step_on_host import StepOnHost
         from .optim.elementwise import check_elementwise
+        from .optim.quantised import check_unstepped, slice_multiple
         from .optim.whole_steps import check_matrices, whole_step
         from .planning.of_optimizer import layout, memory_held
         from .state.sharded_dict import load_sharded_state_dict, sharded_state_dict
@@ -57,6 +58,8 @@ class Rooms:
         self.check_elementwise = check_elementwise
         self.check_matrices = check_matrices
         self.whole_step = whole_step
+        self.check_unstepped = check_unstepped
+        self.slice_multiple = slice_multiple
         self.observer = BadNumbers
         self.guard = Guard
         self.watch = watch

@@ -93,6 +93,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             factor afterwards (Horovod): the same average, but sums that stay in a 16-bit dtype's range.
         reduction: what gradients become over the ranks: their "mean" or their "sum".
         pad_buckets_for_high_nccl_busbw: pad rows of more than 2**16 elements to multiples of that (Megatron-LM).
+        slice_multiple: elements that slices are multiples of, for an optimizer whose states share something within
+            blocks of so many; those of torchao's and bitsandbytes' 8-bit optimizers are multiples of their blocks.
         stall_timeout: seconds after which a rank logs what it waits for and who is missing; 0: never.
         debug: compare ranks before each collective, and raise on all where they differ or one stays away; it is slow.
         verify_every: ``verify()`` after every so many steps; 0: never.
@@ -142,6 +144,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         gradient_predivide_factor: float = 1.0,
         reduction: str = "mean",
         pad_buckets_for_high_nccl_busbw: bool = False,
+        slice_multiple: int = 1,
         stall_timeout: float = 60.0,
         debug: bool = False,
         verify_every: int = 0,
@@ -182,6 +185,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         names = parameter_names((group["params"] for group in optimizer.param_groups), model)
         trained = [p for p in names if p.requires_grad]
         self._rooms.check_matrices(optimizer, trained, names)
+        self._rooms.check_unstepped(optimizer, trained, names)
         check_new_parameters(optimizer, trained, names, self.shard_group, self.options, model=model)
         self._rooms.check_elementwise(optimizer, assume_elementwise=self.options.assume_elementwise)
         return names
@@ -192,7 +196,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             group.communicator.connect(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
         with together(self.shard_group, CONSTRUCT):
             convert(optimizer.param_groups, self.options.forced_dtype)
-            sharding = Sharding(optimizer, self.sharded_parameters, self.options, names)
+            multiple = partial(self._rooms.slice_multiple, optimizer)
+            sharding = Sharding(optimizer, self.sharded_parameters, self.options, names, multiple)
             sharding.include_untrained(model)
         sharding.start_alike()
         with together(self.shard_group, CONSTRUCT):
@@ -635,7 +640,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             names = self._try_group(param_group)
             with together(self.shard_group, _ADD):
                 convert(self.optim.param_groups[known:], self.options.forced_dtype)
-                sharding = Sharding(self.optim, self.sharded_parameters, self.options, names)
+                multiple = partial(self._rooms.slice_multiple, self.optim)
+                sharding = Sharding(self.optim, self.sharded_parameters, self.options, names, multiple)
         except BaseException:
             del self.optim.param_groups[known:]
             raise
@@ -656,6 +662,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             known: dict[Tensor, str] = {record.p: record.name for record in parameters}
             check_new_parameters(self.optim, new, names, self.shard_group, self.options, known=known)
             self._rooms.check_matrices(self.optim, new, names)
+            self._rooms.check_unstepped(self.optim, new, names)
             self._rooms.check_elementwise(self.optim, assume_elementwise=self.options.assume_elementwise)
             forced = self.options.forced_dtype
             if self.scaler is None and any((forced or p.dtype) == torch.float16 for p in new):

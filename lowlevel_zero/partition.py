@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,26 +22,29 @@ WIDE_ROW = 2**16
 class EvenSplit:
     """A flat parameter of ``numel`` elements, padded and viewed as ``[world_size, slice_size]``.
 
-    Rank ``r`` owns row ``r``. This is the split that ``torch.chunk`` makes of the unpadded parameter, and so
-    also the layout of a 1-D ``DTensor`` with ``Shard(0)``: the first ranks hold whole slices, the one that
-    meets the end a shorter one, those after it nothing but padding.
+    Rank ``r`` owns row ``r``. With ``multiple`` 1 this is the split that ``torch.chunk`` makes of the unpadded
+    parameter, and so also the layout of a 1-D ``DTensor`` with ``Shard(0)``: the first ranks hold whole slices, the one
+    that meets the end a shorter one, those after it nothing but padding.
 
     Attributes:
         numel: elements of the parameter, without padding.
         world_size: ranks that share it.
-        slice_size: elements of one row, ``ceil(numel / world_size)``.
+        multiple: what rows are multiples of, in elements.
+        slice_size: elements of one row, ``ceil(numel / world_size)`` rounded up to a ``multiple``.
     """
 
     numel: int
     world_size: int
-    slice_size: int = 0
+    multiple: int = 1
+    slice_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.numel < 0 or self.world_size < 1:
             raise ValueError(
                 f"an even split needs numel >= 0 and world_size >= 1, got {self.numel} and {self.world_size}"
             )
-        object.__setattr__(self, "slice_size", -(-self.numel // self.world_size))
+        rows = -(-self.numel // (self.world_size * self.multiple))
+        object.__setattr__(self, "slice_size", rows * self.multiple)
 
     @property
     def padded_numel(self) -> int:
@@ -52,6 +55,11 @@ class EvenSplit:
     def padding(self) -> int:
         """Elements at the end of the storage that belong to nobody."""
         return self.padded_numel - self.numel
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements from the first one on that ``torch.chunk`` cuts into slices of this size."""
+        return self.numel if self.multiple == 1 else self.padded_numel
 
     def span(self, rank: int) -> tuple[int, int]:
         """First and one-past-last element of the flat parameter that ``rank`` owns, padding left out."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..communication.progress import About
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
+from ..partition import EvenSplit
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
 from .parameter_store import ShardedParameter
@@ -134,7 +135,7 @@ class Bucket:
         buffer = how.group.new_buffer(planned.row, lead.communication_dtype, lead.padded.device, planned.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
         flats = [
-            gradient if gradient is not None else zero.expand(record.split.numel)
+            zero.expand(record.split.packed_numel) if gradient is None else _widened(gradient, record.split)
             for record, gradient in zip(self.records, gradients, strict=True)
         ]
         if planned.row > planned.body:
@@ -320,6 +321,12 @@ class BucketStore:
         self.start(whatever_is_missing=True)
         self._buckets = []
         self.is_open = False
+
+
+def _widened(gradient: Tensor, split: EvenSplit) -> Tensor:
+    """With zeros at the end, where ``pack`` would cut rows that are narrower than the slices."""
+    missing = split.packed_numel - gradient.numel()
+    return F.pad(gradient, (0, missing)) if missing else gradient
 
 
 def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:

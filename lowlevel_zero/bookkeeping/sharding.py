@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,12 +33,19 @@ class Sharding:
         parameters: the records so far.
         options: the caller's choices.
         names: of the optimizer's parameters.
+        slice_multiple: what slices are multiples of, of a number of elements, ranks, and what the caller chose.
     """
 
     @torch.no_grad()
     def __init__(
-        self, optimizer: Optimizer, parameters: ParameterStore, options: ZeroOptions, names: Mapping[Tensor, str]
+        self,
+        optimizer: Optimizer,
+        parameters: ParameterStore,
+        options: ZeroOptions,
+        names: Mapping[Tensor, str],
+        slice_multiple: Callable[[int, int, int], int],
     ) -> None:
+        self._slice_multiple = slice_multiple
         self._optimizer = optimizer
         self._parameters = parameters
         self._options = options
@@ -60,7 +67,8 @@ class Sharding:
 
     def _record(self, p: nn.Parameter, place: Place) -> ShardedParameter:
         ranks, options = self._parameters.shard_groups[place.shard_group], self._options
-        split = EvenSplit(p.numel(), ranks.size)
+        multiple = self._slice_multiple(p.numel(), ranks.size, options.slice_multiple)
+        split = EvenSplit(p.numel(), ranks.size, multiple)
         fp8 = options.in_fp8(p.numel(), ranks.size)
         before = memory_of(p)
         record = ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8)

@@ -41,7 +41,7 @@ _log = logging.getLogger("lowlevel_zero")
 # Options that a run's layout depends on, and loading doesn't.
 _LAYOUT = (
     *("communication_dtype", "reduce_scatter", "master_weights", "cpu_offload", "pad_buckets_for_high_nccl_busbw"),
-    *("fp8_communication", "fp8_min_numel"),
+    *("fp8_communication", "fp8_min_numel", "slice_multiple"),
 )
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..construction import ShardedGroup
+from ..optim.quantised import is_quantised
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.values import (
     at_least_fp32,
@@ -330,6 +331,12 @@ def _check_key(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> 
         raise TypeError(f"optim_state_key: expected a str, got {type(key).__name__} {key!r}")
     if known and key not in known:
         raise ValueError(f"{records[0].name}: expected one of its states, {', '.join(sorted(known))}, got {key!r}")
+    for record in records:
+        if is_quantised(_state(optimizer, record).get(key)):
+            raise ValueError(
+                f"{record.name}: expected a state of numbers, got {key!r}, which is quantised: read it whole, "
+                "by optimizer.state_dict()"
+            )
     value = known.get(key)
     if value is not None and not isinstance(value, (Tensor, int, float)):
         raise TypeError(f"{records[0].name}: expected {key!r} to be a tensor or a number, it is {type(value).__name__}")

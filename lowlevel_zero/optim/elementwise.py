@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..partition import ELEMENTWISE
 from .probe import NoProbe, probe
+from .quantised import is_known
 from .whole_steps import WHOLE_STEPS, full_name
 
 # Elementwise classes of others, by their full names: they hold compiled kernels, which a probe can't make again.
@@ -24,6 +25,8 @@ _ELSEWHERE = {
     "colossalai.nn.optimizer.fused_sgd.FusedSGD",
     "colossalai.nn.optimizer.hybrid_adam.HybridAdam",
 }
+# The base of all classes of bitsandbytes, whatever their states.
+_32_BITS_TOO = "Optimizer8bit"
 _ANY_OTHER = "an elementwise optimizer, such as torch.optim.AdamW"
 
 
@@ -31,7 +34,7 @@ class _Refused(NamedTuple):
     """Classes that cannot be stepped on slices.
 
     Attributes:
-        names: of the class or of one of its bases, in any case, matched whole.
+        names: of the class, of its package or of one of its bases, in any case, matched whole.
         reason: why not.
         remedy: what to use instead.
     """
@@ -70,7 +73,10 @@ _NOT_ELEMENTWISE = (
         r".*shampoo.*|soap.*|.*k_?fac.*|psgd.*|kron.*|adafisher.*",
         "it preconditions a matrix with statistics of its rows and columns",
     ),
-    _Refused(r".*galore.*|apollo.*|.*lowrank.*", "it projects the gradient of a whole matrix to a low rank"),
+    _Refused(
+        r".*galore.*|apollo.*|.*lowrank.*",
+        "it is GaLore or its like, which projects the gradient of a whole matrix to a low rank",
+    ),
     _Refused(
         r".*(4bit|8bit|fp8).*",
         "it shares statistics within blocks of elements, which do not end where the slices end",
@@ -105,7 +111,7 @@ def check_elementwise(optimizer: Optimizer, *, assume_elementwise: bool = False)
         reason = "it is differentiable=True, and no autograd graph leads from its slices to the model"
         raise TypeError(_refusal(optimizer, reason, can_assume=False))
     known = type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE | WHOLE_STEPS.keys()
-    if not (assume_elementwise or known):
+    if not (assume_elementwise or known or is_known(optimizer)):
         _refuse_what_is_not_elementwise(optimizer)
 
 
@@ -124,7 +130,10 @@ def _refuse_what_is_not_elementwise(optimizer: Optimizer) -> None:
 def _listed(optimizer: Optimizer, table: tuple[_Refused, ...]) -> _Refused | None:
     """The entry that a class is in, by its name or the name of one of its bases."""
     for cls, entry in itertools.product(type(optimizer).__mro__, table):
-        if re.fullmatch(entry.names, cls.__name__, re.IGNORECASE):
+        if cls.__name__ == _32_BITS_TOO:
+            continue
+        package = cls.__module__.partition(".")[0]
+        if any(re.fullmatch(entry.names, name, re.IGNORECASE) for name in (cls.__name__, package)):
             inherited = f"it is a {cls.__name__}, and {entry.reason}"
             return entry if cls is type(optimizer) else entry._replace(reason=inherited)
     return None

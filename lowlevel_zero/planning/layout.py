@@ -49,7 +49,7 @@ class ParameterLayout:
     @property
     def split(self) -> EvenSplit:
         """How it is shared."""
-        return EvenSplit(self.numel, len(self.process_group))
+        return EvenSplit(self.numel, len(self.process_group), max(self.slice_size, 1))
 
     def span(self, rank: int) -> tuple[int, int]:
         """First and one-past-last element, in memory order, that rank ``rank`` of its process group owns."""
@@ -191,9 +191,13 @@ def parameter_layout(
     ranks: Sequence[int],
     options: ZeroOptions,
     state: int,
+    multiple: int,
 ) -> ParameterLayout:
-    """That of a parameter which has no place in a bucket yet; ``state``: bytes of its slice's."""
-    split = EvenSplit(torch.Size(shape).numel(), len(ranks))
+    """That of a parameter which has no place in a bucket yet.
+
+    ``state``: bytes of its slice's. ``multiple``: what slices are multiples of.
+    """
+    split = EvenSplit(torch.Size(shape).numel(), len(ranks), multiple)
     return ParameterLayout(
         name=name,
         shape=tuple(shape),

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.gather_store import IN_FLIGHT, PART
 from ..communication.backends.backend import Backend
+from ..optim.quantised import slice_multiple
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import Number, ZeroOptions, check_floating
 from ..partition import EvenSplit
@@ -181,10 +182,16 @@ def estimate(
         if group is None or not numel:
             parts.append((Held(parameters=numel * p_dtype.itemsize), Held()))
         else:
-            parts.append(_trained(EvenSplit(numel, ranks), p_dtype, sizes(p_dtype)[group], chosen, sums))
+            split = EvenSplit(numel, ranks, _multiple(inner, numel, ranks, chosen))
+            parts.append(_trained(split, p_dtype, sizes(p_dtype)[group], chosen, sums))
     held, host = (Held(*map(sum, zip(*map(astuple, column), strict=True))) for column in zip(*parts, strict=True))
     held = replace(held, bucket_buffers=min(held.parameters, _under_way(chosen, ranks)))
     return Estimate(**asdict(held), world_size=world_size, stage=stage, cpu_offload=chosen.cpu_offload, host=host)
+
+
+def _multiple(optimizer: OptimizerLike, numel: int, ranks: int, options: ZeroOptions) -> int:
+    least = options.slice_multiple
+    return slice_multiple(optimizer, numel, ranks, least) if isinstance(optimizer, Optimizer) else least
 
 
 def _trained(

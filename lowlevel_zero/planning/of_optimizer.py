@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..bookkeeping.parameter_store import ShardedParameter
 from ..sharded_optimizer import ShardedOptimizer
@@ -45,8 +46,16 @@ def layout(optimizer: ShardedOptimizer) -> Layout:
 
 def _layout_of(optimizer: ShardedOptimizer, record: ShardedParameter, ranks: list[int]) -> ParameterLayout:
     p, state = record.p, sum(value.nbytes for value in _tensors(optimizer.optim.state.get(record.p32, {})))
-    return parameter_layout(record.name, p.shape, p.dtype, record.group, ranks, optimizer.options, state)
+    return parameter_layout(
+        record.name, p.shape, p.dtype, record.group, ranks, optimizer.options, state, record.split.multiple
+    )
 
 
 def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]
+    """Those of memory: what a subclass wraps, of a quantised one."""
+    found: list[Tensor] = []
+    values: list[Any] = [each for each in state.values() if isinstance(each, Tensor)]
+    for value in values:
+        wrapped = is_traceable_wrapper_subclass(value)
+        found += [getattr(value, name) for name in value.__tensor_flatten__()[0]] if wrapped else [value]
+    return found

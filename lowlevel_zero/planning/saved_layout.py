@@ -62,10 +62,12 @@ def _options(settings: Settings, stage: int) -> ZeroOptions:
 
 def _parameter(checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: ZeroOptions) -> ParameterLayout:
     entry = checkpoint.manifest.tensors[name]
-    split = EvenSplit(entry.numel, len(ranks))
+    split = EvenSplit(entry.numel, len(ranks), options.slice_multiple)
     state = 0
     for key, value in checkpoint.states.get(name, {}).items():
         if key != MASTER:
             sliced = key not in SCALARS and value.shape == entry.shape
             state += split.slice_size * value.dtype.itemsize if sliced else value.nbytes
-    return parameter_layout(name, entry.shape, entry.torch_dtype, entry.group or 0, ranks, options, state)
+    return parameter_layout(
+        name, entry.shape, entry.torch_dtype, entry.group or 0, ranks, options, state, split.multiple
+    )

@@ -18,6 +18,7 @@ from ..communication.agreement import Alike, agree, together
 from ..communication.shard_group import ShardGroup
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
+from ..optim.quantised import flat_state, quantised_state
 from ..sharded_optimizer import ShardedOptimizer
 from .values import Slice, is_slice, whole_slices
 
@@ -135,7 +136,7 @@ def _gathered_states(optim: Optimizer, record: ShardedParameter) -> Iterator[str
 
 def own_state(optim: Optimizer, record: ShardedParameter) -> State:
     """A parameter's state on this rank, its master among it; an optimizer without state may have masters too."""
-    state = optim.state.get(record.p32, {})
+    state = flat_state(optim, optim.state.get(record.p32, {}))
     kept = (state or record.stepped) and record.keeps_more
     return {**state, MASTER: record.p32.detach()} if kept else dict(state)
 
@@ -264,7 +265,7 @@ def load_slices(
     for p32, at in place.items():
         of_slice = {key: v for key, v in states.get(parameters.of_slice(p32), {}).items() if key != MASTER}
         if of_slice:
-            state[at] = of_slice
+            state[at] = quantised_state(optim, p32, of_slice)
     optim.load_state_dict({"state": state, "param_groups": groups})
     if optimizer.scaler is not None and loss_scale is not None:
         optimizer.scaler.load_state_dict(loss_scale)

@@ -66,6 +66,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_skipped_steps": 2.5}, "TypeError", "max_skipped_steps: expected an int"),
     ({"pg_to_param_list": {1: []}}, "TypeError", "pg_to_param_list: expected process groups"),
     ({"fp8_communication": True, "fp8_min_numel": -1}, "ValueError", "fp8_min_numel: expected 0 or more"),
+    ({"slice_multiple": 0}, "ValueError", "slice_multiple: expected at least 1 element"),
     ({"fp8_min_numel": 1e6}, "TypeError", "fp8_min_numel: expected an int"),
     ({"reduce_scatter_with_fp32_accumulation": True}, "ValueError", "pass partition_grad=True or reduce_scatter=True"),
 ]

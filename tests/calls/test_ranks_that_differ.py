@@ -334,6 +334,7 @@ OTHER_OPTIONS: dict[str, Any] = {
     "gradient_predivide_factor": 2.0,
     "reduction": "sum",
     "pad_buckets_for_high_nccl_busbw": True,
+    "slice_multiple": 8,
     "stall_timeout": 0.0,
     "debug": True,
     "verify_every": 1,

@@ -18,7 +18,7 @@ from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.partition import ROW_BYTES, WIDE_ROW, Alignment, EvenSplit, alignment_of
 from tests.support.judging import check_run
 from tests.support.oracle import Run, train_sharded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)
@@ -192,6 +192,23 @@ def test_wide_rows_change_no_number(stage: str, world_size: int, monkeypatch: py
         reduce_bucket_size=300, pad_buckets_for_high_nccl_busbw=True, **STAGES[stage]
     )
     check_run(run, run_ranks(train_sharded, world_size, run))
+
+
+MULTIPLES: dict[str, dict[str, Any]] = {
+    "stage 1": {"slice_multiple": 7},
+    "stage 2": {"slice_multiple": 4, "partition_grad": True, "overlap_allgather": True},
+    "offloaded": {"slice_multiple": 40, "cpu_offload": True, "partition_grad": True},
+    "scattered": {"slice_multiple": 3, "reduce_scatter": True, "gradient_predivide_factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_wider_slices_change_no_number(world_size: int, subtests: pytest.Subtests) -> None:
+    run = of_each_kind(world_size).with_options(reduce_bucket_size=60)
+    cases = [(run.with_options(**options),) for options in MULTIPLES.values()]
+    for (case,), ran in run_cases(train_sharded, world_size, cases):
+        with subtests.test(**case.options):
+            check_run(case, ran.values())
 
 
 def test_rows_are_as_wide_as_wanted() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -72,14 +72,18 @@ def alone(make: Callable[[Any], Any], world_size: int, steps: range) -> list[dic
     return train(model, make(model.parameters()), run_back, steps)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+# Each optimizer in some way, and one in every way.
+WAYS = [*zip(OPTIMIZERS, cycle(OPTIONS), strict=False), *(("adamw", how) for how in list(OPTIONS)[1:])]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_numbers_are_those_of_one_process(world_size: int, subtests: pytest.Subtests) -> None:
     def work(rank: int, world_size: int, which: str, how: str) -> list[dict[str, Tensor]]:
         model = net()
         optimizer = LowLevelZeroOptimizer(OPTIMIZERS[which](model.parameters()), model=model, **OPTIONS[how])
         return train(model, optimizer, lambda step: optimizer.backward(loss_of(model, step, rank)), range(7))
 
-    for (which, how), ran in run_cases(work, world_size, product(OPTIMIZERS, OPTIONS)):
+    for (which, how), ran in run_cases(work, world_size, WAYS):
         with subtests.test(which=which, how=how):
             expected = alone(OPTIMIZERS[which], world_size, range(7))
             for at, value in enumerate(expected):

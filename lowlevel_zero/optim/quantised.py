@@ -1,0 +1,154 @@
+"""8-bit optimizers of torchao and bitsandbytes: a scale for each block of elements, where slices begin and end, too.
+
+They step slices as they step what is whole then, bit for bit; but both quantise a state only where it has so many
+elements (4,096, unless bitsandbytes is told otherwise): a parameter whose slices are smaller keeps fp32 states. torchao
+wants whole blocks, besides: it doesn't quantise states of a parameter that has others, and so mustn't its slices' be.
+
+What is saved of a quantised state has one number an element, as all states have: its codes, and each one's scale. So it
+is gathered, cut and loaded like any other, at any number of ranks, and no bit is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..partition import EvenSplit
+from .whole_steps import full_name
+
+_TORCHAO = re.compile(r"torchao\.optim\.adam\.AdamW?8bit")
+_BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.\w+\.(Paged)?(Adam|AdamW|Adagrad|Lion|RMSprop|SGD)(8bit|32bit)?")
+_BLOCK = 256  # of bitsandbytes; torchao's optimizers tell theirs
+_SMALLEST = 4096  # elements of a tensor whose states torchao quantises; bitsandbytes' optimizers tell theirs
+_CODES, _SCALE = "_codes", "_scale"
+
+State = dict[str, Any]
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` steps slices as it steps what is whole, if they end where blocks end."""
+    return _is_torchao(optimizer) or bool(_BITSANDBYTES.fullmatch(full_name(optimizer)))
+
+
+def _is_torchao(optimizer: Optimizer) -> bool:
+    return bool(_TORCHAO.fullmatch(full_name(optimizer)))
+
+
+def _smallest(optimizer: Any) -> int:
+    size: int = _SMALLEST if _is_torchao(optimizer) else optimizer.args.min_8bit_size
+    return size
+
+
+def block_size(optimizer: Any) -> int:
+    """Elements that share a scale; 1: states aren't quantised, or nobody knows how."""
+    if _is_torchao(optimizer):
+        size: int = optimizer.block_size
+        return size
+    quantises = _BITSANDBYTES.fullmatch(full_name(optimizer)) and optimizer.args.optim_bits == 8
+    return _BLOCK if quantises else 1
+
+
+def check_unstepped(optimizer: Optimizer, new: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
+    """Raise ``ValueError`` for a parameter whose quantised states are there already: whole ones, with whole blocks."""
+    stepped = [names[p] for p in new if optimizer.state.get(p)] if block_size(optimizer) > 1 else []
+    if stepped:
+        raise ValueError(
+            f"{stepped[0]}: expected no quantised states yet, got some: wrap the optimizer before its first step, and "
+            "then load a state dict that a wrapped one has saved"
+        )
+
+
+def slice_multiple(optimizer: Optimizer, numel: int, world_size: int, least: int = 1) -> int:
+    """What the slices of a parameter of ``numel`` elements are multiples of.
+
+    Args:
+        optimizer: that steps them.
+        numel: of the parameter.
+        world_size: ranks that share it.
+        least: what they are multiples of for any optimizer.
+    """
+    block, whole_blocks = block_size(optimizer), _is_torchao(optimizer)
+    size = EvenSplit(numel, world_size, least).slice_size
+    if block == 1 or size < _smallest(optimizer):
+        return least
+    if whole_blocks and numel % block:
+        return size + least if size % block == 0 else least  # it would quantise slices of whole blocks
+    return math.lcm(least, block)
+
+
+# ---- a slice's state ----
+
+
+def is_quantised(value: object) -> bool:
+    """Whether a state of these optimizers is codes, which mean nothing without their scales."""
+    return hasattr(value, "codes") or (isinstance(value, Tensor) and value.dtype == torch.uint8)
+
+
+def flat_state(optimizer: Optimizer, state: State) -> State:
+    """``state`` with one number an element for what is quantised."""
+    block = block_size(optimizer)
+    return state if block == 1 else dict(_flat(state, block))
+
+
+def _flat(state: State, block: int) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if hasattr(value, "codes"):
+            yield key + _CODES, value.codes
+            yield key + _SCALE, value.scale.repeat_interleave(block)
+        elif key.startswith("absmax"):
+            yield key, value.repeat_interleave(block)[: state["state" + key[-1]].numel()]
+        elif not key.startswith("qmap"):
+            yield key, value
+
+
+def quantised_state(optimizer: Any, p32: Tensor, state: Mapping[str, Any]) -> State:
+    """The inverse of ``flat_state``, on ``p32``'s device, as ``optimizer`` keeps a slice of that size."""
+    if block_size(optimizer) == 1:
+        return dict(state)
+    on_device = {key: each.to(p32.device) if _is_flat(each, p32) else each for key, each in state.items()}
+    return _torchao_state(optimizer, p32, on_device) if _is_torchao(optimizer) else _bnb_state(optimizer, on_device)
+
+
+def _is_flat(value: object, p32: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == p32.shape
+
+
+def _torchao_state(optimizer: Any, p32: Tensor, state: State) -> State:
+    found: State = {}
+    for key, value in state.items():
+        name = key.removesuffix(_CODES)
+        if key.endswith(_CODES):
+            held = optimizer._subclass_zeros(p32, name == "exp_avg", optimizer.block_size)
+            held.codes.copy_(value)
+            held.scale.copy_(state[name + _SCALE][:: optimizer.block_size])
+            found[name] = held if _quantises(optimizer, p32) else held.dequantize()
+        elif not key.endswith(_SCALE):
+            found[key] = value
+    return found
+
+
+def _quantises(optimizer: Any, p32: Tensor) -> bool:
+    return p32.numel() >= _SMALLEST and p32.numel() % optimizer.block_size == 0
+
+
+def _bnb_state(optimizer: Any, state: State) -> State:
+    found = dict(state)
+    for key in [key for key in state if key.startswith("absmax")]:
+        number, scale = key.removeprefix("absmax"), found.pop(key)
+        if "dynamic" not in optimizer.name2qmap:
+            optimizer.fill_qmap()
+        codes = found["state" + number]
+        qmap = optimizer.name2qmap["dynamic" if number == "1" else "udynamic"].to(codes.device)
+        if codes.numel() < _smallest(optimizer):
+            found["state" + number] = qmap[codes.long()] * scale
+        else:
+            zero = qmap.abs().argmin().to(codes.dtype)  # of padding, which counts in its block
+            found["state" + number] = torch.where(scale == 0, zero, codes)
+            found[key], found["qmap" + number] = scale[::_BLOCK].contiguous(), qmap
+    return found

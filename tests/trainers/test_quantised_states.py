@@ -1,0 +1,252 @@
+"""8-bit optimizers: slices that end where blocks of elements end step as the whole does, and come back from files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.accessors import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.optim.elementwise import check_elementwise
+from tests.support.ranks import run_cases, run_ranks
+
+with warnings.catch_warnings():  # torchao's, of what it was built for, and of its enums
+    warnings.simplefilter("ignore")
+    import bitsandbytes as bnb
+    import galore_torch
+    import torchao.optim
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated:FutureWarning"),
+]
+
+# Of several blocks a slice; of such, the last one cut; with slices that are too small; with fp32 states in any case.
+SIZES = ((96, 256), (3, 50, 101), (5000,), (7,))
+
+BITSANDBYTES: dict[str, Callable[[Any], Any]] = {
+    "AdamW8bit": lambda params: bnb.optim.AdamW8bit(params, lr=1e-2, weight_decay=0.1),
+    "Adam, told": lambda params: bnb.optim.Adam(params, lr=1e-2, optim_bits=8),
+    "Lion8bit": lambda params: bnb.optim.Lion8bit(params, lr=1e-3),
+    "PagedAdamW8bit": lambda params: bnb.optim.PagedAdamW8bit(params, lr=1e-2),
+    "RMSprop8bit": lambda params: bnb.optim.RMSprop8bit(params, lr=1e-3),
+    "SGD8bit": lambda params: bnb.optim.SGD8bit(params, lr=1e-2, momentum=0.9),
+    "AdamW32bit": lambda params: bnb.optim.AdamW32bit(params, lr=1e-2),
+    "Lion": lambda params: bnb.optim.Lion(params, lr=1e-3),
+}
+
+
+def adamw8bit(params: Any) -> torch.optim.Optimizer:
+    """torchao compiles its step, for minutes on a CPU: not here."""
+    torch.compiler.set_stance("force_eager")
+    optimizer: torch.optim.Optimizer = torchao.optim.AdamW8bit(params, lr=1e-2, weight_decay=0.1)
+    return optimizer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList([nn.Parameter(0.1 * torch.randn(size, generator=generator)) for size in SIZES])
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return torch.stack([(p * torch.randn(p.shape, generator=generator)).sum().sin() for p in self.weights]).sum()
+
+
+def wrap(model: Net, make: Callable[[Any], Any], **options: Any) -> LowLevelZeroOptimizer:
+    optimizer = make(model.parameters())
+    return LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True, reduction="sum", **options)
+
+
+def train(model: Net, optimizer: LowLevelZeroOptimizer, steps: range) -> list[Tensor]:
+    """Gradients are the first rank's: so that their sums are exact, and all that is left is the optimizer."""
+    for step in steps:
+        optimizer.backward(model.loss(step) * (optimizer.shard_group.rank == 0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def trained_alone(make: Callable[[Any], Any], steps: int) -> list[Tensor]:
+    model = Net()
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        model.loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def quantised(optimizer: LowLevelZeroOptimizer) -> list[bool]:
+    """Of each parameter, whether its states are."""
+    states = [list(optimizer.state[p32].values()) for p32 in optimizer.param_groups[0]["params"]]
+    return [
+        any(hasattr(each, "codes") or getattr(each, "dtype", None) == torch.uint8 for each in own) for own in states
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bitsandbytes_numbers_are_those_of_one_process(world_size: int, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, which: str) -> tuple[list[Tensor], list[bool]]:
+        model = Net()
+        optimizer = wrap(model, BITSANDBYTES[which])
+        return train(model, optimizer, range(4)), quantised(optimizer)
+
+    for (which,), ran in run_cases(work, world_size, [(which,) for which in BITSANDBYTES]):
+        with subtests.test(which):
+            expected = trained_alone(BITSANDBYTES[which], 4)
+            for values, are in ran.values():
+                assert are == [which not in ("AdamW32bit", "Lion")] * 2 + [False] * 2
+                for at in (0, 1, 3):  # of the third one process quantises the states
+                    assert torch.equal(values[at], expected[at]), SIZES[at]
+                assert (values[2] - expected[2]).abs().max() <= 5e-3
+
+
+def test_torchao_numbers_are_those_of_one_process() -> None:
+    """Whose second parameter isn't made of whole blocks, so that nobody quantises its states."""
+
+    def alone(rank: int, world_size: int) -> list[Tensor]:
+        return trained_alone(adamw8bit, 3)
+
+    def work(rank: int, world_size: int) -> tuple[list[Tensor], list[bool]]:
+        model = Net()
+        optimizer = wrap(model, adamw8bit)
+        return train(model, optimizer, range(3)), quantised(optimizer)
+
+    (expected,) = run_ranks(alone, 1, init=False)
+    for values, are in run_ranks(work, 2):
+        assert are == [True, False, False, False]
+        for value, exact in zip(values, expected, strict=True):
+            assert torch.equal(value, exact)
+
+
+MAKE = {"torchao": adamw8bit, "bitsandbytes": BITSANDBYTES["AdamW8bit"], "Lion": BITSANDBYTES["Lion8bit"]}
+
+
+@pytest.mark.parametrize("which", MAKE)
+def test_a_run_goes_on_from_files_as_it_would_have(which: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, way: str) -> None:
+        model = Net()
+        optimizer = wrap(model, MAKE[which])
+        train(model, optimizer, range(2))
+        again = Net()
+        other = wrap(again, MAKE[which])
+        if way == "files":
+            save_checkpoint(tmp_path / way, model, optimizer)
+            load_checkpoint(tmp_path / way, again, other)
+        elif way == "whole":
+            again.load_state_dict(model.state_dict())
+            other.load_state_dict(optimizer.state_dict())
+        else:
+            again.load_state_dict(model.state_dict())
+            other.load_sharded_state_dict({key: each.clone() for key, each in optimizer.sharded_state_dict().items()})
+        assert quantised(other) == quantised(optimizer)
+        assert optimizer.memory_held() == other.memory_held()
+        expected, got = train(model, optimizer, range(2, 4)), train(again, other, range(2, 4))
+        assert all(map(torch.equal, expected, got))
+
+    for (way,), ran in run_cases(work, 2, [("whole",), ("sharded",), ("files",)]):
+        with subtests.test(way):
+            ran.values()
+
+
+def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
+    """On 3 ranks after 2, on one, and on so many that none is quantised any more."""
+
+    def save(rank: int, world_size: int) -> list[Tensor]:
+        model = Net()
+        optimizer = wrap(model, BITSANDBYTES["AdamW8bit"])
+        train(model, optimizer, range(2))
+        save_checkpoint(tmp_path / "saved", model, optimizer)
+        return train(model, optimizer, range(2, 4))
+
+    def load(rank: int, world_size: int, multiple: int) -> tuple[list[Tensor], list[bool]]:
+        model = Net()
+        optimizer = wrap(model, BITSANDBYTES["AdamW8bit"], slice_multiple=multiple)
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+        are = quantised(optimizer)
+        return train(model, optimizer, range(2, 4)), are
+
+    expected = run_ranks(save, 2)[0]
+    for world_size, multiple, tolerance in ((3, 1, 0.0), (2, 512, 0.0), (7, 1, 2e-3)):
+        for ((_, ran),) in [run_cases(load, world_size, [(multiple,)])]:
+            for values, are in ran.values():
+                assert are == [world_size < 7] * 2 + [False] * 2
+                for value, exact in zip(values, expected, strict=True):
+                    assert (value - exact).abs().max() <= tolerance
+
+
+def test_slices_are_multiples() -> None:
+    def work(rank: int, world_size: int, multiple: int) -> None:
+        model = Net()
+        optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=0.1), slice_multiple=multiple)
+        for p, place in zip(model.parameters(), optimizer.layout().parameters, strict=True):
+            least = -(-p.numel() // world_size)
+            assert place.slice_size == -(-least // multiple) * multiple
+            assert place.span(rank) == place.spans[rank]
+            assert optimizer.get_param_padding_size(p) == place.padding == place.slice_size * world_size - p.numel()
+        expected = trained_alone(lambda params: torch.optim.SGD(params, lr=0.1), 2)
+        for value, exact in zip(train(model, optimizer, range(2)), expected, strict=True):
+            assert torch.equal(value, exact)
+
+    for _, ran in run_cases(work, 3, [(1,), (5,), (256,), (10_000,)]):
+        ran.values()
+
+
+def test_states_that_are_quantised_as_a_whole_are_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = Net()
+        optimizer = bnb.optim.AdamW8bit(model.parameters())
+        model.loss(0).backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="weights.0: expected no quantised states yet"):
+            LowLevelZeroOptimizer(optimizer, model=model)
+
+    run_ranks(work, 2)
+
+
+def test_codes_are_not_taken_for_numbers() -> None:
+    def work(rank: int, world_size: int, make: Callable[[Any], Any], key: str) -> None:
+        model = Net()
+        optimizer = wrap(model, make)
+        train(model, optimizer, range(1))
+        p = model.weights[0]
+        with pytest.raises(ValueError, match=f"0: expected a state of numbers, got '{key}', which is quantised"):
+            safe_get_full_optimizer_state(p, key)
+        with pytest.raises(ValueError, match="which is quantised"):
+            safe_set_full_optimizer_state(p, torch.ones_like(p), key)
+        assert safe_get_full_optimizer_state(p, "step") == 1
+
+    for _, ran in run_cases(work, 2, [(adamw8bit, "exp_avg"), (BITSANDBYTES["AdamW8bit"], "state1")]):
+        ran.values()
+
+
+REFUSED = [
+    ("AdEMAMix8bit", lambda params: bnb.optim.AdEMAMix8bit(params), "statistics within blocks"),
+    ("LAMB8bit", lambda params: bnb.optim.LAMB8bit(params), "norms of the whole tensor"),
+    ("LARS32bit", lambda params: bnb.optim.LARS32bit(params, lr=0.1, momentum=0.9), "norms of the whole tensor"),
+    ("GaLoreAdamW", galore_torch.GaLoreAdamW, "GaLore"),
+    ("GaLoreAdamW8bit", galore_torch.GaLoreAdamW8bit, "GaLore"),
+    ("AdamW4bit", torchao.optim.AdamW4bit, "statistics within blocks"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_is_refused(make: Callable[[Any], Any], reason: str) -> None:
+    with pytest.raises(TypeError, match=reason):
+        check_elementwise(make([nn.Parameter(torch.zeros(8))]))
+
+
+def test_others_of_bitsandbytes_are_taken() -> None:
+    for kind, bits in product(("Adam", "AdamW", "Lion", "RMSprop", "Adagrad"), ("", "8bit", "32bit")):
+        check_elementwise(getattr(bnb.optim, kind + bits)([nn.Parameter(torch.zeros(8))], lr=0.1))
