@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -117,11 +116,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         with self._without_optimizers():
             saved = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(self._sharded()):
-            folder = Path(saved) / f"optimizer_{number}"
-            if self.is_main_process:
-                shutil.rmtree(folder, ignore_errors=True)
-            self.wait_for_everyone()
-            save_sharded(optimizer, folder)
+            save_sharded(optimizer, Path(saved, f"optimizer_{number}"))
         return saved
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:

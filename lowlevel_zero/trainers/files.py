@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -13,7 +14,11 @@ from ..optimizer import LowLevelZeroOptimizer
 
 
 def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
-    """Write a new ``folder``, that loads at any number of ranks; every rank calls it."""
+    """Write ``folder``, or write it anew; it loads at any number of ranks. Every rank calls it."""
+    ranks = optimizer.shard_group
+    if ranks.group_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    ranks.all_reduce_max([0])  # it has gone
     save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder, planner=SavePlanner())
 
 

@@ -13,7 +13,9 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .accelerate import ZeroAccelerator
 from .checks import check_plain, checked_options
-from .files import load_whole
+from .files import load_sharded, load_whole, save_sharded
+
+_FOLDER = "optimizer_0"
 
 
 class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types aren't asked for
@@ -25,6 +27,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
 
     Args:
         zero_options: keywords of ``LowLevelZeroOptimizer``.
+        sharded_checkpoint: write a folder instead, ``optimizer_0``, in which each rank has its slices. Both are read.
         args, kwargs: the trainer's.
 
     Raises:
@@ -35,8 +38,15 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
 
     accelerator: Any
 
-    def __init__(self, *args: Any, zero_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        zero_options: Mapping[str, Any] | None = None,
+        sharded_checkpoint: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self.zero_options = checked_options(zero_options)
+        self.sharded_checkpoint = sharded_checkpoint
         super().__init__(*args, **kwargs)
         check_plain(self.model)
         check_plain(self.optimizer)
@@ -59,17 +69,26 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Every rank calls it, and gathers the optimizer's state; those that save write it."""
-        state = self.optimizer.optimizer.state_dict(only_on_master=not self.args.save_on_each_node)
+        """Every rank calls it: it writes its slices, or gathers the whole state, which those that save write."""
+        optimizer = self.optimizer.optimizer
+        if self.sharded_checkpoint:
+            save_sharded(optimizer, Path(output_dir, _FOLDER))
+        else:
+            state = optimizer.state_dict(only_on_master=not self.args.save_on_each_node)
+            if self.args.should_save:
+                torch.save(state, Path(output_dir, OPTIMIZER_NAME))
         if self.args.should_save:
-            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """``Trainer`` would load all of it onto every GPU."""
-        if checkpoint is not None and Path(checkpoint, OPTIMIZER_NAME).is_file():
+        """Each rank takes its slices; ``Trainer`` would load all of the state onto every GPU."""
+        if checkpoint is None or not Path(checkpoint, SCHEDULER_NAME).is_file():  # the model alone was saved
+            return
+        if Path(checkpoint, _FOLDER).is_dir():
+            load_sharded(self.optimizer.optimizer, Path(checkpoint, _FOLDER))
+        else:
             load_whole(self.optimizer.optimizer, Path(checkpoint, OPTIMIZER_NAME))
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
 
 class ZeroTrainer(ZeroTrainerMixin):

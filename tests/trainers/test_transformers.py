@@ -185,9 +185,11 @@ def test_each_micro_batch_is_reduced_where_that_is_chosen(tmp_path: Path) -> Non
 # ---- checkpoints ----
 
 
-def go_on(rank: int, world_size: int, folder: str, first: int, dtype: torch.dtype) -> list[Result]:
+def go_on(rank: int, world_size: int, folder: str, first: int, dtype: torch.dtype, sharded: bool) -> list[Result]:
     """A run of four steps that saves, and one that goes on from the second."""
-    run = Run({**ACCUMULATED, "save_strategy": "steps", "save_steps": 2}, STAGE_2, lambda rank: gpt2().to(dtype))
+    how = {"sharded_checkpoint": True} if sharded else {}
+    saves = {**ACCUMULATED, "save_strategy": "steps", "save_steps": 2}
+    run = Run(saves, STAGE_2, lambda rank: gpt2().to(dtype), keywords=lambda model: how)
     results = []
     for which, start in ((first, None), (1, f"{folder}/checkpoint-2")):
         with launched(rank, world_size):
@@ -195,6 +197,9 @@ def go_on(rank: int, world_size: int, folder: str, first: int, dtype: torch.dtyp
             trainer.train(resume_from_checkpoint=start)
             results.append(result(trainer))
             torch.distributed.barrier()
+    if sharded:
+        assert not Path(folder, "checkpoint-4", "optimizer.pt").exists()
+        return results
     with launched(rank, world_size):
         plain = trainer_of(0, run, rank, folder).create_optimizer()
         plain.load_state_dict(torch.load(f"{folder}/checkpoint-4/optimizer.pt"))
@@ -206,10 +211,15 @@ def go_on(rank: int, world_size: int, folder: str, first: int, dtype: torch.dtyp
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_goes_on_from_a_checkpoint(world_size: int, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Bit for bit, from its own; from DDP's, too, whose optimizer loads what was saved."""
-    ways = [(1, torch.float32), (1, torch.bfloat16), (0, torch.float32)]
+    ways = [
+        (1, torch.float32, False),
+        (1, torch.bfloat16, False),
+        (0, torch.float32, False),
+        (1, torch.bfloat16, True),
+    ]
     cases = [(str(tmp_path / f"{at}"), *way) for at, way in enumerate(ways)]
-    for (_, first, dtype), ran in run_cases(go_on, world_size, cases):
-        with subtests.test(first=first, dtype=dtype):
+    for (_, first, dtype, sharded), ran in run_cases(go_on, world_size, cases):
+        with subtests.test(first=first, dtype=dtype, sharded=sharded):
             for (losses, logs, ends), (own_losses, own_logs, own_ends) in ran.values():
                 exact = 0 if first else 1e-6
                 assert own_losses == pytest.approx(losses[4:], abs=exact, rel=0)
