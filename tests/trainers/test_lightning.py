@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -166,7 +168,15 @@ class Late(Net):
             self.made = True
 
 
-class Gan(Net):
+class NoBuffers(Net):
+    """In manual optimization, and after batches that only accumulate, DDP doesn't keep buffers alike."""
+
+    def make(self) -> None:
+        super().make()
+        self.norm = nn.Identity()
+
+
+class Gan(NoBuffers):
     """Two optimizers that take turns, of which one clips, with gradients of each loss in the other's parameters.
 
     Args:
@@ -177,7 +187,6 @@ class Gan(Net):
         super().__init__()
         self.automatic_optimization = False
         self.toggled = toggled
-        self.norm = nn.Identity()  # in manual optimization DDP doesn't keep buffers alike
         self.judge = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -261,16 +270,21 @@ RUNS = {
         trainer=lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, zero=STAGE_2
     ),
     "clipped under autocast": Run(trainer=lambda: {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}, zero=STAGE_2),
-    "stage 2": Run(zero=STAGE_2),
     "accumulation": Run(trainer=lambda: {"accumulate_grad_batches": 4}, zero=STAGE_2),
-    "autocast": Run(trainer=lambda: {"precision": "bf16-mixed"}, zero=STAGE_2),
     "double": Run(trainer=lambda: {"precision": "64-true"}),
-    "layer drop": Run(lambda: Net(drop=True), zero=STAGE_2, ddp=UNUSED),
+    "layer drop": Run(lambda: Net(drop=True), ddp=UNUSED),
     "layer drop, accumulation": Run(
         lambda: Net(drop=True), lambda: {"accumulate_grad_batches": 2}, zero=STAGE_2, ddp=UNUSED
     ),
+    "two optimizers": Run(Gan, ddp=UNUSED),
     "two optimizers, not toggled": Run(lambda: Gan(toggled=False), zero=STAGE_2, ddp=UNUSED),
     "norms": Run(Watched, zero=STAGE_2),
+    "accumulation that changes": Run(
+        trainer=lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3})]}, zero=STAGE_2
+    ),
+    "validation in the midst": Run(
+        NoBuffers, lambda: {"val_check_interval": 3, "accumulate_grad_batches": 2}, zero=STAGE_2
+    ),
     "checkpointed": Run(lambda: Net(checkpointed=True, adam=True), zero=STAGE_2),
     "compiled": Run(lambda: Net(compiled=True)),
     "late": Run(lambda: Late(adam=True), zero={"overlap_allgather": True}),
@@ -301,7 +315,14 @@ def as_by_ddp(rank: int, world_size: int, name: str) -> None:
         assert torch.allclose(value, expected[key], rtol=0, atol=1e-6), key
 
 
-ON_3_RANKS = ("clipped by value", "clipped in stage 2, accumulation", "layer drop, accumulation", "late", "norms")
+ON_3_RANKS = (
+    "clipped by value",
+    "clipped in stage 2, accumulation",
+    "layer drop, accumulation",
+    "late",
+    "norms",
+    "two optimizers",
+)
 
 
 @pytest.mark.parametrize(("world_size", "names"), [(2, tuple(RUNS)), (3, ON_3_RANKS)])
@@ -520,6 +541,29 @@ def alone(rank: int, world_size: int, strategy: Callable[[], Any], devices: int)
     trainer = pl.Trainer(devices=devices, strategy=strategy(), **QUIET, **options)
     trainer.fit(module, batches())
     return module.state_dict()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+SCRIPTS = re.findall(r"^## Lightning\n(?:.*?)^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+def script(rank: int, world_size: int, folder: Path) -> None:
+    """What the page shows."""
+    before = os.getcwd()
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with torchrun(rank, world_size):
+        os.environ.update({f"PL_TRAINER_{name.upper()}": str(value) for name, value in QUIET.items()})
+        exec(compile(SCRIPTS[0], "train.py", "exec"), names)
+    os.chdir(before)
+    (optimizer,) = names["trainer"].optimizers
+    assert optimizer.options.partition_grad
+    assert optimizer.get_grad_norm()
+
+
+def test_the_script_of_the_page(tmp_path: Path) -> None:
+    run_ranks(script, 2, tmp_path)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
 
 
 def test_one_process_trains_as_without_a_strategy() -> None:
