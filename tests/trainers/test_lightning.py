@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -388,51 +388,57 @@ def test_16_bit_parameters_have_masters(subtests: pytest.Subtests) -> None:
 # ---- checkpoints ----
 
 
-def save_and_resume(
-    rank: int, world_size: int, folder: Path, sharded: bool, precision: str, callbacks: Callable[[], list[Callback]]
-) -> None:
-    """A run of three epochs, and those that go on after the first and the second of them."""
+class Resumed(NamedTuple):
+    """A run that is broken off after its first epoch, and goes on from a checkpoint."""
 
-    def strategy() -> ZeroStrategy:
-        return ZeroStrategy(STAGE_2, sharded_checkpoint=sharded)
-
-    def saving(folder: Path) -> ModelCheckpoint:
-        return ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_last=True)
-
-    settings = {"max_epochs": 3, "precision": precision, "enable_checkpointing": True}
-    torch.manual_seed(rank)
-    module = Net(adam=True)
-    trainer = fit(rank, world_size, module, strategy(), callbacks=[*callbacks(), saving(folder / "one")], **settings)
-    state = trainer.optimizers[0].state_dict()
-    steps = len([what for what, _ in module.seen if what == "train"])
-    assert steps == 36 // world_size
-    for path in sorted((folder / "one").glob("epoch=[01]*")):
-        assert path.is_dir() == sharded
-        torch.manual_seed(7 + rank)
-        resumed = Net(adam=True)
-        settings["callbacks"] = [*callbacks(), saving(folder / "two")]
-        again = fit(rank, world_size, resumed, strategy(), ckpt_path=path, **settings)
-        assert again.global_step == steps
-        assert 0 < len(resumed.seen) < len(module.seen)
-        assert resumed.seen == module.seen[-len(resumed.seen) :]
-        same(resumed.state_dict(), module.state_dict())
-        same(again.optimizers[0].state_dict(), state)
+    sharded: bool
+    module: Callable[[], pl.LightningModule] = lambda: Net(adam=True)
+    precision: str = "32"
+    callbacks: Callable[[], list[Callback]] = list
 
 
-def moving_average() -> list[Callback]:
-    return [EMAWeightAveraging(decay=0.8)]
+RESUMED = {
+    "whole": Resumed(False),
+    "whole, of bf16": Resumed(False, precision="bf16-true"),
+    "sharded, of bf16": Resumed(True, precision="bf16-true"),
+    "whole, of two optimizers": Resumed(False, Gan),
+    "sharded, of two optimizers": Resumed(True, Gan),
+    "sharded, with an average": Resumed(True, callbacks=lambda: [EMAWeightAveraging(decay=0.8)]),
+}
+
+
+def save_and_resume(rank: int, world_size: int, folder: Path, name: str) -> None:
+    """Two epochs, and the second of them once more."""
+    run = RESUMED[name]
+
+    def train(path: Path | None) -> tuple[Any, pl.Trainer]:
+        torch.manual_seed(rank if path is None else rank + 7)
+        module = run.module()
+        callbacks = [*run.callbacks(), ModelCheckpoint(folder / str(path is None), "{epoch}", save_top_k=-1)]
+        options = {"callbacks": callbacks, "enable_checkpointing": True, "precision": run.precision}
+        strategy = ZeroStrategy(STAGE_2, sharded_checkpoint=run.sharded)
+        return module, fit(rank, world_size, module, strategy, ckpt_path=path, **options)
+
+    whole, trainer = train(None)
+    path = folder / "True" / "epoch=0.ckpt"
+    assert path.is_dir() == run.sharded
+    resumed, again = train(path)
+    assert again.global_step == trainer.global_step
+    assert 2 * len(resumed.seen) == len(whole.seen)
+    assert resumed.seen == whole.seen[len(resumed.seen) :]
+    same(resumed.state_dict(), whole.state_dict())
+    for optimizer, its in zip(again.optimizers, trainer.optimizers, strict=True):
+        same(optimizer.state_dict(), its.state_dict())
+    same(schedulers(again), schedulers(trainer))
+
+
+def schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    return [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    cases = [
-        (tmp_path / "whole", False, "32", list),
-        (tmp_path / "sharded", True, "32", list),
-        (tmp_path / "whole bf16", False, "bf16-true", list),
-        (tmp_path / "sharded bf16", True, "bf16-true", list),
-        (tmp_path / "sharded average", True, "32", moving_average),
-    ]
-    for (folder, *_), ran in run_cases(save_and_resume, 2, cases):
-        with subtests.test(folder.name):
+    for (_, name), ran in run_cases(save_and_resume, 2, [(tmp_path / name, name) for name in RESUMED]):
+        with subtests.test(name):
             ran.values()
 
 
