@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -166,7 +168,15 @@ class Late(Net):
             self.made = True
 
 
-class Gan(Net):
+class NoBuffers(Net):
+    """In manual optimization, and after batches that only accumulate, DDP doesn't keep buffers alike."""
+
+    def make(self) -> None:
+        super().make()
+        self.norm = nn.Identity()
+
+
+class Gan(NoBuffers):
     """Two optimizers that take turns, of which one clips, with gradients of each loss in the other's parameters.
 
     Args:
@@ -177,7 +187,6 @@ class Gan(Net):
         super().__init__()
         self.automatic_optimization = False
         self.toggled = toggled
-        self.norm = nn.Identity()  # in manual optimization DDP doesn't keep buffers alike
         self.judge = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -261,16 +270,21 @@ RUNS = {
         trainer=lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, zero=STAGE_2
     ),
     "clipped under autocast": Run(trainer=lambda: {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}, zero=STAGE_2),
-    "stage 2": Run(zero=STAGE_2),
     "accumulation": Run(trainer=lambda: {"accumulate_grad_batches": 4}, zero=STAGE_2),
-    "autocast": Run(trainer=lambda: {"precision": "bf16-mixed"}, zero=STAGE_2),
     "double": Run(trainer=lambda: {"precision": "64-true"}),
-    "layer drop": Run(lambda: Net(drop=True), zero=STAGE_2, ddp=UNUSED),
+    "layer drop": Run(lambda: Net(drop=True), ddp=UNUSED),
     "layer drop, accumulation": Run(
         lambda: Net(drop=True), lambda: {"accumulate_grad_batches": 2}, zero=STAGE_2, ddp=UNUSED
     ),
+    "two optimizers": Run(Gan, ddp=UNUSED),
     "two optimizers, not toggled": Run(lambda: Gan(toggled=False), zero=STAGE_2, ddp=UNUSED),
     "norms": Run(Watched, zero=STAGE_2),
+    "accumulation that changes": Run(
+        trainer=lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3})]}, zero=STAGE_2
+    ),
+    "validation in the midst": Run(
+        NoBuffers, lambda: {"val_check_interval": 3, "accumulate_grad_batches": 2}, zero=STAGE_2
+    ),
     "checkpointed": Run(lambda: Net(checkpointed=True, adam=True), zero=STAGE_2),
     "compiled": Run(lambda: Net(compiled=True)),
     "late": Run(lambda: Late(adam=True), zero={"overlap_allgather": True}),
@@ -301,7 +315,14 @@ def as_by_ddp(rank: int, world_size: int, name: str) -> None:
         assert torch.allclose(value, expected[key], rtol=0, atol=1e-6), key
 
 
-ON_3_RANKS = ("clipped by value", "clipped in stage 2, accumulation", "layer drop, accumulation", "late", "norms")
+ON_3_RANKS = (
+    "clipped by value",
+    "clipped in stage 2, accumulation",
+    "layer drop, accumulation",
+    "late",
+    "norms",
+    "two optimizers",
+)
 
 
 @pytest.mark.parametrize(("world_size", "names"), [(2, tuple(RUNS)), (3, ON_3_RANKS)])
@@ -367,51 +388,57 @@ def test_16_bit_parameters_have_masters(subtests: pytest.Subtests) -> None:
 # ---- checkpoints ----
 
 
-def save_and_resume(
-    rank: int, world_size: int, folder: Path, sharded: bool, precision: str, callbacks: Callable[[], list[Callback]]
-) -> None:
-    """A run of three epochs, and those that go on after the first and the second of them."""
+class Resumed(NamedTuple):
+    """A run that is broken off after its first epoch, and goes on from a checkpoint."""
 
-    def strategy() -> ZeroStrategy:
-        return ZeroStrategy(STAGE_2, sharded_checkpoint=sharded)
-
-    def saving(folder: Path) -> ModelCheckpoint:
-        return ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_last=True)
-
-    settings = {"max_epochs": 3, "precision": precision, "enable_checkpointing": True}
-    torch.manual_seed(rank)
-    module = Net(adam=True)
-    trainer = fit(rank, world_size, module, strategy(), callbacks=[*callbacks(), saving(folder / "one")], **settings)
-    state = trainer.optimizers[0].state_dict()
-    steps = len([what for what, _ in module.seen if what == "train"])
-    assert steps == 36 // world_size
-    for path in sorted((folder / "one").glob("epoch=[01]*")):
-        assert path.is_dir() == sharded
-        torch.manual_seed(7 + rank)
-        resumed = Net(adam=True)
-        settings["callbacks"] = [*callbacks(), saving(folder / "two")]
-        again = fit(rank, world_size, resumed, strategy(), ckpt_path=path, **settings)
-        assert again.global_step == steps
-        assert 0 < len(resumed.seen) < len(module.seen)
-        assert resumed.seen == module.seen[-len(resumed.seen) :]
-        same(resumed.state_dict(), module.state_dict())
-        same(again.optimizers[0].state_dict(), state)
+    sharded: bool
+    module: Callable[[], pl.LightningModule] = lambda: Net(adam=True)
+    precision: str = "32"
+    callbacks: Callable[[], list[Callback]] = list
 
 
-def moving_average() -> list[Callback]:
-    return [EMAWeightAveraging(decay=0.8)]
+RESUMED = {
+    "whole": Resumed(False),
+    "whole, of bf16": Resumed(False, precision="bf16-true"),
+    "sharded, of bf16": Resumed(True, precision="bf16-true"),
+    "whole, of two optimizers": Resumed(False, Gan),
+    "sharded, of two optimizers": Resumed(True, Gan),
+    "sharded, with an average": Resumed(True, callbacks=lambda: [EMAWeightAveraging(decay=0.8)]),
+}
+
+
+def save_and_resume(rank: int, world_size: int, folder: Path, name: str) -> None:
+    """Two epochs, and the second of them once more."""
+    run = RESUMED[name]
+
+    def train(path: Path | None) -> tuple[Any, pl.Trainer]:
+        torch.manual_seed(rank if path is None else rank + 7)
+        module = run.module()
+        callbacks = [*run.callbacks(), ModelCheckpoint(folder / str(path is None), "{epoch}", save_top_k=-1)]
+        options = {"callbacks": callbacks, "enable_checkpointing": True, "precision": run.precision}
+        strategy = ZeroStrategy(STAGE_2, sharded_checkpoint=run.sharded)
+        return module, fit(rank, world_size, module, strategy, ckpt_path=path, **options)
+
+    whole, trainer = train(None)
+    path = folder / "True" / "epoch=0.ckpt"
+    assert path.is_dir() == run.sharded
+    resumed, again = train(path)
+    assert again.global_step == trainer.global_step
+    assert 2 * len(resumed.seen) == len(whole.seen)
+    assert resumed.seen == whole.seen[len(resumed.seen) :]
+    same(resumed.state_dict(), whole.state_dict())
+    for optimizer, its in zip(again.optimizers, trainer.optimizers, strict=True):
+        same(optimizer.state_dict(), its.state_dict())
+    same(schedulers(again), schedulers(trainer))
+
+
+def schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    return [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    cases = [
-        (tmp_path / "whole", False, "32", list),
-        (tmp_path / "sharded", True, "32", list),
-        (tmp_path / "whole bf16", False, "bf16-true", list),
-        (tmp_path / "sharded bf16", True, "bf16-true", list),
-        (tmp_path / "sharded average", True, "32", moving_average),
-    ]
-    for (folder, *_), ran in run_cases(save_and_resume, 2, cases):
-        with subtests.test(folder.name):
+    for (_, name), ran in run_cases(save_and_resume, 2, [(tmp_path / name, name) for name in RESUMED]):
+        with subtests.test(name):
             ran.values()
 
 
@@ -520,6 +547,29 @@ def alone(rank: int, world_size: int, strategy: Callable[[], Any], devices: int)
     trainer = pl.Trainer(devices=devices, strategy=strategy(), **QUIET, **options)
     trainer.fit(module, batches())
     return module.state_dict()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+SCRIPTS = re.findall(r"^## Lightning\n(?:.*?)^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+def script(rank: int, world_size: int, folder: Path) -> None:
+    """What the page shows."""
+    before = os.getcwd()
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with torchrun(rank, world_size):
+        os.environ.update({f"PL_TRAINER_{name.upper()}": str(value) for name, value in QUIET.items()})
+        exec(compile(SCRIPTS[0], "train.py", "exec"), names)
+    os.chdir(before)
+    (optimizer,) = names["trainer"].optimizers
+    assert optimizer.options.partition_grad
+    assert optimizer.get_grad_norm()
+
+
+def test_the_script_of_the_page(tmp_path: Path) -> None:
+    run_ranks(script, 2, tmp_path)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
 
 
 def test_one_process_trains_as_without_a_strategy() -> None:
