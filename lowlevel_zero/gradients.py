@@ -84,8 +84,9 @@ class OptimizerGradients:
 
     def own(self, record: ShardedParameter) -> Tensor | None:
         """This rank's slice, ``[s]``, averaged and unscaled, or None."""
-        ((gradients, _),) = self._complete([record])
-        return gradients.averaged(record)
+        for gradients, _ in self._complete([record]):
+            return gradients.averaged(record)
+        return None
 
     def whole(self, record: ShardedParameter) -> Tensor | None:
         """All of a gradient, averaged and unscaled, or None. Every rank calls it."""
@@ -121,11 +122,11 @@ class OptimizerGradients:
         return norms
 
     def _complete(self, records: Sequence[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
-        """Each shard group's gradients, finished, and those of the records that are among them."""
+        """Each shard group's gradients, finished, and those of the records that have one there."""
         if not self._finished:
             self._finish("edit p.grad")
         for each in self._groups:
-            some = [record for record in records if record.shard_group == each.number]
+            some = [record for record in records if record.shard_group == each.number and record.worked]
             if some:
                 yield each.gradients, some
 

@@ -151,6 +151,25 @@ def edits(rank: int, world_size: int) -> None:
     steps_on(model, optimizer, alone, rank)
 
 
+def a_list_from_before(rank: int, world_size: int) -> None:
+    """As older versions of torch clip: by a list that was made when nobody knew what all ranks leave out."""
+    model, alone = net(), net()
+    optimizer, plain = LowLevelZeroOptimizer(sgd(model.parameters()), model=model), sgd(alone.parameters())
+    for step in range(3):
+        optimizer.backward(model[0](batch(step, rank)).square().mean())
+        torch.stack([alone[0](batch(step, each)).square().mean() for each in range(world_size)]).mean().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(0.01 / norm)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
 def copies(rank: int, world_size: int) -> None:
     """Models are copied, saved, averaged and compiled as they are."""
     model, optimizer = sharded(rank)
@@ -440,6 +459,7 @@ WORKS = [
     looks,
     one_collective,
     edits,
+    a_list_from_before,
     copies,
     the_optimizer_goes,
     with_a_graph,
