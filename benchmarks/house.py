@@ -35,6 +35,7 @@ BUDGETS = {
     "diagnostics/": 850,
     "experts/": 250,
     "offload/": 150,
+    "gradients/": 500,
     "planning/": 700,
     "plugin/": 900,
     "deepspeed/": 450,

@@ -42,6 +42,7 @@ class Rooms:
         from .diagnostics.stall_report import watch
         from .diagnostics.verification import verify
         from .experts.assignment import assign, data_parallel_group, make_groups
+        from .gradients.of_optimizer import OptimizerGradients
         from .offload.step_on_host import StepOnHost
         from .optim.elementwise import check_elementwise
         from .optim.quantised import check_unstepped, slice_multiple
@@ -60,6 +61,7 @@ class Rooms:
         self.whole_step = whole_step
         self.check_unstepped = check_unstepped
         self.slice_multiple = slice_multiple
+        self.gradients = OptimizerGradients
         self.observer = BadNumbers
         self.guard = Guard
         self.watch = watch

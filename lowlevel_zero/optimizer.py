@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ from torch.optim import Optimizer
 
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter, follow_edits
-from .bookkeeping.sharded_gradient import ShardedGradient
+from .bookkeeping.parameter_store import ParameterStore, follow_edits
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import CONSTRUCT, Call, agree_apart, together
@@ -34,7 +32,6 @@ from .construction import (
     parameter_names,
     release,
 )
-from .gradients import OptimizerGradients
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
 from .reducer import DOUBLE_REDUCTION, running_backwards
@@ -224,14 +221,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             parameters, options, self.streams, self._gradient_scale, stepping, self._owner, self._observer
         )
         self._maker.extend(self.sharded_groups)
-        self.gradients = OptimizerGradients(
-            self.shard_group,
-            self.sharded_groups,
-            WeakMethod(self._finish_for_callers),
-            WeakMethod(self.get_param_grad),
-            self.device,
-        )
-        self._make_handles(parameters.records)
+        self.gradients = self._rooms.gradients(self)
+        self.gradients.make_handles(parameters)
         step_whole = self._rooms.whole_step(optimizer, parameters)
         self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=options.cpu_offload)
         self._norm: GlobalNorm | None = None
@@ -239,10 +230,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._skips_synchronize = False
         self._warned = False
         enter(self)
-
-    def _make_handles(self, records: Sequence[ShardedParameter]) -> None:
-        for record in records:
-            record.make_handles(self.gradients)
 
     def __del__(self) -> None:
         if "_guard" in self.__dict__ and not self._guard.forked:
@@ -450,7 +437,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.gradients.scale(each.gradients.sums(), factor)
         return norm
 
-    def _finish_for_callers(self, doing: str) -> None:
+    def finish_for_callers(self, doing: str) -> None:
         """Complete all gradients for what callers do with ``p.grad``."""
         self._guard.enter(doing)
         if self._synchronized:
@@ -574,9 +561,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 each.gradients.zero()
         for members in self.sharded_parameters.groups:
             for p in members:
+                record = self.sharded_parameters.find(p)
                 if set_to_none:
                     p.grad = None
-                elif p.grad is not None and not isinstance(p.grad, ShardedGradient):
+                elif p.grad is not None and (record is None or p.grad is not record.shown):
                     p.grad.detach_().zero_()
 
     # ---- modes, of a wrapped optimizer that has some ----
@@ -649,7 +637,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         with together(self.shard_group, _ADD):
             sharding.take_slices()
             self._maker.extend(self.sharded_groups)
-            self._make_handles([record for record in self.sharded_parameters if record.handle is None])
+            self.gradients.make_handles(record for record in self.sharded_parameters if record.handle is None)
 
     def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
         """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""

@@ -25,7 +25,6 @@ from ..communication.fp8 import is_rounded
 from ..communication.shard_group import ShardGroup
 from ..partition import EvenSplit
 from .awaited import wait_for
-from .sharded_gradient import Gradients, ShardedGradient
 from .storages import check_alike, flat_in_memory_order, move_to_padded, put_over
 
 
@@ -140,9 +139,9 @@ class ShardedParameter:
         self.worked = False
         self.arrived = False
         self.stepped = False
-        self.handle: ShardedGradient | None = None
-        self.slice_handle: ShardedGradient | None = None
-        self.shown: ShardedGradient | None = None
+        self.handle: Tensor | None = None
+        self.slice_handle: Tensor | None = None
+        self.shown: Tensor | None = None
         self.pending: Tensor | None = None
 
     @property
@@ -266,11 +265,6 @@ class ShardedParameter:
         return own
 
     # ---- p.grad: before a reduction takes it, and after ----
-
-    def make_handles(self, gradients: Gradients) -> None:
-        """Be ready to show ``gradients``'s one of this parameter as ``p.grad``, and as ``p32.grad``."""
-        self.handle = ShardedGradient(self, self.p, gradients)
-        self.slice_handle = ShardedGradient(self, self.p32, gradients)
 
     def show(self) -> None:
         """Let ``p.grad`` tell that there is a ``g``; what a backward has left there is pending."""

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.sharded_gradient import ShardedGradient
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
 from tests.support.ranks import run_cases
 
 Trained = tuple[nn.Sequential, LowLevelZeroOptimizer]

@@ -18,8 +18,8 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.sharded_gradient import ShardedGradient
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
 from tests.support.covering import covering
 from tests.support.internals import with_and_without_detection
 from tests.support.numbers import trained

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.sharded_gradient import ShardedGradient
+from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
 from tests.support.judging import check_run, check_share
 from tests.support.numbers import joined, share_of, trained
 from tests.support.oracle import Result, Run, build, emulate, groups, loss_of, train_alone, train_sharded

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.sharded_gradient import ShardedGradient
+from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
 from tests.support.ranks import run_cases
 
 INF = float("inf")

@@ -9,14 +9,15 @@ whole gradient all the same, so that a norm over either is that of the run witho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .parameter_store import ShardedParameter
+    from ..bookkeeping.parameter_store import ShardedParameter
+    from .of_optimizer import OptimizerGradients
 
 _aten = torch.ops.aten
 
@@ -25,28 +26,6 @@ GRAD_SCALER = (
     "finds. Convert the model to fp16 and call optimizer.backward(loss), which scales the loss by itself; or use bf16 "
     "(model or autocast), which needs no scaling; or GradScaler(enabled=False)"
 )
-
-
-class Gradients(Protocol):
-    """An optimizer's gradients, as a ``ShardedGradient`` asks for them; each call finishes reductions that are open."""
-
-    def norms(self, records: Sequence[ShardedParameter], norm_type: float) -> list[Tensor]:
-        """The norm of each whole gradient, averaged and unscaled: 0-d, fp32 at least. Every rank calls it."""
-
-    def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
-        """Multiply gradients with a number."""
-
-    def clamp(self, records: Sequence[ShardedParameter], least: float | None, most: float | None) -> None:
-        """Clamp the elements of gradients."""
-
-    def zero(self, records: Sequence[ShardedParameter]) -> None:
-        """Make gradients zeros."""
-
-    def own(self, record: ShardedParameter) -> Tensor | None:
-        """This rank's slice, ``[s]``, averaged and unscaled, or None."""
-
-    def whole(self, record: ShardedParameter) -> Tensor | None:
-        """All of a gradient, averaged and unscaled, or None. Every rank calls it."""
 
 
 class ShardedGradient(torch.Tensor):
@@ -64,18 +43,18 @@ class ShardedGradient(torch.Tensor):
 
     _name: str
     _record: ReferenceType[ShardedParameter]
-    _gradients: ReferenceType[Gradients]
+    _gradients: ReferenceType[OptimizerGradients]
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, record: ShardedParameter, like: Tensor, gradients: Gradients) -> ShardedGradient:
+    def __new__(cls, record: ShardedParameter, like: Tensor, gradients: OptimizerGradients) -> ShardedGradient:
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         return made
 
-    def __init__(self, record: ShardedParameter, like: Tensor, gradients: Gradients) -> None:
+    def __init__(self, record: ShardedParameter, like: Tensor, gradients: OptimizerGradients) -> None:
         self._name = record.name
         self._record = ref(record)
         self._gradients = ref(gradients)
@@ -139,7 +118,7 @@ class ShardedGradient(torch.Tensor):
         record.shown = record.pending = None
         return passed
 
-    def _held(self) -> tuple[ShardedParameter, Gradients]:
+    def _held(self) -> tuple[ShardedParameter, OptimizerGradients]:
         record, gradients = self._record(), self._gradients()
         if record is None or gradients is None:
             raise RuntimeError(
@@ -176,8 +155,8 @@ def _by_kind(
     return results if func is _aten._foreach_norm.Scalar else None
 
 
-def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[Gradients, list[ShardedParameter]]:
-    found: dict[Gradients, list[ShardedParameter]] = {}
+def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients, list[ShardedParameter]]:
+    found: dict[OptimizerGradients, list[ShardedParameter]] = {}
     for record, gradients in map(ShardedGradient._held, tensors):
         found.setdefault(gradients, []).append(record)
     return found

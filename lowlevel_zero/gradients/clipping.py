@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .bookkeeping.parameter_store import ShardedParameter
-from .optimizer import LowLevelZeroOptimizer
-from .sharded_optimizer import alive
-from .stepper import clip_factor
+from ..bookkeeping.parameter_store import ShardedParameter
+from ..optimizer import LowLevelZeroOptimizer
+from ..sharded_optimizer import alive
+from ..stepper import clip_factor
 
 
 @torch.no_grad()

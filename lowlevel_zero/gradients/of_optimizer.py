@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from weakref import WeakMethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from .bookkeeping.gradient_store import GradientStore
-from .bookkeeping.parameter_store import ShardedParameter
-from .communication.agreement import NORMS
-from .communication.shard_group import ShardGroup
-from .construction import ShardedGroup
+from ..bookkeeping.gradient_store import GradientStore
+from ..bookkeeping.parameter_store import ShardedParameter
+from ..communication.agreement import NORMS
+from .sharded_gradient import ShardedGradient
+
+if TYPE_CHECKING:
+    from ..optimizer import LowLevelZeroOptimizer
 
 
 class OptimizerGradients:
     """The gradients of one optimizer's parameters; see ``ShardedGradient``, which asks for them.
 
     Args:
-        group: all data-parallel ranks.
-        groups: the parameters by the ranks that share them.
-        finish: the optimizer's, which completes all gradients, on all ranks alike, for what it is told.
-        whole: the optimizer's, all of a gradient; every rank calls it.
-        device: where the parameters are.
+        optimizer: whose they are; held weakly, since ``p.grad`` leads here.
     """
 
-    def __init__(
-        self,
-        group: ShardGroup,
-        groups: Sequence[ShardedGroup],
-        finish: WeakMethod[Callable[[str], None]],
-        whole: WeakMethod[Callable[[Tensor], Tensor | None]],
-        device: torch.device,
-    ) -> None:
-        self._group = group
-        self._groups = groups
-        self._finish_all = finish
-        self._whole = whole
-        self._device = device
+    def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
+        self._optimizer = ref(optimizer)
+        self._groups = optimizer.sharded_groups
+        self._group = optimizer.shard_group
+        self._device = optimizer.device
         self._known: dict[float, list[Tensor]] = {}
         self._known_at: tuple[int, ...] = ()
+
+    def make_handles(self, records: Iterable[ShardedParameter]) -> None:
+        """Give records what they show as ``p.grad`` and ``p32.grad``, once there is a ``g``."""
+        for record in records:
+            record.handle = ShardedGradient(record, record.p, self)
+            record.slice_handle = ShardedGradient(record, record.p32, self)
 
     # ---- for torch's own functions, on one parameter's p.grad after the other ----
 
@@ -57,7 +54,7 @@ class OptimizerGradients:
                 "lowlevel_zero.clip_grad_norm_, which count all of them"
             )
         if not self._finished or self._known_at != self._versions or norm_type not in self._known:
-            self._finish(NORMS)
+            self._alive.finish_for_callers(NORMS)
             if self._known_at != self._versions:
                 self._known.clear()
                 self._known_at = self._versions
@@ -90,16 +87,14 @@ class OptimizerGradients:
 
     def whole(self, record: ShardedParameter) -> Tensor | None:
         """All of a gradient, averaged and unscaled, or None. Every rank calls it."""
-        whole = self._whole()
-        assert whole is not None, "the optimizer is gone"
-        return whole(record.p)
+        return self._alive.get_param_grad(record.p)
 
     # ---- for those of this package, on all that they are about together ----
 
     def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
         """The norm of some parameters' gradients, of all experts too: 0-d, fp32 at least. Every rank calls it."""
         self._check(norm_type)
-        self._finish("lowlevel_zero.clip_grad_norm_")
+        self._alive.finish_for_callers("lowlevel_zero.clip_grad_norm_")
         wanted = set(records)
         pieces = [torch.zeros((), dtype=self._dtype, device=self._device)]
         for each in self._groups:
@@ -124,7 +119,7 @@ class OptimizerGradients:
     def _complete(self, records: Sequence[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
         """Each shard group's gradients, finished, and those of the records that have one there."""
         if not self._finished:
-            self._finish("edit p.grad")
+            self._alive.finish_for_callers("edit p.grad")
         for each in self._groups:
             some = [record for record in records if record.shard_group == each.number and record.worked]
             if some:
@@ -137,10 +132,11 @@ class OptimizerGradients:
         double = any(torch.float64 in (record.p.dtype, record.communication_dtype) for record in records)
         return torch.float64 if double else torch.float32
 
-    def _finish(self, doing: str) -> None:
-        finish = self._finish_all()
-        assert finish is not None, "the optimizer is gone"
-        finish(doing)
+    @property
+    def _alive(self) -> LowLevelZeroOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer is gone"
+        return optimizer
 
     @property
     def _finished(self) -> bool:
