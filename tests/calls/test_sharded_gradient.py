@@ -160,8 +160,9 @@ def a_list_from_before(rank: int, world_size: int) -> None:
         torch.stack([alone[0](batch(step, each)).square().mean() for each in range(world_size)]).mean().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        factor = 0.01 / norm
         for gradient in gradients:
-            gradient.mul_(0.01 / norm)
+            gradient.mul_(factor)
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
         for each in (optimizer, plain):
             each.step()

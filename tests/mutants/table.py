@@ -37,6 +37,7 @@ BACKWARD, UNUSED_TESTS = "tests/numbers/test_backward.py", "tests/numbers/test_u
 COLLECTIVES = "tests/communication/test_collectives.py"
 SHARED, STATES = "tests/communication/test_shared_memory.py", "tests/checkpoint/test_state.py"
 STEPPING = "tests/numbers/test_stepping.py"
+HANDLES = "tests/calls/test_sharded_gradient.py"
 
 MUTANTS = [
     # who owns what
@@ -269,7 +270,7 @@ MUTANTS = [
         " and False:",
         f"{NUMBERS} {STEPPING} tests/calls",
     ),
-    Mutant("the loss isn't scaled", OPTIMIZER, "loss = loss * self.scaler.scale.to(loss.device)", "pass", NUMBERS),
+    Mutant("the loss isn't scaled", OPTIMIZER, "loss * scale.to(loss.device)", "loss * 1", NUMBERS),
     # steps
     Mutant(
         "param groups are left in parts",
@@ -281,9 +282,38 @@ MUTANTS = [
     Mutant(
         "old gradients are stepped again",
         SUMS,
-        "        self._buckets.clear()\n        self._bucket_of.clear()",
-        "        self._bucket_of.clear()",
+        "        self._buckets.clear()\n        self._bucket_of.clear()\n        for record in self._records:",
+        "        self._bucket_of.clear()\n        for record in self._records:",
         BACKWARD,
+    ),
+    # p.grad after backward
+    Mutant(
+        "a bucket is multiplied for what no rank used",
+        "gradients.py",
+        "record.shard_group == each.number and record.worked",
+        "record.shard_group == each.number",
+        HANDLES,
+    ),
+    Mutant(
+        "norms are kept when gradients change",
+        "gradients.py",
+        "self._known_at != self._versions or norm_type",
+        "norm_type",
+        HANDLES,
+    ),
+    Mutant(
+        "what one rank has cleared isn't told",
+        "communication/agreement.py",
+        "progress.steps, progress.cleared\n        most",
+        "progress.steps, 0\n        most",
+        HANDLES,
+    ),
+    Mutant(
+        "model.zero_grad() drops nothing",
+        REDUCER,
+        "            self._gradients.drop(cleared)",
+        "            pass",
+        HANDLES,
     ),
     Mutant(
         "no_sync synchronises", OPTIMIZER, "        self._set_syncs(False)", "        self._set_syncs(True)", NUMBERS
