@@ -76,7 +76,7 @@ CASES = (
     Case(BF16, torch.optim.Adagrad, 2),
     Case(FP16, torch.optim.Adam, options=STAGE2),
     Case(FP32, momentum, options={"cpu_offload": True}),
-    Case(BF16, options={"slice_multiple": 48, **STAGE2}),
+    Case(BF16, options={"slice_multiple": 64, **STAGE2}),
     Case(BF16, options={"cpu_offload": True, **STAGE2}),
     Case(BF16, torch.optim.RMSprop, 2, {"cpu_offload": True, **STAGE2}),
     Case(BF16, options={"master_weights": False, **STAGE2}),
