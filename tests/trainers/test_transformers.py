@@ -116,6 +116,7 @@ def lora(rank: int) -> nn.Module:
 
 STAGE_2 = {"partition_grad": True}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 EACH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 RUNS = {
     "as it comes": Run(),
@@ -133,9 +134,10 @@ RUNS = {
     "compiled": Run(
         {"torch_compile": True, "torch_compile_backend": "eager"}, STAGE_2, model=lambda rank: LayerDrop(rank, kept=1)
     ),
-    "evaluated": Run({"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}, STAGE_2),
+    "evaluated": Run({**EVALUATED, "eval_on_start": True}, STAGE_2),
     "gathered late": Run({"eval_strategy": "steps", "eval_steps": 2}, {"overlap_allgather": True}),
     "smoothed": Run({"label_smoothing_factor": 0.1, "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 1}),
+    "schedule-free": Run({**EVALUATED, "optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}, STAGE_2),
     "LoRA": Run(zero=STAGE_2, model=lora),
     "sequences": Run(zero=STAGE_2, trainers=(TheirsFromSequences, OursFromSequences)),
 }
