@@ -561,10 +561,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 each.gradients.zero()
         for members in self.sharded_parameters.groups:
             for p in members:
-                record = self.sharded_parameters.find(p)
                 if set_to_none:
                     p.grad = None
-                elif p.grad is not None and (record is None or p.grad is not record.shown):
+                elif p.grad is not None and not self.sharded_parameters.shows(p):
                     p.grad.detach_().zero_()
 
     # ---- modes, of a wrapped optimizer that has some ----

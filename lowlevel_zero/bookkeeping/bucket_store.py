@@ -20,7 +20,6 @@ from torch import Tensor
 from ..communication.progress import About
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
-from ..partition import EvenSplit
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
 from .parameter_store import ShardedParameter
@@ -135,9 +134,12 @@ class Bucket:
         buffer = how.group.new_buffer(planned.row, lead.communication_dtype, lead.padded.device, planned.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
         flats = [
-            zero.expand(record.split.packed_numel) if gradient is None else _widened(gradient, record.split)
+            zero.expand(record.split.packed_numel) if gradient is None else gradient
             for record, gradient in zip(self.records, gradients, strict=True)
         ]
+        if lead.split.multiple > 1:  # ``pack`` would cut rows that are narrower than the slices
+            sizes = [record.split.packed_numel for record in self.records]
+            flats = [F.pad(flat, (0, size - flat.numel())) for flat, size in zip(flats, sizes, strict=True)]
         if planned.row > planned.body:
             flats.append(zero.new_zeros(len(buffer) * (planned.row - planned.body)))
         pack(buffer, flats, how.divisor)
@@ -321,12 +323,6 @@ class BucketStore:
         self.start(whatever_is_missing=True)
         self._buckets = []
         self.is_open = False
-
-
-def _widened(gradient: Tensor, split: EvenSplit) -> Tensor:
-    """With zeros at the end, where ``pack`` would cut rows that are narrower than the slices."""
-    missing = split.packed_numel - gradient.numel()
-    return F.pad(gradient, (0, missing)) if missing else gradient
 
 
 def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:

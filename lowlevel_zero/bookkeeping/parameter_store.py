@@ -438,6 +438,11 @@ class ParameterStore:
         """The record of a working parameter, or of a master slice, or None."""
         return self._record_of.get(tensor) or self._record_of_slice.get(tensor)
 
+    def shows(self, p: Tensor) -> bool:
+        """Whether ``p.grad`` stands for a ``g``."""
+        record = self._record_of.get(p)
+        return record is not None and record.shown is not None and p.grad is record.shown
+
     def __getitem__(self, p: Tensor) -> ShardedParameter:
         """The record of a working parameter; ``ValueError`` if it has none."""
         record = self._record_of.get(p)

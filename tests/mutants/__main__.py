@@ -38,9 +38,7 @@ class Caught(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     chosen = [mutant for mutant in MUTANTS if options.only in f"{mutant.breaks} {mutant.file}"]
-    lost = [
-        f"{mutant.file}: found {found} times: {mutant.old!r}" for mutant in chosen if (found := _count(mutant)) != 1
-    ]
+    lost = [f"{mutant.file}: found {found} times: {mutant.old!r}" for mutant in chosen if (found := count(mutant)) != 1]
     if lost:
         print("\n".join(["expected each text once:", *lost]), file=sys.stderr)
         return 2
@@ -64,7 +62,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _count(mutant: Mutant) -> int:
+def count(mutant: Mutant) -> int:
     return (ROOT / "lowlevel_zero" / mutant.file).read_text().count(mutant.old)
 
 

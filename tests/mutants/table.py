@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "a slice is an element short",
         SPLIT,
-        "-(-self.numel // self.world_size)",
-        "self.numel // self.world_size",
+        "-(-self.numel // (self.world_size * self.multiple))",
+        "self.numel // (self.world_size * self.multiple)",
         "tests/numbers/test_partition.py",
     ),
     Mutant(
@@ -289,14 +289,14 @@ MUTANTS = [
     # p.grad after backward
     Mutant(
         "a bucket is multiplied for what no rank used",
-        "gradients.py",
+        "gradients/of_optimizer.py",
         "record.shard_group == each.number and record.worked",
         "record.shard_group == each.number",
         HANDLES,
     ),
     Mutant(
         "norms are kept when gradients change",
-        "gradients.py",
+        "gradients/of_optimizer.py",
         "self._known_at != self._versions or norm_type",
         "norm_type",
         HANDLES,
@@ -357,8 +357,8 @@ MUTANTS = [
     Mutant(
         "the oldest checkpoint counts as the newest",
         FOLDERS,
-        "return max(found,",
-        "return min(found,",
+        "newest = max([",
+        "newest = min([",
         "tests/checkpoint/test_checkpoint.py",
     ),
 ]

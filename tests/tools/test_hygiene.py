@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from lowlevel_zero import partition
+from tests.mutants.__main__ import count
+from tests.mutants.table import MUTANTS
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
@@ -143,6 +145,11 @@ def test_a_broken_rule_is_reported() -> None:
         for source in (f"from {module} import x", f"if True:\n    import {module}"):
             (found,) = faults(source, "conftest.py")
             assert "at collection" in found
+
+
+def test_every_mistake_that_is_made_on_purpose_finds_its_place() -> None:
+    """``make mutants`` takes an hour, and is seldom run: code that moves must take its mistake along."""
+    assert [mutant.old for mutant in MUTANTS if count(mutant) != 1] == []
 
 
 def test_a_forked_rank_replaces_what_is_there_and_nothing_else() -> None:
