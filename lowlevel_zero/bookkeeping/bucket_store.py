@@ -137,9 +137,9 @@ class Bucket:
             zero.expand(record.split.packed_numel) if gradient is None else gradient
             for record, gradient in zip(self.records, gradients, strict=True)
         ]
-        if lead.split.multiple > 1:  # ``pack`` would cut rows that are narrower than the slices
-            sizes = [record.split.packed_numel for record in self.records]
-            flats = [F.pad(flat, (0, size - flat.numel())) for flat, size in zip(flats, sizes, strict=True)]
+        missing = [record.split.packed_numel - flat.numel() for record, flat in zip(self.records, flats, strict=True)]
+        if any(missing):  # ``pack`` would cut rows that are narrower than the slices
+            flats = [F.pad(flat, (0, short)) for flat, short in zip(flats, missing, strict=True)]
         if planned.row > planned.body:
             flats.append(zero.new_zeros(len(buffer) * (planned.row - planned.body)))
         pack(buffer, flats, how.divisor)
