@@ -120,7 +120,7 @@ def _over_links() -> Iterator[Contestant]:
     """Who saves bytes on a slow link, or hides them."""
     less = partial(Contestant, dtypes=FP32, alike=False, asked_for=True)
     yield less("ddp-bf16", "DDP, gradients in bf16", partial(DDP, compression="bf16"))
-    yield less("ddp-powersgd", "DDP, PowerSGD of rank 4", partial(DDP, compression="powersgd"))
+    yield less("ddp-powersgd", "DDP, PowerSGD of rank 4, one bucket", partial(DDP, compression="powersgd"))
     for stage in _STAGES:
         make = partial(Ours, stage=stage, overlap_allgather=True)
         yield Contestant(f"ours-{stage}-overlap", f"ours, stage {stage}, overlapped gathers", make, asked_for=True)

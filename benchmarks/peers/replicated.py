@@ -21,6 +21,9 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
+_ONE_BUCKET = 2**20  # MiB: more than any model here has
+
+
 class DDP(Peer):
     """``DistributedDataParallel`` with ``gradient_as_bucket_view``, and AdamW.
 
@@ -33,7 +36,9 @@ class DDP(Peer):
     model: DistributedDataParallel
 
     def __init__(self, setting: Setting, implementation: str = "fused", compression: str = "") -> None:
-        model = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True)
+        # torch's PowerSGD goes on to its next collective in a callback, which over gloo comes in no order of buckets.
+        most = _ONE_BUCKET if compression == "powersgd" else None
+        model = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True, bucket_cap_mb=most)
         if compression == "bf16":
             model.register_comm_hook(None, _in_bf16)
         elif compression == "powersgd":
