@@ -13,6 +13,7 @@ from .output import RESULTS
 from .report import ratio
 
 FP32, BF16, FOUR = "step-25m-fp32-1x-2r", "step-25m-bf16-1x-2r", "step-25m-fp32-1x-4r"
+LINK = "hosts-1gbit"
 SHARDING = ("zro", "fairscale", "fsdp2", "fsdp2-reshard", "deepspeed-1", "deepspeed-2", "colossalai-1", "colossalai-2")
 SHARDING_STATES = ("zro", "deepspeed-1", "colossalai-1")  # and no gradients
 
@@ -46,6 +47,10 @@ BARS = (
     Bar(BF16, "ours-{}", "colossalai-{}", (None, 0.80)),
     Bar(FOUR, "ours-{}", "ddp", (1.00, 0.85)),
     Bar(FP32, "ours-{}-drop", "ours-{}", (0.75, 0.75)),
+    Bar(LINK, "ours-{}", "ddp", (None, 1.00)),
+    Bar(LINK, "ours-{}-overlap", "ddp", (None, 0.85)),
+    Bar(LINK, "ours-{}-bf16", "ddp", (None, 0.55)),
+    Bar(LINK, "ours-{}-drop", "ddp", (None, 0.60)),
 )
 
 
