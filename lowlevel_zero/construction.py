@@ -17,7 +17,8 @@ from .bookkeeping.bucket_store import BucketStore, Reduction, StepOnDevice
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.module_names import own_names
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.storages import overlapping
 from .communication.fp8 import check_fp8

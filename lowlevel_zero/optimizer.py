@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
-from .bookkeeping.parameter_store import ParameterStore, follow_edits
+from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.sharded_parameter import follow_edits
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import CONSTRUCT, Call, agree_apart, together

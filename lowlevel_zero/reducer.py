@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from .bookkeeping.bucket_plan import LearntPlan, PlanState
 from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.sharded_parameter import ShardedParameter
 from .communication.agreement import Call, Progress
 from .communication.work import Work
 from .options import ZeroOptions

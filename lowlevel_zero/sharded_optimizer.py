@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_observer import CallGuard
 from .communication.agreement import Call
 from .communication.shard_group import ShardGroup

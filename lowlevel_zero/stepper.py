@@ -16,7 +16,7 @@ from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.bucket_store import Bucket, BucketState
 from .bookkeeping.gather_store import PART
-from .bookkeeping.parameter_store import ShardedParameter
+from .bookkeeping.sharded_parameter import ShardedParameter
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
 from .construction import ShardedGroup

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ..communication.shard_group import ShardGroup
 from ..partition import END_TO_END, Alignment, EvenSplit, alignment_of
-from .parameter_store import ShardedParameter
+from .sharded_parameter import ShardedParameter
 
 # Narrowed plans that are kept: few sets of parameters come again and again, or ever new ones.
 _PLANS_KEPT = 64

@@ -22,7 +22,7 @@ from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
-from .parameter_store import ShardedParameter
+from .sharded_parameter import ShardedParameter
 from .step_observer import StepObserver
 
 _chunk_cat = getattr(torch, "_chunk_cat", None)

@@ -8,7 +8,8 @@ import torch
 
 from ..communication.agreement import Alike, agree
 from ..communication.shard_group import ShardGroup
-from .parameter_store import ParameterStore, ShardedParameter
+from .parameter_store import ParameterStore
+from .sharded_parameter import ShardedParameter
 
 STEP_OR_DROP = (
     "step what is there by «with optimizer.skip_synchronize(): optimizer.step()», or drop it by optimizer.zero_grad()"

@@ -15,7 +15,7 @@ from ..partition import alignment_of
 from ..streams import Mark, Streams
 from .awaited import arrived, can_be_awaited, let_await
 from .bucket_store import Bucket, BucketState, StepOnDevice
-from .parameter_store import ShardedParameter, note_versions
+from .sharded_parameter import ShardedParameter, note_versions
 
 # Elements of slices that are stepped and gathered in one call: so many that the call itself doesn't count.
 PART = 2**19

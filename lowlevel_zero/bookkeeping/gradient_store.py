@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .bucket_plan import PlannedBucket
 from .bucket_store import Bucket, BucketState, NewBucket, Partly
-from .parameter_store import ShardedParameter
+from .sharded_parameter import ShardedParameter
 
 
 class GradientStore:

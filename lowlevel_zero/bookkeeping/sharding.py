@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ..options import ZeroOptions
 from ..partition import EvenSplit
-from .parameter_store import ParameterStore, Place, ShardedParameter
+from .parameter_store import ParameterStore
+from .sharded_parameter import Place, ShardedParameter
 from .storages import memory_of
 
 _log = logging.getLogger("lowlevel_zero")

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..loss_scaler import LossScaler
-from .parameter_store import ShardedParameter
+from .sharded_parameter import ShardedParameter
 
 
 class StepObserver:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.agreement import agree_apart
 from ..communication.shard_group import ShardGroup

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import joined, places
-from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.shard_group import ShardGroup
 from ..experts.assignment import add_companions
 from ..partition import EvenSplit

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..construction import ShardedGroup
 from ..optim.quantised import is_quantised
 from ..optimizer import LowLevelZeroOptimizer

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import Alike, together
 from ..optimizer import LowLevelZeroOptimizer
 from ..sharded_optimizer import alive

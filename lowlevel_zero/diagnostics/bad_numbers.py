@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_observer import StepObserver
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler

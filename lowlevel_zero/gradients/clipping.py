@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..optimizer import LowLevelZeroOptimizer
 from ..sharded_optimizer import alive
 from ..stepper import clip_factor

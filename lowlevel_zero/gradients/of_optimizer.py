@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.gradient_store import GradientStore
-from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import NORMS
 from .sharded_gradient import ShardedGradient
 

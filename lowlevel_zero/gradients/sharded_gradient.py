@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..bookkeeping.parameter_store import ShardedParameter
+    from ..bookkeeping.sharded_parameter import ShardedParameter
     from .of_optimizer import OptimizerGradients
 
 _aten = torch.ops.aten

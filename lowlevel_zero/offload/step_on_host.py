@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..bookkeeping.bucket_plan import PlannedBucket
 from ..bookkeeping.bucket_store import Bucket, NewBucket, StepOnDevice
-from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.flat_buffers import lay_end_to_end
 from ..streams import Mark, Passed, Streams
 

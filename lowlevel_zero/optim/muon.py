@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from .work_shares import WorkItem, share_out

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..sharded_optimizer import ShardedOptimizer
 from .layout import Layout, ParameterLayout, layout_of, parameter_layout
 from .memory import held_bytes

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.bucket_plan import PlanState
-from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import SCALARS
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler

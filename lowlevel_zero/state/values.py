@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..bookkeeping.parameter_store import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import SCALARS
 from ..communication.shard_group import ShardGroup
 from ..construction import ShardedGroup

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..bookkeeping.bucket_plan import PlanState
-from ..bookkeeping.parameter_store import ParameterStore, ShardedParameter
+from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import slice_state
 from ..communication.agreement import Alike, agree, together
 from ..communication.shard_group import ShardGroup

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.parameter_store import Place, ShardedParameter
+from lowlevel_zero.bookkeeping.sharded_parameter import Place, ShardedParameter
 from lowlevel_zero.bookkeeping.sharding import SCALARS, slice_state
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.partition import EvenSplit

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero import optimizer as optimizer_module
-from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
+from lowlevel_zero.bookkeeping.sharded_parameter import ShardedParameter
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from lowlevel_zero import LowLevelZeroOptimizer, stepper
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
-from lowlevel_zero.bookkeeping.parameter_store import ShardedParameter
+from lowlevel_zero.bookkeeping.sharded_parameter import ShardedParameter
 from tests.support.ranks import run_cases, run_ranks
 
 

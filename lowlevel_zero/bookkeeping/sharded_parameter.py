@@ -1,0 +1,375 @@
+"""One record a parameter, and the p <-> p32 <-> g mapping that says which of them worked in a step.
+
+Every tensor of the package is defined here once:
+
+========  =========================================================  ==================  =====================
+name      is                                                         shape               dtype
+========  =========================================================  ==================  =====================
+p         working parameter: what the model computes with            the model's         the model's
+padded    the storage behind p; row r belongs to rank r              [world_size * s]    p's
+p32       master slice: the optimizer's copy of this rank's row      [s]                 fp32 (or p's)
+g         this rank's slice of the gradient, summed over the ranks:  [s]                 the buffer's, or fp32
+          its part of its bucket's shard
+========  =========================================================  ==================  =====================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ..communication.fp8 import is_rounded
+from ..partition import EvenSplit
+from .awaited import wait_for
+from .storages import check_alike, flat_in_memory_order, move_to_padded, put_over
+
+
+class Place(NamedTuple):
+    """Where a parameter stands: in its shard group, the param groups and the model; and which shard group that is."""
+
+    number: int
+    group: int
+    name: str
+    shard_group: int = 0
+
+
+class Known(NamedTuple):
+    """A value of ``p32``, ``[s]``, that ``p`` may have been made of, and whether in fp8, perhaps."""
+
+    value: Tensor
+    fp8: bool
+
+
+class ShardedParameter:
+    """The record of one parameter: its tensors (see the table above) and its place in the optimizer.
+
+    Attributes:
+        index: place among those of its shard group, in order of registration.
+        name: the model's own, without those of wrappers, for messages.
+        group: index of its param group.
+        shard_group: index of the shard group whose ranks share it.
+        is_contiguous: ``p`` is, so its elements lie in their own order.
+        is_flat: ``p`` is 1-D.
+        is_empty: ``p`` has no elements, so that nothing of it travels.
+        split: how its elements are shared.
+        rank: the rank whose row is ours.
+        communication_dtype: the dtype of its bucket's buffer, or, with ``fp8``, of its sum.
+        fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
+        worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
+        arrived: ``p.grad`` holds what a backward has left there, if anything.
+        handle: what ``p.grad`` is while there is a ``g``, or a bucket is on its way to become that.
+        slice_handle: the same of ``p32.grad``, until the step.
+        shown: the ``handle``, where ``p.grad`` has been made that, and its caller is to leave it; else None.
+        pending: what a backward has added to it since, unreduced, or None.
+        kind: what parameters must have in common to share a bucket.
+        rows: ``padded`` as ``[world_size, s]``.
+        row: this rank's row of it.
+        view: ``padded`` as ``p`` shows it: of its shape and strides.
+        address: where ``padded`` begins in memory, and ``p`` has to.
+        version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
+        shares_storage: ``p32`` is over the row itself, not a copy of it.
+        stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_offered",
+        "address",
+        "arrived",
+        "communication_dtype",
+        "fp8",
+        "group",
+        "handle",
+        "index",
+        "is_contiguous",
+        "is_empty",
+        "is_flat",
+        "kind",
+        "name",
+        "p",
+        "p32",
+        "padded",
+        "pending",
+        "rank",
+        "row",
+        "rows",
+        "shard_group",
+        "shares_storage",
+        "shown",
+        "slice_handle",
+        "split",
+        "stepped",
+        "version",
+        "view",
+        "worked",
+    )
+
+    def __init__(
+        self,
+        place: Place,
+        p: nn.Parameter,
+        split: EvenSplit,
+        rank: int,
+        communication_dtype: torch.dtype | None = None,
+        fp8: bool = False,
+    ) -> None:
+        self.index, self.group, self.name, self.shard_group = place
+        self.p = p
+        self.is_contiguous = p.is_contiguous()
+        self.is_flat = p.dim() == 1
+        self.is_empty = p.numel() == 0
+        self.split = split
+        self.rank = rank
+        self.communication_dtype = communication_dtype or p.dtype
+        self.fp8 = fp8
+        self.padded = move_to_padded(p, split)
+        self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8
+        self.view = torch.as_strided(self.padded, p.shape, p.stride())
+        self.address = p.data_ptr()
+        self.rows = self.padded.view(split.world_size, split.slice_size)
+        self.row = self.rows[rank]
+        self.p32: Tensor = self.row
+        self.shares_storage = True
+        self.note_version()
+        self._offered: Known | None = None
+        self.worked = False
+        self.arrived = False
+        self.stepped = False
+        self.handle: Tensor | None = None
+        self.slice_handle: Tensor | None = None
+        self.shown: Tensor | None = None
+        self.pending: Tensor | None = None
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether ``p32`` holds what ``p`` can't."""
+        return self.fp8 or self.p32.dtype != self.p.dtype
+
+    def make_master(self, precise: bool = True, on_host: bool = False) -> None:
+        """Let ``p32`` be a copy of the row, or over the row itself where that will do: where it isn't rounded to fp8.
+
+        It requires grad as what optimizers step does: callers who find it in ``param_groups`` may set that.
+
+        Args:
+            precise: in fp32's precision at least, else in ``p``'s dtype.
+            on_host: on the host, and a copy always.
+        """
+        dtype = torch.promote_types(self.p.dtype, torch.float32) if precise else self.p.dtype
+        device = torch.device("cpu") if on_host else self.row.device
+        own = self.row_for_master(device, dtype, copy=on_host or self.fp8)
+        self.shares_storage = own is self.row
+        self.p32 = own.detach().requires_grad_()
+        self.note_version()
+
+    def row_for_master(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
+        """The row where masters are."""
+        return self.row.to(device, dtype, copy=copy)
+
+    def refresh_master(self) -> None:
+        """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
+        self.take_back()
+        if not self.shares_storage:
+            self._settle(self._offered)
+        self.note_version()
+
+    def offer_master(self, master: Tensor, fp8: bool) -> None:
+        """Take a saved ``p32``, ``[s]``, where it rounds to what ``p`` holds, now or before its next step.
+
+        So its low bits come back whether the model is loaded before or after, and one that isn't the model's any
+        more (trained on elsewhere, by an optimizer that carried it along) does no harm. ``fp8``: the run that saved it
+        sent parameters in fp8.
+        """
+        if not self.shares_storage:
+            self._offered = Known(master.to(self.p32), fp8 or self.fp8)
+            self._settle(self._own, self._offered)
+            self.stepped = True
+            self.version = -1
+
+    @property
+    def _own(self) -> Known:
+        return Known(self.p32, self.fp8 and self.stepped)
+
+    @torch.no_grad()
+    def _settle(self, *known: Known | None) -> None:
+        """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
+        wait_for(self.p)
+        row = self.row_for_master(self.p32.device, self.row.dtype)
+        settled = row.to(self.p32.dtype)
+        for each in known:
+            if each is not None:
+                settled = torch.where(_rounds_to(row, each), each.value, settled)
+        self.p32.copy_(settled)
+
+    def note_version(self) -> None:
+        """Remember that ``p`` is as this package left it."""
+        self.version = self.p._version
+
+    def follow_edits(self) -> None:
+        """Bring what others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
+
+        Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises as ``take_back``
+        does.
+        """
+        self.take_back()
+        if not self.shares_storage and (self.p._version != self.version or self._offered is not None):
+            self._settle(self._own, self._offered)
+            self._offered = None
+            self.note_version()
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Put ``p`` back over ``padded``, with the values that it has by now, where others have put it elsewhere.
+
+        ``p.data = ...`` does, ``model.cpu().cuda()``, ``model.to(memory_format=...)``. Strides become again what they
+        were. Doesn't communicate.
+
+        Raises:
+            RuntimeError: ``p`` isn't of the same dtype, device and shape any more.
+        """
+        if self.p.data_ptr() == self.address:
+            return
+        self.address = self.padded.data_ptr()  # share_memory_ moves a storage with all that look at it
+        if self.p.data_ptr() != self.address:
+            check_alike(self.p, self.view, self.name)
+            put_over(self.padded, self.view, self.p)
+            self.version = -1
+
+    def load_row(self, own: Tensor, master: Tensor | None) -> None:
+        """Take this rank's row from a checkpoint, without its padding, and ``p32``: ``master``, or ``own`` too.
+
+        The other ranks' rows are to be gathered afterwards.
+        """
+        self.row[: len(own)].copy_(own)
+        if not self.shares_storage:
+            self.p32[: len(own)].copy_(own if master is None else master)
+        self._offered = None
+        self.stepped = master is not None
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor of ``p``'s shape in the order in which ``padded`` holds them, ``[numel]``."""
+        return flat_in_memory_order(tensor, self.p)
+
+    def restore(self, flat: Tensor) -> Tensor:
+        """The inverse of ``flatten``: a tensor of ``p``'s shape and strides over the ``[numel]`` elements."""
+        return torch.as_strided(flat, self.p.shape, self.p.stride(), flat.storage_offset())
+
+    def slice_of(self, tensor: Tensor) -> Tensor:
+        """A copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape, with zeros for padding."""
+        start, stop = self.split.span(self.rank)
+        own = torch.zeros(self.split.slice_size, dtype=tensor.dtype, device=tensor.device)
+        own[: stop - start] = self.flatten(tensor)[start:stop]
+        return own
+
+    # ---- p.grad: before a reduction takes it, and after ----
+
+    def show(self) -> None:
+        """Let ``p.grad`` tell that there is a ``g``; what a backward has left there is pending."""
+        if self.p.grad is not self.handle:
+            self.pending = self.p.grad
+        self.p.grad = self.shown = self.handle
+
+    def hide(self) -> None:
+        """There is no ``g``: neither ``p.grad`` nor ``p32.grad`` tells of one any more."""
+        self.worked = False
+        shown = self.shown
+        if shown is not None:
+            if self.p.grad is shown:
+                self.p.grad = None
+            self.shown = self.pending = None
+        self.p32.grad = None
+
+    @property
+    def unreduced(self) -> Tensor | None:
+        """What a backward, or its caller, has left to be reduced, or None."""
+        gradient = self.p.grad
+        return gradient if gradient is not self.shown else self.pending
+
+    def drop_unreduced(self) -> None:
+        """Forget what a backward has just left."""
+        if self.p.grad is not self.shown:
+            self.p.grad = self.shown
+        self.pending = None
+        self.arrived = False
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether ``p.grad``, which was ``shown``, has been set to None since."""
+        gradient = self.p.grad
+        return gradient is not self.shown and (gradient is None or self.arrived)
+
+    def drop_gradient(self) -> None:
+        """Let go of a gradient that has come while ``p32.requires_grad`` is False, as if it hadn't been computed."""
+        earlier = self.arrived
+        self.drop_unreduced()
+        if earlier:
+            raise RuntimeError(
+                f"{self.name}: expected no earlier gradient in p.grad (of no_sync, or of another optimizer's backward) "
+                "while requires_grad of its slice in param_groups is False, found one, which can't be told any more "
+                "from what has come now: call optimizer.zero_grad() or step before setting requires_grad"
+            )
+
+    def take_gradient(self) -> Tensor | None:
+        """Move ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None if there is none.
+
+        One that came with a graph may still hang on it. The sharded one takes its place, on all ranks alike.
+        """
+        p = self.p
+        gradient = p.grad
+        if gradient is self.shown:
+            gradient, self.pending = self.pending, None
+        if gradient is not None and gradient.layout is not torch.strided:
+            self._refuse_sparse(gradient)
+        try:
+            p.grad = self.shown = self.handle
+        except RuntimeError:  # the model has been converted, which the step refuses
+            p.grad = self.shown = None
+        self.p32.grad = self.slice_handle
+        self.arrived = False
+        if gradient is None:
+            return None
+        self.worked = True
+        if self.is_flat:
+            return gradient
+        return gradient.reshape(-1) if self.is_contiguous else self.flatten(gradient)
+
+    def check_gradient(self, gradient: Tensor) -> None:
+        """Raise ``RuntimeError`` unless ``p.grad`` can be reduced: dense, and from a backward or instead of one."""
+        if gradient.layout is not torch.strided:
+            self._refuse_sparse(gradient)
+        if self.worked and not self.arrived:
+            raise RuntimeError(
+                f"{self.name}: expected the p.grad that backward has left, which stands for its slices, got one that "
+                "was assigned by hand, and would be added: edit slices between optimizer.synchronize() and step, or "
+                "call lowlevel_zero.accessors.safe_set_full_grad; if the model is wrapped in DistributedDataParallel, "
+                "which assigns p.grad, hand over the plain model"
+            )
+
+    def _refuse_sparse(self, gradient: Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
+            "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
+        )
+
+
+def _rounds_to(row: Tensor, known: Known) -> Tensor:
+    """Where ``row`` is what a gather made of a value of ``p32``, or would have."""
+    plain = known.value.to(row.dtype)
+    same = plain == row
+    return same | is_rounded(plain, row) if known.fp8 and len(row) else same
+
+
+def note_versions(records: Iterable[ShardedParameter]) -> None:
+    """Remember that parameters are as this package left them."""
+    for record in records:
+        record.version = record.p._version
+
+
+def follow_edits(records: Iterable[ShardedParameter]) -> None:
+    """``follow_edits`` of those that may need it."""
+    for record in records:
+        p = record.p
+        if p.data_ptr() != record.address or not (record.shares_storage or p._version == record.version):
+            record.follow_edits()
