@@ -68,6 +68,12 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
             ),
         )
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in ``Trainer``, which then asks on every rank whether the first one's folder is there: all wait for it."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call:
+            self.accelerator.wait_for_everyone()
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank calls it: it writes its slices, or gathers the whole state, which those that save write."""
         optimizer = self.optimizer.optimizer
