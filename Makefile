@@ -19,7 +19,7 @@ SIDE_BY_SIDE = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --maxp
 WITHOUT_COLOSSALAI := --ignore tests/plugin --ignore tests/trainers -m "not soak and not colossalai"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test test-core test-trainers test-full soak test-oldest mutants peers bench hosts house lint clean
+.PHONY: help demo booster test test-core test-trainers test-full soak test-oldest mutants peers bench hosts cuda house lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench: $(PEERS_INSTALLED)  ## measure speed and memory beside others, 25 minutes
 
 hosts: $(PEERS_INSTALLED)  ## measure over links between two hosts, namespaces of this one, 40 minutes; as root
 	@$(BIN)/python -m benchmarks --only hosts $(ARGS)
+
+cuda: $(PEERS_INSTALLED)  ## check and measure on GPUs, and write one file to send in (a look: make cuda ARGS=--quick)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpus $(ARGS)
 
 house: $(LINTERS_INSTALLED)  ## lines by room, arrows that climb, functions called in one step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.house $(ARGS)

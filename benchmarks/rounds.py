@@ -18,6 +18,7 @@ from torch import Tensor
 from . import counters
 from .gpt import SIZES, make_batches
 from .peers import CONTESTANTS, Peer, Setting
+from .stopwatch import Stopwatch
 
 # A turn in which others, or the hypervisor, took more than this share of the machine's time counts as disturbed, and is
 # repeated so many seconds later.
@@ -95,7 +96,10 @@ class Record:
 def run_course(rank: int, world_size: int, course: Course) -> dict[str, Record]:
     """All rounds on this rank."""
     records = {name: Record() for name in course.names}
-    batches = make_batches(SIZES[course.setting.size], course.setting.micro_batches, rank)
+    if course.setting.device == "cuda":
+        torch.cuda.set_device(rank)
+    made = make_batches(SIZES[course.setting.size], course.setting.micro_batches, rank)
+    batches = [batch.to(course.setting.device) for batch in made]
     for name in course.names:
         CONTESTANTS[name].prepare()
     gc.freeze()  # what torch left behind at its import is no garbage, and takes long to look at
@@ -151,17 +155,19 @@ def _turn_in_peace(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
 def _turn(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
     steps = course.steps
     dist.barrier()
-    before, told, cpu, marks = counters.read(course.interface), peer.handed_over(), process_time(), [perf_counter()]
+    before, told, cpu, start = counters.read(course.interface), peer.handed_over(), process_time(), perf_counter()
+    watch = Stopwatch(course.setting.device)
     for _ in range(steps):
         peer.forward_backward(batches)
-        marks.append(perf_counter())
+        watch.mark()
         peer.step()
-        marks.append(perf_counter())
+        watch.mark()
+    marks = watch.seconds()
     cpu, told = process_time() - cpu, peer.handed_over() - told
     everyones = torch.tensor([cpu, told], dtype=torch.float64)
     dist.all_reduce(everyones)  # a barrier, too
     counted = counters.read(course.interface).since(before)
-    available = (perf_counter() - marks[0]) * (os.cpu_count() or 1)
+    available = (perf_counter() - start) * (os.cpu_count() or 1)
     starts, middles, ends = marks[:-1:2], marks[1::2], marks[2::2]
     return Turn(
         median(middle - start for start, middle in zip(starts, middles, strict=True)),

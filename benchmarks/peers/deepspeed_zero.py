@@ -46,7 +46,7 @@ class DeepSpeedZeRO(Peer):
 
     def forward_backward(self, batches: Sequence[Tensor]) -> Tensor:
         """The engine counts micro-batches: ``step`` after each, which steps after the last."""
-        total = torch.zeros(())
+        total = torch.zeros((), device=batches[0].device)
         for number, batch in enumerate(batches, start=1):
             loss = self.model(batch)
             self.model.backward(loss)
@@ -73,7 +73,7 @@ def _config(setting: Setting, stage: int) -> dict[str, object]:
             "stage": stage,
             "reduce_bucket_size": _BUCKET,
             "allgather_bucket_size": _BUCKET,
-            "overlap_comm": False,  # of CUDA streams
+            "overlap_comm": setting.device == "cuda",  # of its streams
         },
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,

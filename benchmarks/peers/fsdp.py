@@ -26,7 +26,7 @@ class FSDP2(Peer):
 
     def __init__(self, setting: Setting, reshard: bool) -> None:
         model = setting.rounded_model()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(setting.device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setting.dtype == "bf16" else None)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)

@@ -26,11 +26,13 @@ class Setting:
         size: key of ``SIZES``.
         dtype: of the working parameters; bf16 means fp32 masters, for everybody.
         micro_batches: backwards a step.
+        device: where parameters are: "cpu", or "cuda", each rank's own.
     """
 
     size: str
     dtype: str
     micro_batches: int
+    device: str = "cpu"
 
     def fp32_model(self) -> GPT:
         """The model before anybody has touched it."""
@@ -42,7 +44,7 @@ class Setting:
 
     def model(self) -> GPT:
         """The model in the working dtype."""
-        return self.fp32_model().to(DTYPES[self.dtype])
+        return self.fp32_model().to(self.device, DTYPES[self.dtype])
 
 
 HYPER = {"lr": 1e-4, "weight_decay": 0.1}
@@ -67,7 +69,7 @@ class Peer:
 
     def forward_backward(self, batches: Sequence[Tensor]) -> Tensor:
         """All micro-batches of one step; their mean loss on this rank, 0-d."""
-        total = torch.zeros(())
+        total = torch.zeros((), device=batches[0].device)
         for number, batch in enumerate(batches, start=1):
             with self.reducing(last=number == len(batches)):
                 loss = self.model(batch) / len(batches)

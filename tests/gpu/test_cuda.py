@@ -1,8 +1,7 @@
-"""On a GPU: the oracle's numbers, nothing that waits for the device, streams that wait for each other, and overlap.
+"""On a GPU: nothing that waits for the device, streams that wait for each other, and overlap.
 
-Collected where there is one (see ``conftest.py``). One is enough: one rank talks to itself through NCCL, and several
-share it through gloo. Run it in a process of its own (``make test ARGS=tests/gpu/test_cuda.py``): ranks are forked, so
-nothing may have touched the device before.
+Collected where there is one (see ``conftest.py``). One is enough: one rank talks to itself through NCCL. Ranks are
+forked, so nothing may have touched the device before: run it in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,121 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication.backends.native import Native
-from lowlevel_zero.communication.communicator import Communicator
 from lowlevel_zero.offload.step_on_host import StepOnHost
-from tests.support.judging import check_run, check_share
-from tests.support.numbers import DROPS, STAGES, joined, share_of
-from tests.support.oracle import Odd, Result, Run, adamw, build, emulate, momentum, train_rank, train_sharded
+from tests.gpu.places import DEVICE, EXTRAS, over_nccl
+from tests.support.numbers import STAGES
+from tests.support.oracle import adamw, momentum
 from tests.support.patching import patch_rank
-from tests.support.ranks import run_ranks
 
-DEVICE = "cuda"
 LONG = 10**8  # cycles that the device sleeps, about 0.05 s: whoever doesn't wait comes too early
-
-
-class OnDevice(Odd):
-    """The oracle's model on the device, of which the oracle sees nothing."""
-
-    def forward(self, x: Tensor, drop: set[int]) -> Tensor:
-        return super().forward(x.to(DEVICE), drop).cpu()
-
-
-def on_device(run: Run) -> Run:
-    return replace(run, model=lambda: OnDevice().to(DEVICE))
-
-
-def over_nccl(work: Callable[..., Any], *args: Any) -> None:
-    """Run ``work`` as the one rank of a group whose collectives go through NCCL all the same."""
-
-    def alone(rank: int, world_size: int) -> None:
-        torch.backends.cudnn.allow_tf32 = False
-        patch_rank(Communicator, "_choose", lambda self, device, fp8: Native(dist.group.WORLD))
-        work(rank, world_size, *args)
-        torch.cuda.synchronize()
-
-    run_ranks(alone, 1, backend="nccl", timeout=100)
-
-
-def over_gloo(world_size: int, work: Callable[..., Any], *args: Any) -> None:
-    """Run ``work`` on ranks that share the device."""
-
-    def shared(rank: int, world_size: int) -> None:
-        torch.backends.cudnn.allow_tf32 = False
-        work(rank, world_size, *args)
-        torch.cuda.synchronize()
-
-    run_ranks(shared, world_size, timeout=100)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "adamw-clip": {"optimizer": adamw, "clip": 0.3},
-    "thrice-drop": {"micro_batches": 3, "drop": DROPS["different"]},
-    "bare-no_sync": {"micro_batches": 2, "bare": True, "no_sync": True},
-}
-EXTRAS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "overlap_allgather": {"overlap_allgather": True},
-    "cpu_offload": {"cpu_offload": True},
-}
-
-
-# ---- numbers ----
-
-
-def fp32_numbers(rank: int, world_size: int, run: Run) -> None:
-    run = on_device(replace(run, world_size=world_size))
-    check_run(run, [train_sharded(rank, world_size, run)], 1e-5, 1e-4)
-
-
-def emulate_on_device(run: Run) -> Result:
-    masters, norms = emulate(on_device(run))
-    return {name: master.cpu() for name, master in masters.items()}, norms
-
-
-def sixteen_bit_numbers(rank: int, world_size: int, run: Run) -> None:
-    run = replace(run, world_size=world_size)
-    trained = train_rank(rank, world_size, on_device(run))
-    slices: list[Any] = [None] * world_size
-    own = {name: master.cpu() for name, master in trained.masters().items()}
-    if world_size > 1:
-        dist.all_gather_object(slices, own)
-    else:
-        slices = [own]
-    share = max(share_of(run.dtype, world_size), 1e-5)
-    masters = joined(slices, dict(build(run).named_parameters()))
-    check_share(run, [(masters, trained.norms)], share, by=emulate_on_device)
-
-
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_fp32_is_the_oracle_s(stage: str, way: str, extra: str) -> None:
-    run = Run(**WAYS[way]).with_options(**STAGES[stage], **EXTRAS[extra], reduce_bucket_size=50)
-    over_nccl(fp32_numbers, run)
-    over_gloo(2, fp32_numbers, run)
-
-
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_sixteen_bits_are_the_oracle_s(stage: str, dtype: str, extra: str) -> None:
-    run = Run(dtype=getattr(torch, dtype), micro_batches=2, clip=0.3)
-    run = run.with_options(**STAGES[stage], **EXTRAS[extra], reduce_bucket_size=50, initial_scale=256.0)
-    over_nccl(sixteen_bit_numbers, run)
-    over_gloo(2, sixteen_bit_numbers, run)
 
 
 # ---- nothing waits for the device ----
