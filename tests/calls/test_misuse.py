@@ -216,7 +216,10 @@ def construct(make: Callable[[nn.Module], Any] = adam, **options: Any) -> Doing:
 
 def over_a_dtensor(work: Work) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor
+    except ImportError:  # torch 2.4
+        from torch.distributed._tensor import Shard, distribute_tensor
 
     model = net()
     mesh = init_device_mesh("cpu", (work.world_size,))

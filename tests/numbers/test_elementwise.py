@@ -32,8 +32,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 TORCH_CLASSES = [
     name
-    for name in torch.optim.__all__
-    if isinstance(getattr(torch.optim, name), type) and getattr(torch.optim, name) is not Optimizer
+    for name, each in vars(torch.optim).items()
+    if isinstance(each, type) and issubclass(each, Optimizer) and each is not Optimizer
 ]
 
 
