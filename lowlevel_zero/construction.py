@@ -24,7 +24,7 @@ from .bookkeeping.storages import overlapping
 from .communication.fp8 import check_fp8
 from .communication.shard_group import ShardGroup
 from .options import ZeroOptions
-from .reducer import Reducer
+from .reducer import Backwards, Reducer
 from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")
@@ -346,7 +346,7 @@ class GroupMaker(NamedTuple):
         gradient_scale: makes what gradients as reductions leave them are to be multiplied with to be averaged and
             unscaled.
         stepping: where shards and masters are.
-        owner: stands for the optimizer whose ``backward`` runs the reducers.
+        backwards: the optimizer's, which the reducers have in common.
         observer: is told of each bucket buffer.
     """
 
@@ -355,7 +355,7 @@ class GroupMaker(NamedTuple):
     streams: Streams
     gradient_scale: Callable[[], float | Tensor]
     stepping: StepOnDevice
-    owner: object
+    backwards: Backwards
     observer: StepObserver
 
     def extend(self, groups: list[ShardedGroup]) -> None:
@@ -375,7 +375,7 @@ class GroupMaker(NamedTuple):
         gradients = GradientStore(records, self.gradient_scale, self.stepping.bucket_type())
         how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.observer)
         buckets = BucketStore(records, how, self.stepping.bucket_type())
-        reducer = Reducer(parameters, options, gradients, buckets, number, self.owner)
+        reducer = Reducer(parameters, options, gradients, buckets, number, self.backwards)
         wide = options.pad_buckets_for_high_nccl_busbw
         gathers = GatherStore(group, self.streams, self.stepping, options.overlap_allgather, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from .construction import (
 )
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
-from .reducer import DOUBLE_REDUCTION, running_backwards
+from .reducer import DOUBLE_REDUCTION, Backwards
 from .sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
@@ -181,12 +181,17 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         refuse_wrapped(optimizer)
         check_optimizer(optimizer, model)
         names = parameter_names((group["params"] for group in optimizer.param_groups), model)
-        trained = [p for p in names if p.requires_grad]
-        self._rooms.check_matrices(optimizer, trained, names)
-        self._rooms.check_unstepped(optimizer, trained, names)
-        check_new_parameters(optimizer, trained, names, self.shard_group, self.options, model=model)
-        self._rooms.check_elementwise(optimizer, assume_elementwise=self.options.assume_elementwise)
+        self._check_parameters(optimizer, [p for p in names if p.requires_grad], names, model=model)
         return names
+
+    def _check_parameters(
+        self, optimizer: Optimizer, new: list[Tensor], names: dict[Tensor, str], **others: Any
+    ) -> None:
+        """Raise unless ``optimizer`` can step slices of ``new``; ``others``: as ``check_new_parameters`` takes them."""
+        self._rooms.check_matrices(optimizer, new, names)
+        self._rooms.check_unstepped(optimizer, new, names)
+        check_new_parameters(optimizer, new, names, self.shard_group, self.options, **others)
+        self._rooms.check_elementwise(optimizer, assume_elementwise=self.options.assume_elementwise)
 
     def _shard(self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str]) -> None:
         """Move parameters over padded storages, start all ranks alike, and leave ``optimizer`` its slices."""
@@ -212,21 +217,22 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.streams = streams_of([self.device])
         self.sharded_groups: list[ShardedGroup] = []
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
-        self._owner = object()
-        self._guard = self._rooms.guard(optimizer, parameters, model, self._owner)
+        self._backwards = Backwards()
+        self._guard = self._rooms.guard(optimizer, parameters, model, self._backwards)
         average = options.unit(self.shard_group.ranks)
         scale = None if self.scaler is None else self.scaler.scale
         self._gradient_scale = (lambda: average) if scale is None else (lambda: average / scale)
         stepping = self._rooms.step_on_host(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(
-            parameters, options, self.streams, self._gradient_scale, stepping, self._owner, self._observer
+            parameters, options, self.streams, self._gradient_scale, stepping, self._backwards, self._observer
         )
         self._maker.extend(self.sharded_groups)
         self.gradients = self._rooms.gradients(self)
         self.gradients.make_handles(parameters)
         step_whole = self._rooms.whole_step(optimizer, parameters)
         self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=options.cpu_offload)
-        self._norm: GlobalNorm | None = None
+        self._norm_first = options.clip_grad_norm > 0 or half or options.error_if_nonfinite
+        self._tells_norm = self._norm_first or not options.overlap_allgather
         self._overflow: Tensor | None = None
         self._skips_synchronize = False
         self._warned = False
@@ -255,7 +261,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         ``ShardedGradient`` afterwards, of which each rank holds a slice. A loss that doesn't require grad contributes
         nothing.
         """
-        with self.backward_pass(loss, inputs) as scaled:
+        with self._gradient_sync(loss, inputs, self.scaler) as scaled:
             self._run_backward(scaled, None, inputs, retain_graph)
 
     def backward_by_grad(
@@ -272,8 +278,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         with self._gradient_sync(tensor, inputs):
             self._run_backward(tensor, grad, inputs, retain_graph)
 
-    @contextmanager
-    def backward_pass(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None) -> Iterator[Tensor]:
+    def backward_pass(
+        self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None
+    ) -> AbstractContextManager[Tensor]:
         """What ``backward`` does, around a backward that somebody else runs, as trainers do; every rank enters it::
 
             with optimizer.backward_pass(loss) as scaled:
@@ -289,12 +296,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         Raises:
             RuntimeError: fp16, and gradients came from another backward than that of the scaled loss.
         """
-        if self.scaler is None or not isinstance(loss, Tensor):
-            with self._gradient_sync(loss, inputs):
-                yield loss
-        else:
-            with self._gradient_sync(loss, inputs), self._scaled(loss, self.scaler.scale) as scaled:
-                yield scaled
+        return self._gradient_sync(loss, inputs, self.scaler)
 
     @contextmanager
     def _scaled(self, loss: Tensor, scale: Tensor) -> Iterator[Tensor]:
@@ -325,23 +327,28 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", rank)
 
     @contextmanager
-    def _gradient_sync(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
+    def _gradient_sync(
+        self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None, scaler: LossScaler | None = None
+    ) -> Iterator[Tensor]:
         """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
-        self._guard.enter_backward(loss)
-        if self._synchronized and self._syncs:
+        self._guard.enter("backward")
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
+        self._guard.refuse_unfrozen()
+        if self._backwards.sync and self._synchronized:
             refuse(self.shard_group, f"backward: {DOUBLE_REDUCTION}", "run a backward")
-        context = self.options.backward_context
         failed = True
-        running_backwards.append(self._owner)
+        Backwards.running.append(self._backwards)
         try:
             with ExitStack() as begins:
                 for each in reversed(self.sharded_groups):
                     begins.callback(each.reducer.begin, loss, inputs)
-            with nullcontext() if context is None else context():
-                yield
+            context = self.options.backward_context or nullcontext
+            with context(), nullcontext(loss) if scaler is None else self._scaled(loss, scaler.scale) as scaled:
+                yield scaled
             failed = False
         finally:
-            running_backwards.remove(self._owner)
+            Backwards.running.remove(self._backwards)
             with ExitStack() as ends:
                 for each in reversed(self.sharded_groups):
                     ends.callback(each.reducer.end, failed)
@@ -349,21 +356,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in ``p.grad``, in its dtype and unreduced, until a backward outside."""
-        before = self._syncs
-        self._set_syncs(False)
+        before, self._backwards.sync = self._backwards.sync, False
         try:
             yield
         finally:
-            self._set_syncs(before)
-
-    @property
-    def _syncs(self) -> bool:
-        """Whether gradients are reduced: outside of ``no_sync``."""
-        return self.sharded_groups[0].reducer.sync
-
-    def _set_syncs(self, syncs: bool) -> None:
-        for each in self.sharded_groups:
-            each.reducer.sync = syncs
+            self._backwards.sync = before
 
     # ---- between backward and step: what callers make of gradients ----
 
@@ -391,17 +388,16 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 f"finish: {STEP_OR_DROP}",
                 "synchronize",
             )
-        if not self._syncs:
+        if not self._backwards.sync:
             raise RuntimeError(
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
                 "run the last backward, and synchronize(), after the with block"
             )
         self._guard.enter("synchronize")
-        self.finish_gathers()
-        self._finish_reductions(Call("synchronize", self._guard.trouble()))
+        self._complete_gradients("synchronize")
         unit = self._gradient_scale()
         if self.scaler is not None:
-            self._overflow = ~self._measured(self._new_norm(unit)).isfinite()
+            self._overflow = ~self._measured(unit).value.isfinite()
         for each in self.sharded_groups:
             each.gradients.expose(float(unit) if self.options.cpu_offload else unit)
 
@@ -429,13 +425,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         MAX_NORM("max_norm", max_norm)
         self._guard.enter("clip_grad_norm_")
-        self.finish_gathers()
-        self._finish_reductions(Call("clip_grad_norm_", self._guard.trouble()))
-        unit = 1.0 if self._synchronized else self._gradient_scale()
-        norm = self._measured(self._new_norm(unit))
+        self._complete_gradients("clip_grad_norm_")
+        norm = self._measured(1.0 if self._synchronized else self._gradient_scale()).value
         factor = clip_factor(norm, max_norm)
         for each in self.sharded_groups:
-            each.gradients.scale(each.gradients.sums(), factor)
+            each.gradients.multiply([record for record in each.records if record.worked], factor)
         return norm
 
     def finish_for_callers(self, doing: str) -> None:
@@ -448,16 +442,21 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 "optimizer.clip_grad_norm_, or edit .grad of the slices in optimizer.param_groups",
                 doing,
             )
+        self._complete_gradients(doing)
+
+    def _complete_gradients(self, doing: str) -> None:
+        """Finish what is in flight, on all ranks alike, unless one of them can't do what it was called for."""
         self.finish_gathers()
         self._finish_reductions(Call(doing, self._guard.trouble()))
 
-    def _measured(self, norm: GlobalNorm) -> Tensor:
-        """The value of ``norm``, of all gradients."""
+    def _measured(self, unit: float | Tensor) -> GlobalNorm:
+        """The norm of all gradients, times ``unit``."""
+        norm = self._new_norm(unit)
         for each in self.sharded_groups:
             for bucket in each.gradients.sums():
                 norm.add(bucket.measured())
         norm.start()
-        return norm.value
+        return norm
 
     def _new_norm(self, unit: float | Tensor) -> GlobalNorm:
         """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
@@ -481,41 +480,39 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._syncs:
+        if not self._backwards.sync:
             return loss
         self._guard.enter("step")
-        self.finish_gathers()
-        self._observer.step_begins(None if self._norm is None else self._norm.value)
+        self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
         synchronized = self._synchronized
         if synchronized or self._skips_synchronize:
             check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
-        self._finish_reductions(Call("step", self._guard.trouble()))
-        follow_edits(self.sharded_parameters.working())
+        self._complete_gradients("step")
         unit = 1.0 if synchronized else self._gradient_scale()
-        norm = self._new_norm(unit)
-        if self.options.clip_grad_norm > 0 or self.scaler is not None or self.options.error_if_nonfinite:
-            self._step_by_norm(norm, unit)
+        if self._norm_first:
+            self._norm = self._step_by_norm(unit)
         else:
-            self._stepper.step(Scale(unit), norm)
-        self._norm = norm
-        if not self.options.overlap_allgather:
-            self._observer.norm(norm.value)
+            self._norm = self._new_norm(unit)
+            self._stepper.step(Scale(unit), self._norm)
+            if self._tells_norm:
+                self._observer.norm(self._norm.value)
         self._end_step()
         return loss
 
-    def _step_by_norm(self, norm: GlobalNorm, unit: float | Tensor) -> None:
+    def _step_by_norm(self, unit: float | Tensor) -> GlobalNorm:
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
-        value = self._measured(norm)
-        self._observer.norm(value)
+        norm = self._measured(unit)
+        self._observer.norm(norm.value)
         if self.options.clip_grad_norm > 0:
-            unit = unit * clip_factor(value, self.options.clip_grad_norm)
+            unit = unit * clip_factor(norm.value, self.options.clip_grad_norm)
         if norm.is_empty and len(self.sharded_parameters.shard_groups) == 1:
-            return
-        overflow = self._overflowed(value)
+            return norm
+        overflow = self._overflowed(norm.value)
         by_flag = self._stepper.skips_by_flag and not self._observer.waits
         if not self._skips(overflow, by_flag):
             on_host = self.options.cpu_offload  # which waits for gradients anyway
             self._stepper.step(Scale(float(unit) if on_host else unit, overflow if by_flag else None), None)
+        return norm
 
     def _overflowed(self, norm: Tensor) -> Tensor | None:
         """Whether gradients overflow, or did before their caller edited them, 0-d; None: nothing is scaled."""
@@ -559,7 +556,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             if set_to_none:
                 each.gradients.clear()
             else:
-                each.gradients.zero()
+                each.gradients.zero(each.records)
         for members in self.sharded_parameters.groups:
             for p in members:
                 if set_to_none:
@@ -576,24 +573,22 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         The wrapped optimizer's own ``train``, over slices, which are gathered; ``AttributeError`` if it has none. fp32
         masters keep their precision. Where it changes nothing, it doesn't communicate: it may be called in every step.
         """
-        return partial(self._switch, self._mode("train"), "train", self._mode("eval"))
+        return self._mode("train", "eval")
 
     @property
     def eval(self) -> Callable[[], None]:
         """Have a schedule-free optimizer's parameters be those that are evaluated and saved; see ``train``."""
-        return partial(self._switch, self._mode("eval"), "eval", self._mode("train"))
+        return self._mode("eval", "train")
 
-    def _mode(self, name: str) -> Callable[[], None]:
-        mode: Callable[[], None] = getattr(self.optim, name)
-        return mode
+    def _mode(self, name: str, other: str) -> Callable[[], None]:
+        return partial(self._switch, name, getattr(self.optim, name), getattr(self.optim, other))
 
     @torch.no_grad()
-    def _switch(self, to: Callable[[], None], name: str, back: Callable[[], None]) -> None:
+    def _switch(self, name: str, to: Callable[[], None], back: Callable[[], None]) -> None:
         """Switch slices, and gather them if that has changed any: it does on all ranks, if all call it."""
         self._guard.enter(name)
         self.finish_gathers()
         error = self._guard.trouble()
-        before = None
         if error is None:
             follow_edits(self.sharded_parameters)
             before = self._versions()
@@ -647,11 +642,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self.optim.add_param_group(param_group)
             names = parameter_names((group["params"] for group in self.optim.param_groups), self.model)
             new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
-            known: dict[Tensor, str] = {record.p: record.name for record in parameters}
-            check_new_parameters(self.optim, new, names, self.shard_group, self.options, known=known)
-            self._rooms.check_matrices(self.optim, new, names)
-            self._rooms.check_unstepped(self.optim, new, names)
-            self._rooms.check_elementwise(self.optim, assume_elementwise=self.options.assume_elementwise)
+            self._check_parameters(self.optim, new, names, known={record.p: record.name for record in parameters})
             forced = self.options.forced_dtype
             if self.scaler is None and any((forced or p.dtype) == torch.float16 for p in new):
                 raise ValueError(

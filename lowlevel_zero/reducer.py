@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from weakref import ReferenceType, ref
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+from weakref import finalize, proxy
 from zlib import crc32
 
 import torch
@@ -40,8 +42,17 @@ DOUBLE_REDUCTION = (
     "beside those that are the caller's to edit: call synchronize() after the last backward of a step"
 )
 
-# Stand for optimizers whose ``backward`` runs, the innermost last.
-running_backwards: list[object] = []
+
+class Backwards:
+    """The backwards of one optimizer, which its shard groups have in common.
+
+    Attributes:
+        running: those of the optimizers whose ``backward`` runs, the innermost last.
+        sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
+    """
+
+    running: ClassVar[list[Backwards]] = []
+    sync = True
 
 
 class Reducer:
@@ -53,13 +64,13 @@ class Reducer:
         gradients: where reduced gradients go.
         buckets: of the open sync, and in flight.
         number: index of the shard group whose gradients these are.
-        owner: stands for the optimizer whose ``backward`` runs this reducer, and those of its other shard groups.
+        backwards: the optimizer's.
 
     Attributes:
         buckets: as given.
         plan: the buckets that reductions follow, from the next sync on.
         finished: nothing has come since all ranks completed their gradients together.
-        sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
+        remove_hooks: leaves the parameters as they were before.
     """
 
     def __init__(
@@ -69,14 +80,13 @@ class Reducer:
         gradients: GradientStore,
         buckets: BucketStore,
         number: int,
-        owner: object,
+        backwards: Backwards,
     ) -> None:
         self.buckets = buckets
         self._streams = buckets.streams
-        self._owner = owner
+        self._backwards = backwards
         self._records = parameters.by_shard_group[number]
         self._group = group = parameters.shard_groups[number]
-        self._options = options
         self._gradients = gradients
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         # A rank must not wait in one shard group for a peer that may be waiting for it in another. And on a device
@@ -91,27 +101,24 @@ class Reducer:
             self._records, group, options.reduce_bucket_size, options.pad_buckets_for_high_nccl_busbw
         )
         self._hooks: list[RemovableHandle] = []
+        self.remove_hooks = finalize(self, _remove, self._hooks)
         self._announced: Work[Presence] | None = None  # what the open sync carries
         self._unread: deque[Work[Presence]] = deque()  # of syncs that carry everything
+        self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
         self._graph_task = -1
         self._warned = number > 0 or group.group_rank > 0
         self._steps_since_clear = 0
         self._version_stepped = 0
-        self.sync = True
+        self._cleared: set[ShardedParameter] = set()  # whose p.grad has been set to None since the ranks agreed last
         self.finished = False
-        self._hidden: list[ShardedParameter] = []
-        self._cleared = 0  # stands for those whose p.grad has been set to None since the ranks agreed last
-        self._cleared_names: list[str] = []
-        self._begin_anew()
         self.extend()
 
     # ---- what is set up once, and again when parameters are added ----
 
     def extend(self) -> None:
         """Take records that have no hook yet into hooks and plan, which starts anew in reverse order."""
-        me = ref(self)
-        for record in self._records[len(self._hooks) :]:
-            hook = _hook(me, record)
+        for record in self._records[len(self._hooks) :]:  # a parameter outlives its optimizer
+            hook = partial(Reducer.gradient_ready, proxy(self), record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.plan.forget()
         self.plan.follow(self._unused.detecting)
@@ -133,20 +140,15 @@ class Reducer:
             self.plan.restore(state)
         self.plan.follow(self._unused.detecting)
 
-    def remove_hooks(self) -> None:
-        """Leave the parameters as they were before."""
-        for handle in self._hooks:
-            handle.remove()
-
     # ---- gradients come ----
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
-        if self.sync:
+        if self._backwards.sync:
             self._drop_cleared()
             if self.buckets.is_open:
                 self._close_sync()
-            self._make_room()
+            self._gradients.take_out()
             reached = None
             try:
                 if self._unused.detecting:
@@ -157,12 +159,12 @@ class Reducer:
     def end(self, failed: bool) -> None:
         """``optimizer.backward`` has ended. After an error the sync stays open, for ``zero_grad`` to discard."""
         if failed:
-            self._show_again()
-        elif self.sync:
+            self._gradients.put_back()
+        elif self._backwards.sync:
             self._close_sync()
             self._unused.lacked |= self.buckets.lacked
 
-    def gradient_ready(self, record: ShardedParameter) -> None:
+    def gradient_ready(self, record: ShardedParameter, _: Tensor) -> None:
         """A gradient has been accumulated into ``p.grad``; of one that is frozen through ``param_groups`` it goes."""
         if not record.p32.requires_grad:
             record.drop_gradient()
@@ -170,12 +172,13 @@ class Reducer:
         if self._streams.several:
             self._streams.produced()
         record.arrived = True
-        if not self.sync or (running_backwards and running_backwards[-1] is not self._owner):
+        running = Backwards.running
+        if not self._backwards.sync or (running and running[-1] is not self._backwards):
             self.finished = False
             return
         if not self.buckets.is_open:
             self._open_plain(record)
-        if not running_backwards:
+        if not running:
             self._watch_graph_task()
         if not record.is_empty and self.buckets.fill(record) and self._overlaps:
             if self._announced is not None and self._announced.done():
@@ -189,7 +192,7 @@ class Reducer:
         if self._gradients.exposed:
             record.drop_unreduced()
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
-        if self._half and self._owner not in running_backwards:  # the loss isn't scaled, and the step would unscale
+        if self._half and self._backwards not in Backwards.running:  # the loss isn't scaled, and the step would unscale
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
@@ -217,21 +220,19 @@ class Reducer:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
         self.finished = False
-        self._finish_some(leave=0)
-        self.buckets.open_sync(reached)
+        if self.buckets.in_flight:
+            self._finish_some(leave=0)
+        self.buckets.open_sync(self.plan.whole if reached is None else None, reached)
         if reached is not None:
             self._announced = self._unused.announce_sync(reached.union(self._leftovers()))
-        else:
-            self.buckets.follow(self.plan.whole)
-            if self._unused.detecting:
-                self._unread.append(self._unused.announce_sync(None))
+        elif self._unused.detecting:
+            self._unread.append(self._unused.announce_sync(None))
         if self._steps_since_clear and not self._warned and self._gradients.version == self._version_stepped:
             self._warn_of_old_gradients()
 
     def _join_sync(self, used: bytes | None = None) -> None:
         """A sync that others have opened, of that for which ``used`` has a byte other than 0; None: of everything."""
-        self.buckets.open_sync(())
-        self.buckets.follow(self.plan.whole if used is None else self.plan.of(used))
+        self.buckets.open_sync(self.plan.whole if used is None else self.plan.of(used), ())
         self._close_sync()
 
     def _read_announced(self, announced: Work[Presence]) -> None:
@@ -243,10 +244,9 @@ class Reducer:
         """Start what is left of the open sync."""
         if self._announced is not None:
             self._read_announced(self._announced)
-        self.buckets.close_sync()
-        self._show_again()
-        self._closed += 1
-        self._group.progress.micro_batch = self._closed
+        self.buckets.start(close=True)
+        self._gradients.put_back()
+        self._group.progress.micro_batch += 1
         if not self.plan.known:
             self.plan.saw(list(self.buckets.arrivals))
         if self.buckets.unexpected:
@@ -272,31 +272,11 @@ class Reducer:
             and not record.is_empty
         ]
 
-    def _make_room(self) -> None:
-        """Take sharded gradients out of ``p.grad`` until the sync closes: a backward would add to each by a call."""
-        for record in self._records:
-            if record.shown is not None and record.p.grad is record.shown and record.pending is None:
-                record.p.grad = record.shown = None
-                self._hidden.append(record)
-
-    def _show_again(self) -> None:
-        for record in self._hidden:
-            if record.shown is None:
-                record.show()
-        self._hidden = []
-
     def _drop_cleared(self) -> None:
         """Forget the gradients of parameters whose ``p.grad`` has been set to None, as by ``model.zero_grad()``."""
-        if self._gradients.exposed:
-            return
-        shown = [record for record in self._records if record.shown is not None]
-        cleared = [record for record in shown if record.p.grad is not record.shown and record.is_cleared]
+        cleared = self._gradients.drop_cleared(self.buckets.in_flight)
         if cleared:
-            self._cleared = crc32(repr([record.index for record in cleared]).encode(), self._cleared)
-            self._cleared_names += [record.name for record in cleared]
-            for bucket in self.buckets.in_flight:
-                bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
-            self._gradients.drop(cleared)
+            self._cleared.update(cleared)
             if not any(record.shown is not None for record in self._records):
                 self._steps_since_clear = 0
 
@@ -308,7 +288,7 @@ class Reducer:
         Wait for none where this rank may be alone with it: others may not have begun, and not begin until all agree.
         """
         in_flight = self.buckets.in_flight
-        if not self._may_be_alone and self._owner in running_backwards:
+        if not self._may_be_alone and self._backwards in Backwards.running:
             leave = self._most_in_flight if leave is None else leave
             while leave is not None and len(in_flight) > leave:
                 self._finish_oldest()
@@ -333,19 +313,17 @@ class Reducer:
         """
         exposed = self._gradients.exposed
         with self._streams.home():
-            present = self._agree(call, with_leftovers=call.error is None and not exposed)
+            present = self.even_out(call, with_leftovers=call.error is None and not exposed)
             if exposed:
                 self._gradients.absorb()
             elif present is not None:
                 self._gradients.resolve(present)
         self.finished = True
 
-    def even_out(self, call: Call) -> None:
-        """Bring all ranks to the same sync, with nothing in flight; ``p.grad`` stays. Communicates."""
-        self._agree(call, with_leftovers=False)
-
-    def _agree(self, call: Call, with_leftovers: bool) -> bytes | None:
+    def even_out(self, call: Call, with_leftovers: bool = False) -> bytes | None:
         """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
+
+        Nothing is in flight then. ``p.grad`` stays, but for what is left there ``with_leftovers``.
 
         The call comes first, before anything has been done. But where unused parameters are detected others may be in
         a backward, waiting to hear what this rank will use: then the syncs do.
@@ -353,17 +331,17 @@ class Reducer:
         self._drop_cleared()
         if self.buckets.is_open:
             self._close_sync()
+        detecting = self._unused.detecting
         present = None
-        if self._unused.detecting:
+        if detecting:
             present = self._run_announced(with_leftovers)
-            self._compare(call)
-        else:
-            if with_leftovers and self._leftovers():
-                self._may_be_alone = True
-                self._open_sync()
-                self._close_sync()
-            agreed = self._compare(call)
-            while self._closed < agreed.syncs:
+        elif with_leftovers and self._leftovers():
+            self._may_be_alone = True
+            self._open_sync()
+            self._close_sync()
+        agreed = self._compare(call)
+        if not detecting:
+            while self._group.progress.micro_batch < agreed.syncs:
                 self._join_sync()
             if agreed.lacks:
                 present = self._unused.exchange_presence().wait().used
@@ -373,14 +351,16 @@ class Reducer:
 
     def _compare(self, call: Call) -> Progress:
         """Agree on the call; returns how many syncs a rank has closed, at most, and whether one lacks a gradient."""
-        steps = 0 if call.name == "zero_grad" else self._steps_since_clear
         lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
+        steps, cleared = self._steps_since_clear, sorted(self._cleared, key=lambda record: record.index)
+        if call.name == "zero_grad":
+            steps, cleared = 0, []
+        told = crc32(repr([record.index for record in cleared]).encode()) if cleared else 0
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        cleared = 0 if call.name == "zero_grad" else self._cleared
-        agreed = call.agree(self._group, Progress(self._closed, lacks, steps, cleared), self._cleared_names)
+        progress = Progress(self._group.progress.micro_batch, lacks, steps, told)
+        agreed = call.agree(self._group, progress, [record.name for record in cleared])
         self._may_be_alone = False
-        self._cleared = 0
-        self._cleared_names = []
+        self._cleared.clear()
         return agreed
 
     def _run_announced(self, with_leftovers: bool) -> bytes:
@@ -405,31 +385,24 @@ class Reducer:
         """
         if self._gradients.exposed:
             self._gradients.conceal()
-        self._agree(Call("zero_grad"), with_leftovers=False)
+        self.even_out(Call("zero_grad"))
         self._steps_since_clear = 0
-        self._begin_anew()
+        self._group.progress.micro_batch = 0
 
     def end_step(self) -> None:
         """Between steps: look whether any rank lacked a gradient, and once take over rank 0's order of gradients."""
-        changed = self._unused.end_step()
-        if self._closed and not self.plan.known:
+        learns = not self.plan.known and self._group.progress.micro_batch > 0
+        if learns:
             self.plan.learn()
-            changed = True
-        if changed:
+        if self._unused.end_step() or learns:
             self.plan.follow(self._unused.detecting)
         self._steps_since_clear += 1
         self._gradients.version += 1
         self._version_stepped = self._gradients.version
-        self._begin_anew()
         if self._gradients.exposed:
             self._gradients.conceal()
-        self._group.progress.step += 1
-
-    def _begin_anew(self) -> None:
-        """Count syncs anew."""
-        self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
-        self._closed = 0
         self._group.progress.micro_batch = 0
+        self._group.progress.step += 1
 
     # ---- what others may ask ----
 
@@ -452,12 +425,6 @@ class Reducer:
         return [tensor for work in self.under_way() for tensor in work.tensors]
 
 
-def _hook(reducer: ReferenceType[Reducer], record: ShardedParameter) -> Callable[[Tensor], None]:
-    """The hook of one parameter. It holds the reducer weakly: a parameter outlives its optimizer."""
-
-    def on_gradient(_: Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive.gradient_ready(record)
-
-    return on_gradient
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

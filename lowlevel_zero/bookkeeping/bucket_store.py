@@ -56,17 +56,6 @@ class Reduction(NamedTuple):
     observer: StepObserver
 
 
-class Partly(NamedTuple):
-    """Some of a bucket's parameters, whose gradients are to be multiplied with one number."""
-
-    records: list[ShardedParameter]
-    factor: float | Tensor
-
-    def goes_on(self, further: Sequence[ShardedParameter], factor: float | Tensor) -> bool:
-        """Whether ``further`` ones may be added: the number is the same, and none of them is here yet."""
-        return factor is self.factor and not any(record in self.records for record in further)
-
-
 class Bucket:
     """Parameters that are reduced together in one sync, and then this rank's shard of their reduced gradients.
 
@@ -82,7 +71,6 @@ class Bucket:
             fp32 at least after more. A host's may be read after ``to_step`` alone.
         rows: all ranks' rows, ``[world_size, body]``, where they are kept (stage 1, before the step).
         scale: what the sum is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
-        partly: some of its parameters, whose gradients are to be multiplied with a number besides.
         cleared: those whose gradients were dropped while it was on its way.
     """
 
@@ -96,7 +84,6 @@ class Bucket:
         self.missing = len(records)
         self.rows: Tensor | None = None
         self.scale: float | Tensor | None = None
-        self.partly: Partly | None = None
         self.cleared: list[ShardedParameter] = []
 
     # ---- its reduction ----
@@ -106,8 +93,13 @@ class Bucket:
         gradients = list(map(ShardedParameter.take_gradient, self.records))
         if how.streams.several:
             how.streams.borrow(gradients)
-        buffer = self._in_place(gradients, how) if self.planned.in_place else None
-        if buffer is None:
+        first, lead = gradients[0], self.records[0]
+        # Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which an all-reduce would write
+        # twice. (One rank alone gets the buffer itself back as the sum, to be written to.)
+        may = self.planned.in_place and how.keeps_row_only and how.group.size > 1 and how.divisor == 1.0
+        if may and first is not None and first.dtype == lead.communication_dtype:
+            buffer = first.detach().view(how.group.size, self.planned.row)
+        else:
             buffer = self._packed(gradients, how)
         how.observer.packed(self.records, buffer)
         about = About(self.records, None, self.planned.position)
@@ -115,18 +107,6 @@ class Bucket:
         self.work = start(buffer, self.planned.fp8, about)
         self.state = BucketState.REDUCING
         return True not in map(partial(is_, None), gradients)
-
-    def _in_place(self, gradients: list[Tensor | None], how: Reduction) -> Tensor | None:
-        """The gradient itself as ``[world_size, row]``, where the plan and its dtype allow it.
-
-        Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which an all-reduce would
-        write twice. (One rank alone gets the buffer itself back as the sum, to be written to.)
-        """
-        may = how.keeps_row_only and how.group.size > 1 and how.divisor == 1.0
-        gradient = gradients[0] if may else None
-        if gradient is None or gradient.dtype != self.records[0].communication_dtype:
-            return None
-        return gradient.detach().view(how.group.size, self.planned.row)
 
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
         """A fresh buffer with the gradients, and zeros for those that aren't there."""
@@ -226,50 +206,41 @@ class BucketStore:
         arrivals: indices in the order in which this sync's gradients came.
         unexpected: those of them that weren't expected.
         repeats: parameters whose gradient may come more than once in a backward: their bucket waits for its end.
-        late: those that came after their bucket had left, or that were left out: they wait in ``p.grad``.
         lacked: a bucket of this sync left without one of its gradients.
         in_flight: buckets that are being reduced, the oldest first.
         is_open: a sync is.
     """
 
-    def __init__(
-        self,
-        records: Sequence[ShardedParameter],
-        how: Reduction,
-        new_bucket: NewBucket,
-    ) -> None:
+    def __init__(self, records: Sequence[ShardedParameter], how: Reduction, new_bucket: NewBucket) -> None:
         self._records = records
         self._how = how
         self._new_bucket = new_bucket
         self.streams = how.streams
-        self._buckets: list[Bucket] = []
-        self._bucket_of: Sequence[int] = ()
-        self._expected: Collection[int] | None = None
-        self._next = 0
         self.in_flight: deque[Bucket] = deque()
         self.repeats: set[int] = set()
-        self.open_sync()
+        self.open_sync(None)
         self.is_open = False
 
     # ---- filling ----
 
-    def open_sync(self, expected: Collection[int] | None = None) -> None:
-        """A sync begins, in which these are expected; None: all, or nobody knows. Its buckets come by ``follow``."""
+    def open_sync(self, plan: BucketPlan | None, expected: Collection[int] | None = None) -> None:
+        """A sync begins, in which these are expected; None: all, or nobody knows. Without ``plan`` ``follow`` comes."""
+        self._buckets: list[Bucket] = []
+        self._bucket_of: Sequence[int] | None = None
+        self._next = 0
         self._expected = expected
-        self._planned = False
         self.arrivals: dict[int, None] = {}
         self.unexpected: list[int] = []
-        self.late: list[int] = []
         self.lacked = False
         self.is_open = True
+        if plan is not None:
+            self.follow(plan)
 
     def follow(self, plan: BucketPlan) -> None:
         """Take these buckets, which wait for what is expected and hasn't come yet."""
         records = self._records
         self._buckets = [self._new_bucket(each, [records[at] for at in each.members]) for each in plan.buckets]
         self._bucket_of = plan.bucket_of
-        self._planned = True
-        self._next = 0
         if self._expected is None and not self.arrivals:
             return
         for bucket in self._buckets:
@@ -277,13 +248,12 @@ class BucketStore:
         for index in range(len(records)) if self._expected is None else self._expected:
             if plan.bucket_of[index] >= 0 and (index not in self.arrivals or index in self.repeats):
                 self._buckets[plan.bucket_of[index]].missing += 1
-        self.late = [index for index in self.arrivals if plan.bucket_of[index] < 0]
 
     def fill(self, record: ShardedParameter) -> bool:
         """Note a gradient; whether a bucket may start now.
 
         A second one of the same parameter (a weight that two nested backwards share) stays in ``p.grad``: with the
-        first if the bucket hasn't started, else it is late.
+        first if the bucket hasn't started, else for one more sync.
         """
         index = record.index
         waited_for = index not in self.repeats
@@ -294,11 +264,10 @@ class BucketStore:
             self.unexpected.append(index)
             waited_for = False
         self.arrivals[index] = None
-        if not self._planned:
+        if self._bucket_of is None:
             return True
         position = self._bucket_of[index]
         if position < self._next:
-            self.late.append(index)
             return False
         bucket = self._buckets[position]
         bucket.missing -= waited_for
@@ -307,22 +276,19 @@ class BucketStore:
     # ---- starting, in the plan's order ----
 
     @torch.no_grad()  # gradients may have come with a graph of their own
-    def start(self, whatever_is_missing: bool = False) -> None:
-        """Start the buckets that are complete, as far as the plan's order goes; or all that are left."""
+    def start(self, close: bool = False) -> None:
+        """Start the buckets that are complete, as far as the plan's order goes; ``close``: all that are left."""
         with self.streams.home(join=False):
             while self._next < len(self._buckets):
                 bucket = self._buckets[self._next]
-                if bucket.missing and not whatever_is_missing:
+                if bucket.missing and not close:
                     return
                 self._next += 1
                 self.lacked |= not bucket.start_reduce(self._how)
                 self.in_flight.append(bucket)
-
-    def close_sync(self) -> None:
-        """Backward has ended: start all that are left, complete or not."""
-        self.start(whatever_is_missing=True)
-        self._buckets = []
-        self.is_open = False
+        if close:
+            self._buckets = []
+            self.is_open = False
 
 
 def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bucket_plan import PlannedBucket
-from .bucket_store import Bucket, BucketState, NewBucket, Partly
+from .bucket_store import Bucket, BucketState, NewBucket
 from .sharded_parameter import ShardedParameter
 
 
@@ -44,6 +44,7 @@ class GradientStore:
         self._new_bucket = new_bucket
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
+        self._taken_out: list[ShardedParameter] = []
         self.version = 0
         self.exposed = False
 
@@ -92,14 +93,10 @@ class GradientStore:
 
         A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
-        partly, bucket.partly = bucket.partly, None
         sums = at_least_fp32(bucket.sums())
         if bucket.scale is not None:
             sums = sums * (bucket.scale / self._gradient_scale())
             bucket.scale = None
-        if partly is not None:
-            for record in partly.records:
-                bucket.part_of(record, sums).mul_(partly.factor)
         bucket.state = BucketState.REDUCED
         return sums
 
@@ -119,35 +116,20 @@ class GradientStore:
         """
         if not self.exposed:
             for bucket in self._buckets:
-                if bucket.scale is not None or bucket.partly is not None:
-                    self._apply(bucket)
+                if bucket.scale is not None:
+                    bucket.rows = None
+                    bucket.hold(self._raw(bucket))
         return list(self._buckets)
-
-    def _apply(self, bucket: Bucket) -> None:
-        """Multiply what has been scaled, this rank's row alone."""
-        bucket.rows = None
-        bucket.hold(self._raw(bucket))
 
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
         """The bucket that ``g`` is a part of, or None: there is no ``g``."""
         return self._bucket_of.get(record.index) if record.worked else None
-
-    def scale(self, buckets: Sequence[Bucket], factor: Tensor) -> None:
-        """Multiply gradients with ``factor``: when they are next used, or, where they are exposed, now."""
-        self.version += 1
-        for bucket in buckets:
-            if self.exposed:
-                bucket.row.mul_(factor.to(bucket.row.device))
-            else:
-                bucket.scale = self._scale(bucket) * factor
 
     def norms(self, norm_type: float, dtype: torch.dtype) -> Iterator[Tensor]:
         """By index, the norm of this rank's slice of a gradient, averaged and unscaled, 0-d; 0 where there is none."""
         none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
         found: dict[int, Tensor] = {}
         for bucket in self._buckets:
-            if bucket.partly is not None:
-                self._apply(bucket)
             scale = 1.0 if self.exposed else self._scale(bucket)
             parts = list(bucket.split(bucket.fetch(bucket.row)))
             norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=dtype)) * scale
@@ -155,45 +137,51 @@ class GradientStore:
         return (found.get(record.index, none) for record in self._records)
 
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
-        """Multiply some parameters' gradients: a bucket at a time where all of its parameters are to be, one by one."""
-        self.version += 1
+        """Multiply some parameters' gradients; those of a whole bucket when they are next used, if they can be."""
         for bucket, some in self._by_bucket(records).items():
-            if bucket.partly is not None and not bucket.partly.goes_on(some, factor):
-                self._apply(bucket)
-            before = [] if bucket.partly is None else bucket.partly.records
-            bucket.partly = Partly([*before, *some], factor)
-            if len(bucket.partly.records) == len(bucket.working()):
-                bucket.partly = None
+            if self.exposed:
+                for record in some:
+                    part = bucket.part_of(record, bucket.row)
+                    part.mul_(factor)
+            elif len(some) == len(bucket.working()):
                 bucket.scale = self._scale(bucket) * factor
+            else:
+                for _, part in self._edited(some):
+                    part.mul_(factor)
 
     def clamp(self, records: Sequence[ShardedParameter], least: float | None, most: float | None) -> None:
         """Clamp the elements of some parameters' gradients. What is scaled stays as it is where it isn't finite."""
         scale = self._gradient_scale()
-        for bucket, some in self._by_bucket(records).items():
-            self._apply(bucket)
-            sums = self._raw(bucket)
-            for record in some:
-                start, stop = record.split.span(record.rank)
-                part = bucket.part_of(record, sums)[: stop - start]
-                clamped = (part * scale).clamp(least, most) / scale
-                part.copy_(torch.where(part.isfinite(), clamped, part) if isinstance(scale, Tensor) else clamped)
-            bucket.hold(sums)
+        for record, part in self._edited(records):
+            start, stop = record.split.span(record.rank)
+            own = part[: stop - start]
+            clamped = (own * scale).clamp(least, most) / scale
+            own.copy_(torch.where(own.isfinite(), clamped, own) if isinstance(scale, Tensor) else clamped)
 
-    def zero_some(self, records: Iterable[ShardedParameter]) -> None:
-        """Make some parameters' gradients zeros."""
-        for bucket, some in self._by_bucket(records).items():
-            bucket.rows = None
-            sums = self._raw(bucket)
-            for record in some:
-                bucket.part_of(record, sums).zero_()
-            bucket.hold(sums)
+    def zero(self, records: Sequence[ShardedParameter]) -> None:
+        """Make some parameters' gradients zeros; one that has a gradient goes on having one."""
+        for _, part in self._edited(records):
+            part.zero_()
+        for record in records:
+            if record.pending is not None:
+                record.pending = torch.zeros_like(record.pending, requires_grad=False)
+
+    def overwrite(self, record: ShardedParameter, own: Tensor) -> None:
+        """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``."""
+        if self.exposed:
+            self.version += 1
+            bucket = self._bucket_of[record.index]
+            bucket.part_of(record, bucket.row).copy_(own)
+            return
+        for _, part in self._edited([record]):
+            part.copy_(own.to(part) / self._gradient_scale())
 
     def drop(self, records: Sequence[ShardedParameter]) -> None:
         """Forget some parameters' gradients."""
         if len(records) == len(self._bucket_of):
             self.clear()
             return
-        self.zero_some(record for record in records if record.index in self._bucket_of)
+        self.zero(records)
         for record in records:
             record.hide()
         self._keep_working()
@@ -208,6 +196,18 @@ class GradientStore:
                 found.setdefault(bucket, []).append(record)
         return found
 
+    def _edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
+        """Those that have a gradient, each with its sum as reductions leave it, ``[s]``, to be written to.
+
+        Others' rows are let go: to edit them too would take ``world_size`` times as long.
+        """
+        for bucket, some in self._by_bucket(records).items():
+            bucket.rows = None
+            sums = self._raw(bucket)
+            for record in some:
+                yield record, bucket.part_of(record, sums)
+            bucket.hold(sums)
+
     def _keep_working(self) -> None:
         self._buckets = [bucket for bucket in self._buckets if bucket.working()]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.planned.members}
@@ -215,17 +215,33 @@ class GradientStore:
     def _scale(self, bucket: Bucket) -> float | Tensor:
         return self._gradient_scale() if bucket.scale is None else bucket.scale
 
-    def overwrite(self, record: ShardedParameter, own: Tensor) -> None:
-        """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``; others' rows are let go."""
-        self.version += 1
-        bucket = self._bucket_of[record.index]
+    # ---- what stands for them in ``p.grad`` ----
+
+    def take_out(self) -> None:
+        """Take sharded gradients out of ``p.grad`` until ``put_back``: a backward would add to each by a call."""
+        for record in self._records:
+            if record.shown is not None and record.p.grad is record.shown and record.pending is None:
+                record.p.grad = record.shown = None
+                self._taken_out.append(record)
+
+    def put_back(self) -> None:
+        """Have those be ``p.grad`` again for which no further gradient has been reduced since."""
+        for record in self._taken_out:
+            if record.shown is None:
+                record.show()
+        self._taken_out.clear()
+
+    def drop_cleared(self, in_flight: Iterable[Bucket]) -> list[ShardedParameter]:
+        """Forget gradients of parameters whose ``p.grad`` has been set to None since, ``in_flight`` too; whose."""
         if self.exposed:
-            bucket.part_of(record, bucket.row).copy_(own)
-            return
-        bucket.rows = None
-        sums = self._raw(bucket)
-        bucket.part_of(record, sums).copy_(own.to(sums) / self._gradient_scale())
-        bucket.hold(sums)
+            return []
+        shown = [record for record in self._records if record.shown is not None]
+        cleared = [record for record in shown if record.p.grad is not record.shown and record.is_cleared]
+        if cleared:
+            for bucket in in_flight:
+                bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
+            self.drop(cleared)
+        return cleared
 
     # ---- what callers may edit, between ``synchronize`` and ``step`` ----
 
@@ -291,15 +307,11 @@ class GradientStore:
         bucket = self.bucket_of(record)
         if bucket is None:
             return None
-        if bucket.partly is not None:
-            self._apply(bucket)
         return at_least_fp32(bucket.fetch(bucket.part_of(record, bucket.row))) * self._scale(bucket)
 
     def averaged_rows(self, record: ShardedParameter) -> Tensor | None:
         """The same of every rank, ``[world_size, s]``, where it is kept (stage 1, before the step), or None."""
         bucket = self.bucket_of(record)
-        if bucket is not None and bucket.partly is not None:
-            self._apply(bucket)
         if bucket is None or bucket.rows is None:
             return None
         return at_least_fp32(bucket.part_of(record, bucket.rows)) * self._scale(bucket)
@@ -316,17 +328,6 @@ class GradientStore:
         for record in self._records:
             record.arrived = False
             record.hide()
-
-    def zero(self) -> None:
-        """Make all gradients zeros; a parameter that has one goes on having one."""
-        self.version += 1
-        for bucket in self._buckets:
-            bucket.rows = None
-            bucket.scale = bucket.partly = None
-            bucket.hold(torch.zeros_like(bucket.sums()))
-        for record in self._records:
-            if record.pending is not None:
-                record.pending = torch.zeros_like(record.pending, requires_grad=False)
 
 
 def _without_padding(record: ShardedParameter, gradient: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class ParameterStore:
         by_shard_group: the same by shard group; a record's ``index`` is its place there.
         groups: each param group's parameters, frozen ones included: the order a state dict counts in.
         slices: each param group's master slices.
+        frozen: parameters that have no record, since they were frozen when their group came.
     """
 
     def __init__(self, shard_groups: Sequence[ShardGroup], shard_group_of: Mapping[Tensor, int] | None = None) -> None:
@@ -34,7 +35,7 @@ class ParameterStore:
         self.by_shard_group: list[list[ShardedParameter]] = [[] for _ in shard_groups]
         self.groups: list[list[nn.Parameter]] = []
         self.slices: list[list[Tensor]] = []
-        self._frozen: list[nn.Parameter] = []
+        self.frozen: list[nn.Parameter] = []
         self._record_of: dict[Tensor, ShardedParameter] = {}
         self._record_of_slice: dict[Tensor, ShardedParameter] = {}
 
@@ -63,20 +64,13 @@ class ParameterStore:
         self._record_of[record.p] = record
         self._record_of_slice[record.p32] = record
 
-    def unfrozen(self) -> Tensor | None:
-        """A parameter that has no record, since it was frozen when its group came, and isn't any more, or None."""
-        for p in self._frozen:
-            if p.requires_grad:
-                return p
-        return None
-
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
         """Append a param group; what was a frozen member of another so far leaves that one."""
         taken = set(members)
         self.groups = [[p for p in group if p not in taken] for group in self.groups]
         self.groups.append(members)
         self.slices.append([])
-        self._frozen = [p for group in self.groups for p in group if not (p.requires_grad or p in self._record_of)]
+        self.frozen = [p for group in self.groups for p in group if not (p.requires_grad or p in self._record_of)]
 
     def find(self, p: Tensor) -> ShardedParameter | None:
         """The record of a working parameter, or None."""

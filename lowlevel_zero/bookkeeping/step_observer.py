@@ -54,8 +54,8 @@ class CallGuard(Protocol):
     def enter(self, call: str) -> None:
         """Raise where ``call`` can't be made, whatever the parameters are."""
 
-    def enter_backward(self, loss: object) -> None:
-        """Raise where a backward from ``loss`` can't be run."""
+    def refuse_unfrozen(self) -> None:
+        """Raise where a backward would give a gradient to a parameter that this optimizer doesn't train."""
 
     def trouble(self) -> RuntimeError | None:
         """What keeps this rank from stepping its parameters, which others may not see; None: nothing."""

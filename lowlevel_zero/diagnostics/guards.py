@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from operator import is_
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
-from ..reducer import running_backwards
+from ..reducer import Backwards
 from ..sharded_optimizer import alive
 
 
@@ -23,16 +23,24 @@ class Guard:
         optim: the wrapped optimizer, whose groups hold slices.
         parameters: the records.
         model: gives names; None: there is none.
-        owner: stands for the optimizer among ``running_backwards``.
+        backwards: the optimizer's.
+
+    Attributes:
+        latest: stands for the optimizer that was made last.
     """
 
-    def __init__(self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None, owner: object) -> None:
-        self._owner = owner
+    latest: ClassVar[object]
+
+    def __init__(
+        self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None, backwards: Backwards
+    ) -> None:
+        self._backwards = backwards
         self._optim = optim
         self._parameters = parameters
         self._model = model
         self._process = os.getpid()
-        self._newest = -1
+        self._seen: object = None
+        Guard.latest = object()
 
     @property
     def forked(self) -> bool:
@@ -52,7 +60,7 @@ class Guard:
                 f"{call}: expected it outside of backward, got it within one: don't call it in a hook or a "
                 "torch.autograd.Function"
             )
-        if self._owner in running_backwards:
+        if self._backwards in Backwards.running:
             raise RuntimeError(
                 f"{call}: expected it outside of optimizer.backward_pass, got it within: leave the with block first, "
                 "which finishes the backward, and run one backward in it"
@@ -63,43 +71,38 @@ class Guard:
                 "within: use torch.no_grad where gradients aren't wanted"
             )
 
-    def enter_backward(self, loss: object) -> None:
-        """Raise where a backward from ``loss`` can't be run."""
-        self.enter("backward")
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
-        self.refuse_unfrozen()
-
     def trouble(self) -> RuntimeError | None:
         """What keeps this rank from stepping its parameters, which others may not see; None: nothing."""
-        looks: tuple[Callable[[], None], ...] = (self.refuse_unfrozen, self._shared, self._regrouped, self._moved)
         try:
-            for look in looks:
-                look()
+            self.refuse_unfrozen()
+            if self._seen is not Guard.latest:
+                self._refuse_shared()
+            self._refuse_regrouped()
+            self._refuse_moved()
         except RuntimeError as error:
             return error
         return None
 
     def refuse_unfrozen(self) -> None:
         """Raise if a parameter that was frozen when its group came isn't any more."""
-        p = self._parameters.unfrozen()
-        if p is not None:
-            name = own_names(self._model).get(p, f"a {tuple(p.shape)} parameter")
-            raise RuntimeError(
-                f"{name}: expected it frozen, as it was when the optimizer was constructed, found "
-                "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every rank "
-                "after unfreezing it"
-            )
+        for p in self._parameters.frozen:
+            if p.requires_grad:
+                name = own_names(self._model).get(p, f"a {tuple(p.shape)} parameter")
+                raise RuntimeError(
+                    f"{name}: expected it frozen, as it was when the optimizer was constructed, found "
+                    "requires_grad=True: hand it over with optimizer.add_param_group({'params': [p]}) on every rank "
+                    "after unfreezing it"
+                )
 
-    def _moved(self) -> None:
-        for record in self._parameters:
+    def _refuse_moved(self) -> None:
+        for record in self._parameters.records:
             p = record.p
             if p.data_ptr() != record.address and (p.requires_grad or record.worked):
                 record.take_back()
             if p.grad is not None and p.grad is not record.shown:
                 record.check_gradient(p.grad)
 
-    def _regrouped(self) -> None:
+    def _refuse_regrouped(self) -> None:
         expected = self._parameters.slices
         groups = self._optim.param_groups
         if len(groups) != len(expected):
@@ -114,20 +117,16 @@ class Guard:
                     f"found {len(held)} tensors, not all of them these: {_EDIT}"
                 )
 
-    def _shared(self) -> None:
-        """Only when an optimizer has been made since the last look."""
-        optimizers = alive()
-        newest = max(optimizers, default=-1)
-        if self._newest == newest:
-            return
-        others = (each.sharded_parameters for each in optimizers.values())
+    def _refuse_shared(self) -> None:
+        """An optimizer has been made since the last look."""
+        others = [each.sharded_parameters for each in alive().values()]
         for other in (each for each in others if each is not self._parameters):
             for name in (record.name for record in other if self._parameters.find(record.p) is not None):
                 raise RuntimeError(
                     f"{name}: expected one LowLevelZeroOptimizer that trains it, found another that is alive, and "
                     "takes its gradients: drop the former one, and whatever holds it, before using the next"
                 )
-        self._newest = newest
+        self._seen = Guard.latest
 
 
 _EDIT = (

@@ -77,7 +77,7 @@ class OptimizerGradients:
     def zero(self, records: Sequence[ShardedParameter]) -> None:
         """Make gradients zeros."""
         for gradients, some in self._complete(records):
-            gradients.zero_some(some)
+            gradients.zero(some)
 
     def own(self, record: ShardedParameter) -> Tensor | None:
         """This rank's slice, ``[s]``, averaged and unscaled, or None."""

@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant(
         "a late gradient is forgotten",
         BUCKETS,
-        "            self.late.append(index)\n            return False",
-        "            self._records[index].p.grad = None\n            return False",
+        "if position < self._next:\n            return False",
+        "if position < self._next:\n            self._records[index].p.grad = None\n            return False",
         BACKWARD,
     ),
     Mutant(
@@ -128,7 +128,11 @@ MUTANTS = [
         DROPS,
     ),
     Mutant(
-        "a rank doesn't join the syncs of others", REDUCER, "while self._closed < agreed.syncs:", "while False:", DROPS
+        "a rank doesn't join the syncs of others",
+        REDUCER,
+        "while self._group.progress.micro_batch < agreed.syncs:",
+        "while False:",
+        DROPS,
     ),
     Mutant(
         "a message names less than the graph shows",
@@ -310,13 +314,17 @@ MUTANTS = [
     ),
     Mutant(
         "model.zero_grad() drops nothing",
-        REDUCER,
-        "            self._gradients.drop(cleared)",
+        SUMS,
+        "            self.drop(cleared)",
         "            pass",
         HANDLES,
     ),
     Mutant(
-        "no_sync synchronises", OPTIMIZER, "        self._set_syncs(False)", "        self._set_syncs(True)", NUMBERS
+        "no_sync synchronises",
+        OPTIMIZER,
+        "self._backwards.sync = self._backwards.sync, False",
+        "_ = self._backwards.sync, False",
+        NUMBERS,
     ),
     # masters, and what is saved
     Mutant(
