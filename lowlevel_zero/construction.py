@@ -43,9 +43,11 @@ class Rooms:
         from .diagnostics.stall_report import watch
         from .diagnostics.verification import verify
         from .experts.assignment import assign, data_parallel_group, make_groups
+        from .gradients.edits import check_edits, refuse
         from .gradients.of_optimizer import OptimizerGradients
         from .offload.step_on_host import StepOnHost
         from .optim.elementwise import check_elementwise
+        from .optim.modes import switch
         from .optim.quantised import check_unstepped, slice_multiple
         from .optim.whole_steps import check_matrices, whole_step
         from .planning.of_optimizer import layout, memory_held
@@ -62,7 +64,10 @@ class Rooms:
         self.whole_step = whole_step
         self.check_unstepped = check_unstepped
         self.slice_multiple = slice_multiple
+        self.switch = switch
         self.gradients = OptimizerGradients
+        self.check_edits = check_edits
+        self.refuse = refuse
         self.observer = BadNumbers
         self.guard = Guard
         self.watch = watch

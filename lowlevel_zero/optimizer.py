@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,9 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.bucket_store import StepOnDevice
-from .bookkeeping.edited_gradients import STEP_OR_DROP, check_edits, refuse
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.sharded_parameter import follow_edits
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .communication.agreement import CONSTRUCT, Call, agree_apart, together
@@ -35,7 +34,7 @@ from .construction import (
 )
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
-from .reducer import DOUBLE_REDUCTION, Backwards
+from .reducer import Backwards
 from .sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
@@ -107,6 +106,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             that differ; the message names the parameter. Nothing has been changed then.
     """
 
+    _overflow: Tensor  # 0-d: whether gradients did before their caller edited them, since ``synchronize``
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -169,8 +170,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         groups = [self._rooms.checked(each, self.options) for each in made]
         self.shard_group = groups[0]
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
-        self._shard(optimizer, model, names)
+        for group in groups:
+            group.communicator.connect(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
+        sharding = self._shard(optimizer, names, CONSTRUCT, model)
         with together(self.shard_group, CONSTRUCT):
+            sharding.take_slices()
             self._assemble(optimizer, model, scaling)
         log_start(self.sharded_groups, self.sharded_parameters, self.options)
 
@@ -193,18 +197,18 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         check_new_parameters(optimizer, new, names, self.shard_group, self.options, **others)
         self._rooms.check_elementwise(optimizer, assume_elementwise=self.options.assume_elementwise)
 
-    def _shard(self, optimizer: Optimizer, model: nn.Module | None, names: dict[Tensor, str]) -> None:
-        """Move parameters over padded storages, start all ranks alike, and leave ``optimizer`` its slices."""
-        for group in self.sharded_parameters.shard_groups:
-            group.communicator.connect(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
-        with together(self.shard_group, CONSTRUCT):
-            convert(optimizer.param_groups, self.options.forced_dtype)
+    def _shard(
+        self, optimizer: Optimizer, names: dict[Tensor, str], doing: str, model: nn.Module | None = None
+    ) -> Sharding:
+        """Move parameters that are new over padded storages, and start all ranks alike; then slices may be taken."""
+        parameters, options = self.sharded_parameters, self.options
+        with together(self.shard_group, doing):
+            convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
             multiple = partial(self._rooms.slice_multiple, optimizer)
-            sharding = Sharding(optimizer, self.sharded_parameters, self.options, names, multiple)
+            sharding = Sharding(optimizer, parameters, options, names, multiple)
             sharding.include_untrained(model)
         sharding.start_alike()
-        with together(self.shard_group, CONSTRUCT):
-            sharding.take_slices()
+        return sharding
 
     def _assemble(self, optimizer: Optimizer, model: nn.Module | None, scaling: dict[str, Any]) -> None:
         """Put the parts together that a step is made of, on this rank; hooks on parameters come with them."""
@@ -233,7 +237,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=options.cpu_offload)
         self._norm_first = options.clip_grad_norm > 0 or half or options.error_if_nonfinite
         self._tells_norm = self._norm_first or not options.overlap_allgather
-        self._overflow: Tensor | None = None
         self._skips_synchronize = False
         self._warned = False
         enter(self)
@@ -336,7 +339,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
         self._guard.refuse_unfrozen()
         if self._backwards.sync and self._synchronized:
-            refuse(self.shard_group, f"backward: {DOUBLE_REDUCTION}", "run a backward")
+            self._rooms.refuse(self.shard_group, "run a backward")
         failed = True
         Backwards.running.append(self._backwards)
         try:
@@ -382,19 +385,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             RuntimeError: called again before ``step`` or ``zero_grad``, or under ``no_sync``.
         """
         if self._synchronized:
-            refuse(
-                self.shard_group,
-                "expected step or zero_grad after synchronize(), got another synchronize(), which has nothing to "
-                f"finish: {STEP_OR_DROP}",
-                "synchronize",
-            )
+            self._rooms.refuse(self.shard_group, "synchronize")
         if not self._backwards.sync:
             raise RuntimeError(
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
                 "run the last backward, and synchronize(), after the with block"
             )
-        self._guard.enter("synchronize")
-        self._complete_gradients("synchronize")
+        self._finish_reductions(self.enter("synchronize"))
         unit = self._gradient_scale()
         if self.scaler is not None:
             self._overflow = ~self._measured(unit).value.isfinite()
@@ -424,8 +421,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         rank calls it.
         """
         MAX_NORM("max_norm", max_norm)
-        self._guard.enter("clip_grad_norm_")
-        self._complete_gradients("clip_grad_norm_")
+        self._finish_reductions(self.enter("clip_grad_norm_"))
         norm = self._measured(1.0 if self._synchronized else self._gradient_scale()).value
         factor = clip_factor(norm, max_norm)
         for each in self.sharded_groups:
@@ -434,20 +430,21 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def finish_for_callers(self, doing: str) -> None:
         """Complete all gradients for what callers do with ``p.grad``."""
-        self._guard.enter(doing)
+        call = self.enter(doing)
         if self._synchronized:
-            refuse(
-                self.shard_group,
-                f"expected p.grad to be left alone after synchronize(), got a call to {doing}: clip by "
-                "optimizer.clip_grad_norm_, or edit .grad of the slices in optimizer.param_groups",
-                doing,
-            )
-        self._complete_gradients(doing)
+            self._rooms.refuse(self.shard_group, doing)
+        self._finish_reductions(call)
 
-    def _complete_gradients(self, doing: str) -> None:
-        """Finish what is in flight, on all ranks alike, unless one of them can't do what it was called for."""
-        self.finish_gathers()
-        self._finish_reductions(Call(doing, self._guard.trouble()))
+    def enter(self, doing: str) -> Call:
+        """Begin a call for which gathers are to be finished; what the ranks then have to agree on.
+
+        Raises:
+            RuntimeError: it can't be made here or now.
+        """
+        self._guard.enter(doing)
+        for each in self.sharded_groups:
+            each.gathers.finish()
+        return Call(doing, self._guard.trouble())
 
     def _measured(self, unit: float | Tensor) -> GlobalNorm:
         """The norm of all gradients, times ``unit``."""
@@ -482,21 +479,27 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 loss = closure()
         if not self._backwards.sync:
             return loss
-        self._guard.enter("step")
+        call = self.enter("step")
         self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
         synchronized = self._synchronized
         if synchronized or self._skips_synchronize:
-            check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
-        self._complete_gradients("step")
+            self._rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
+        self._finish_reductions(call)
         unit = 1.0 if synchronized else self._gradient_scale()
         if self._norm_first:
             self._norm = self._step_by_norm(unit)
         else:
-            self._norm = self._new_norm(unit)
-            self._stepper.step(Scale(unit), self._norm)
+            norm = self._new_norm(unit)
+            self._stepper.step(Scale(unit), norm)
+            self._norm = norm
             if self._tells_norm:
-                self._observer.norm(self._norm.value)
-        self._end_step()
+                self._observer.norm(norm.value)
+        for each in self.sharded_groups:
+            each.reducer.end_step()
+            each.group.communicator.trim()
+        self._observer.cleared()
+        if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
+            self.verify()
         return loss
 
     def _step_by_norm(self, unit: float | Tensor) -> GlobalNorm:
@@ -507,41 +510,27 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             unit = unit * clip_factor(norm.value, self.options.clip_grad_norm)
         if norm.is_empty and len(self.sharded_parameters.shard_groups) == 1:
             return norm
-        overflow = self._overflowed(norm.value)
-        by_flag = self._stepper.skips_by_flag and not self._observer.waits
-        if not self._skips(overflow, by_flag):
-            on_host = self.options.cpu_offload  # which waits for gradients anyway
-            self._stepper.step(Scale(float(unit) if on_host else unit, overflow if by_flag else None), None)
+        flag = None
+        if self.scaler is not None:
+            overflow = ~norm.value.isfinite()
+            if self._synchronized:
+                overflow |= self._overflow
+            self.scaler.update(overflow)
+            if self._stepper.skips_by_flag and not self._observer.waits:
+                flag = overflow
+            elif overflow.item():  # the host waits for the device; fp16 alone
+                self._skip(self.scaler)
+                return norm
+        on_host = self.options.cpu_offload  # which waits for gradients anyway
+        self._stepper.step(Scale(float(unit) if on_host else unit, flag), None)
         return norm
 
-    def _overflowed(self, norm: Tensor) -> Tensor | None:
-        """Whether gradients overflow, or did before their caller edited them, 0-d; None: nothing is scaled."""
-        if self.scaler is None:
-            return None
-        overflow = ~norm.isfinite()
-        return overflow | self._overflow if self._synchronized and self._overflow is not None else overflow
-
-    def _skips(self, overflow: Tensor | None, by_flag: bool) -> bool:
-        """Whether the step is skipped, unless that is left to a flag: the host waits for the device; fp16 alone."""
-        if overflow is None or self.scaler is None:
-            return False
-        self.scaler.update(overflow)
-        if by_flag or not overflow.item():
-            return False
+    def _skip(self, scaler: LossScaler) -> None:
         try:
-            self._observer.skipped(self.scaler)
+            self._observer.skipped(scaler)
         finally:
             for each in self.sharded_groups:
                 each.gradients.clear()
-        return True
-
-    def _end_step(self) -> None:
-        for each in self.sharded_groups:
-            each.reducer.end_step()
-            each.group.communicator.trim()
-        self._observer.cleared()
-        if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
-            self.verify()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, at any time: what is in flight is finished and forgotten.
@@ -557,11 +546,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 each.gradients.clear()
             else:
                 each.gradients.zero(each.records)
-        for members in self.sharded_parameters.groups:
-            for p in members:
-                if set_to_none:
-                    p.grad = None
-                elif p.grad is not None and not self.sharded_parameters.shows(p):
+        for p in chain.from_iterable(self.sharded_parameters.groups):
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                record = self.sharded_parameters.find(p)
+                if record is None or p.grad is not record.shown:
                     p.grad.detach_().zero_()
 
     # ---- modes, of a wrapped optimizer that has some ----
@@ -573,40 +563,16 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         The wrapped optimizer's own ``train``, over slices, which are gathered; ``AttributeError`` if it has none. fp32
         masters keep their precision. Where it changes nothing, it doesn't communicate: it may be called in every step.
         """
-        return self._mode("train", "eval")
+        return self._switching("train", "eval")
 
     @property
     def eval(self) -> Callable[[], None]:
         """Have a schedule-free optimizer's parameters be those that are evaluated and saved; see ``train``."""
-        return self._mode("eval", "train")
+        return self._switching("eval", "train")
 
-    def _mode(self, name: str, other: str) -> Callable[[], None]:
-        return partial(self._switch, name, getattr(self.optim, name), getattr(self.optim, other))
-
-    @torch.no_grad()
-    def _switch(self, name: str, to: Callable[[], None], back: Callable[[], None]) -> None:
-        """Switch slices, and gather them if that has changed any: it does on all ranks, if all call it."""
-        self._guard.enter(name)
-        self.finish_gathers()
-        error = self._guard.trouble()
-        if error is None:
-            follow_edits(self.sharded_parameters)
-            before = self._versions()
-            to()
-            if before == self._versions():
-                return
-        try:
-            for each in self.sharded_groups:
-                each.reducer.even_out(Call(name, error))
-        except BaseException:
-            if error is None:
-                back()
-            raise
-        for each in self.sharded_groups:
-            each.gathers.gather(each.records)
-
-    def _versions(self) -> list[int]:
-        return [record.p32._version for record in self.sharded_parameters]
+    def _switching(self, mode: str, back: str) -> Callable[[], None]:
+        _ = getattr(self.optim, mode)  # AttributeError where it has none
+        return partial(self._rooms.switch, self, mode, back)
 
     # ---- param groups, of which an optimizer is made ----
 
@@ -620,15 +586,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.finish_syncs("add_param_group")
         known = len(self.optim.param_groups)
         try:
-            names = self._try_group(param_group)
-            with together(self.shard_group, _ADD):
-                convert(self.optim.param_groups[known:], self.options.forced_dtype)
-                multiple = partial(self._rooms.slice_multiple, self.optim)
-                sharding = Sharding(self.optim, self.sharded_parameters, self.options, names, multiple)
+            sharding = self._shard(self.optim, self._try_group(param_group), _ADD)
         except BaseException:
             del self.optim.param_groups[known:]
             raise
-        sharding.start_alike()
         with together(self.shard_group, _ADD):
             sharding.take_slices()
             self._maker.extend(self.sharded_groups)

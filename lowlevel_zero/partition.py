@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -88,6 +89,7 @@ class Alignment(NamedTuple):
 END_TO_END = Alignment()
 
 
+@cache
 def alignment_of(dtype: torch.dtype, wide_rows: bool = False) -> Alignment:
     """That of a buffer of ``dtype``; ``wide_rows``: for NCCL's bandwidth."""
     unit = ROW_BYTES // dtype.itemsize

@@ -107,9 +107,7 @@ class Reducer:
         self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
         self._graph_task = -1
         self._warned = number > 0 or group.group_rank > 0
-        self._steps_since_clear = 0
         self._version_stepped = 0
-        self._cleared: set[ShardedParameter] = set()  # whose p.grad has been set to None since the ranks agreed last
         self.finished = False
         self.extend()
 
@@ -120,7 +118,7 @@ class Reducer:
         for record in self._records[len(self._hooks) :]:  # a parameter outlives its optimizer
             hook = partial(Reducer.gradient_ready, proxy(self), record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self.plan.forget()
+        self.plan.restore()
         self.plan.follow(self._unused.detecting)
 
     def plan_state(self) -> PlanState | None:
@@ -132,12 +130,10 @@ class Reducer:
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
-        self.buckets.repeats = set() if state is None else set(state.repeats)
-        self._unused.restore(detecting=state is not None and bool(state.forecast and state.forecast[0]))
-        if state is None:
-            self.plan.forget()
-        else:
-            self.plan.restore(state)
+        order, came, _, repeats, detecting = state or PlanState([], 0, True, [], None)
+        self.buckets.repeats = set(repeats)
+        self._unused.restore(detecting=bool(detecting and detecting[0]))
+        self.plan.restore(order, came)
         self.plan.follow(self._unused.detecting)
 
     # ---- gradients come ----
@@ -145,10 +141,11 @@ class Reducer:
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
         if self._backwards.sync:
-            self._drop_cleared()
+            shown = self._gradients.drop_cleared(self.buckets.in_flight)
             if self.buckets.is_open:
                 self._close_sync()
-            self._gradients.take_out()
+            if shown:
+                self._gradients.take_out(shown)
             reached = None
             try:
                 if self._unused.detecting:
@@ -199,7 +196,7 @@ class Reducer:
                 "loss.backward()"
             )
         self._may_be_alone = True
-        self._drop_cleared()
+        self._gradients.drop_cleared(self.buckets.in_flight)
         self._open_sync()
 
     def _watch_graph_task(self) -> None:
@@ -227,7 +224,7 @@ class Reducer:
             self._announced = self._unused.announce_sync(reached.union(self._leftovers()))
         elif self._unused.detecting:
             self._unread.append(self._unused.announce_sync(None))
-        if self._steps_since_clear and not self._warned and self._gradients.version == self._version_stepped:
+        if self._gradients.steps and not self._warned and self._gradients.version == self._version_stepped:
             self._warn_of_old_gradients()
 
     def _join_sync(self, used: bytes | None = None) -> None:
@@ -245,7 +242,8 @@ class Reducer:
         if self._announced is not None:
             self._read_announced(self._announced)
         self.buckets.start(close=True)
-        self._gradients.put_back()
+        if self._gradients.taken_out:
+            self._gradients.put_back()
         self._group.progress.micro_batch += 1
         if not self.plan.known:
             self.plan.saw(list(self.buckets.arrivals))
@@ -271,14 +269,6 @@ class Reducer:
             and record.unreduced is not None
             and not record.is_empty
         ]
-
-    def _drop_cleared(self) -> None:
-        """Forget the gradients of parameters whose ``p.grad`` has been set to None, as by ``model.zero_grad()``."""
-        cleared = self._gradients.drop_cleared(self.buckets.in_flight)
-        if cleared:
-            self._cleared.update(cleared)
-            if not any(record.shown is not None for record in self._records):
-                self._steps_since_clear = 0
 
     # ---- reductions end, in the order of starting ----
 
@@ -328,7 +318,7 @@ class Reducer:
         The call comes first, before anything has been done. But where unused parameters are detected others may be in
         a backward, waiting to hear what this rank will use: then the syncs do.
         """
-        self._drop_cleared()
+        self._gradients.drop_cleared(self.buckets.in_flight)
         if self.buckets.is_open:
             self._close_sync()
         detecting = self._unused.detecting
@@ -352,7 +342,7 @@ class Reducer:
     def _compare(self, call: Call) -> Progress:
         """Agree on the call; returns how many syncs a rank has closed, at most, and whether one lacks a gradient."""
         lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
-        steps, cleared = self._steps_since_clear, sorted(self._cleared, key=lambda record: record.index)
+        steps, cleared = self._gradients.steps, sorted(self._gradients.cleared, key=lambda record: record.index)
         if call.name == "zero_grad":
             steps, cleared = 0, []
         told = crc32(repr([record.index for record in cleared]).encode()) if cleared else 0
@@ -360,7 +350,7 @@ class Reducer:
         progress = Progress(self._group.progress.micro_batch, lacks, steps, told)
         agreed = call.agree(self._group, progress, [record.name for record in cleared])
         self._may_be_alone = False
-        self._cleared.clear()
+        self._gradients.cleared.clear()
         return agreed
 
     def _run_announced(self, with_leftovers: bool) -> bytes:
@@ -386,7 +376,7 @@ class Reducer:
         if self._gradients.exposed:
             self._gradients.conceal()
         self.even_out(Call("zero_grad"))
-        self._steps_since_clear = 0
+        self._gradients.steps = 0
         self._group.progress.micro_batch = 0
 
     def end_step(self) -> None:
@@ -394,9 +384,9 @@ class Reducer:
         learns = not self.plan.known and self._group.progress.micro_batch > 0
         if learns:
             self.plan.learn()
-        if self._unused.end_step() or learns:
+        if (self._unused.lacked and self._unused.end_step()) or learns:
             self.plan.follow(self._unused.detecting)
-        self._steps_since_clear += 1
+        self._gradients.steps += 1
         self._gradients.version += 1
         self._version_stepped = self._gradients.version
         if self._gradients.exposed:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
-from .bookkeeping.bucket_store import Bucket, BucketState
+from .bookkeeping.bucket_store import Bucket
 from .bookkeeping.gather_store import PART
-from .bookkeeping.sharded_parameter import ShardedParameter
+from .bookkeeping.sharded_parameter import ShardedParameter, follow_edits
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
 from .construction import ShardedGroup
@@ -97,11 +97,6 @@ class Scale(NamedTuple):
     factor: float | Tensor
     overflow: Tensor | None = None
 
-    @property
-    def exact(self) -> bool:
-        """Whether sums are gradients already, as far as the host knows."""
-        return isinstance(self.factor, float) and self.factor == 1.0
-
 
 class Part(NamedTuple):
     """Buckets of a shard group that are stepped and gathered together, and their parameters that worked."""
@@ -165,7 +160,8 @@ class Stepper:
         in_parts = steps_in_parts(self._optim)
         if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
             for part in parts:  # kernels that don't scale gradients don't see to an overflow either
-                part.group.gathers.start_gather(part.buckets, part.records)
+                follow_edits(part.records)
+                _gather(part)
         elif parts:
             with _fused(self._optim) if self._on_host else nullcontext():
                 self._step_parts(parts, scale, norm, in_parts)
@@ -183,13 +179,11 @@ class Stepper:
                     self.assign_gradients(bucket, scale, norm, by_optimizer)
                 if in_parts:
                     self._step_part(part.records)
-                    part.group.gathers.start_gather(part.buckets, part.records)
-            if not in_parts:
-                self._step_whole([record for part in parts for record in part.records])
+                    _gather(part)
         if not in_parts:
+            self._step_whole([record for part in parts for record in part.records])
             for part in parts:
-                _release_gradients(part.records)
-                part.group.gathers.start_gather(part.buckets, part.records)
+                _gather(part)
 
     def _parts(self, group: ShardedGroup) -> list[Part]:
         """Buckets that are stepped and gathered together; first what came last, which the next forward wants first.
@@ -200,7 +194,7 @@ class Stepper:
         room = 0
         buckets = group.gradients.sums()
         for bucket in buckets if self._on_host else reversed(buckets):
-            records = bucket.working()
+            records = [record for record in bucket.records if record.worked]
             if room <= 0 or parts[-1].records[0].kind != records[0].kind:
                 parts.append(Part(group, [], []))
                 room = PART
@@ -229,12 +223,15 @@ class Stepper:
         else:
             bucket.scale = scale.factor
             row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
-        if not (by_optimizer or scale.exact):
+        exact = isinstance(scale.factor, float) and scale.factor == 1.0
+        if not (by_optimizer or exact):
             row.mul_(scale.factor)
         for record, gradient in zip(bucket.records, bucket.split(row.to(dtype)), strict=True):
             if record.worked:
+                p = record.p
+                if p.data_ptr() != record.address or not (record.shares_storage or p._version == record.version):
+                    record.follow_edits()
                 record.p32.grad = gradient
-        bucket.state = BucketState.STEPPED
 
     def _step_part(self, part: Sequence[ShardedParameter]) -> None:
         """Step ``part`` alone: for the time of the call each param group holds only its members of it."""
@@ -250,25 +247,21 @@ class Stepper:
         finally:
             for group, all_of_it in zip(groups, whole, strict=True):
                 group["params"] = all_of_it
-        _release_gradients(part)
 
 
 @contextmanager
 def _scaling(optim: Any, scale: Scale, device: torch.device) -> Iterator[None]:
     """Tell a fused ``optim`` what to multiply its gradients with, and when to do nothing, as ``GradScaler`` would."""
-    optim.grad_scale = _on_device(1.0 / scale.factor, device)
+    inverse = 1.0 / scale.factor
+    if isinstance(inverse, Tensor):
+        optim.grad_scale = inverse.to(device, torch.float32)
+    else:  # without waiting for the device, which a copy of the host's number would
+        optim.grad_scale = torch.full((), inverse, dtype=torch.float32, device=device)
     optim.found_inf = None if scale.overflow is None else scale.overflow.float()
     try:
         yield
     finally:
         del optim.grad_scale, optim.found_inf
-
-
-def _on_device(number: float | Tensor, device: torch.device) -> Tensor:
-    """0-d fp32, without waiting for the device, which a copy of the host's number would."""
-    if isinstance(number, Tensor):
-        return number.to(device, torch.float32)
-    return torch.full((), number, dtype=torch.float32, device=device)
 
 
 @contextmanager
@@ -285,6 +278,8 @@ def _fused(optim: Optimizer) -> Iterator[None]:
             group["fused"] = None
 
 
-def _release_gradients(stepped: Iterable[ShardedParameter]) -> None:
-    for record in stepped:
+def _gather(part: Part) -> None:
+    """Let go of a part's gradients, and start bringing its slices back."""
+    for record in part.records:
         record.p32.grad = None
+    part.group.gathers.start_gather(part.records)

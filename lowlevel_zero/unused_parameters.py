@@ -110,9 +110,9 @@ class UnusedParameters:
     # ---- when ----
 
     def end_step(self) -> bool:
-        """Between two steps: start to detect, if a rank has lacked a gradient; whether it starts now."""
-        starts = self.lacked and not self.detecting
-        self.detecting |= self.lacked
+        """Between two steps, of which the last has ``lacked`` a gradient: detect; whether it starts now."""
+        starts = not self.detecting
+        self.detecting = True
         self.lacked = False
         return starts
 

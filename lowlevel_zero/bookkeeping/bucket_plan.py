@@ -193,17 +193,17 @@ class LearntPlan:
         self._wide_rows = wide_rows
         self._narrowed: dict[bytes, BucketPlan] = {}
         self.whole = BucketPlan((), ())
-        self.forget()
+        self.restore()
 
-    def forget(self) -> None:
-        """Learn the order anew."""
+    def restore(self, order: Sequence[int] = (), came: int = 0) -> None:
+        """Have the order from another run; none: learn it anew."""
         self._first: Sequence[int] | None = None
-        self.known = False
-        self.order: list[int] = []
-        self.came = 0
+        self.known = len(order) > 0
+        self.order = list(order)
+        self.came = came
 
     def saw(self, arrivals: Sequence[int]) -> None:
-        """In one more sync gradients came in this order; the first since it was forgotten counts."""
+        """In one more sync gradients came in this order; the first of a run counts."""
         if self._first is None:
             self._first = arrivals
 
@@ -214,12 +214,6 @@ class LearntPlan:
         lacked = [index for index in range(count) if index not in came]
         self.came, *self.order = self._group.from_rank_zero([len(came), *came, *lacked])
         self.known = True
-
-    def restore(self, state: PlanState) -> None:
-        """Have the order from another run."""
-        self._first = None
-        self.known = True
-        self.order, self.came = state.order, state.came
 
     def follow(self, detecting: bool) -> None:
         """Fill buckets in the order in which gradients are expected now.

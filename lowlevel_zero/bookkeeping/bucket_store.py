@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from enum import Enum
 from functools import partial
 from operator import is_
 from typing import NamedTuple, TypeAlias
@@ -26,16 +25,6 @@ from .sharded_parameter import ShardedParameter
 from .step_observer import StepObserver
 
 _chunk_cat = getattr(torch, "_chunk_cat", None)
-
-
-class BucketState(Enum):
-    """How far a bucket has come on its way."""
-
-    FILLING = "gradients are coming"
-    REDUCING = "its buffer is being reduced"
-    REDUCED = "its shard holds sums over the ranks"
-    STEPPED = "its shard holds gradients that have been stepped"
-    GATHERING = "so it does, and the stepped rows are being gathered"
 
 
 class Reduction(NamedTuple):
@@ -64,7 +53,6 @@ class Bucket:
     Attributes:
         planned: which parameters, and where in a row.
         records: of these parameters, in the row's order; one that no rank used has zeros there.
-        state: how far it has come.
         missing: gradients that it still waits for.
         work: its reduction, while that is in flight.
         row: this rank's row of the sum, ``[body]``, where steps are taken: of the buffer's dtype after one micro-batch,
@@ -80,7 +68,6 @@ class Bucket:
     def __init__(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         self.planned = planned
         self.records = records
-        self.state = BucketState.FILLING
         self.missing = len(records)
         self.rows: Tensor | None = None
         self.scale: float | Tensor | None = None
@@ -105,7 +92,6 @@ class Bucket:
         about = About(self.records, None, self.planned.position)
         start = how.group.reduce_scatter if how.keeps_row_only else how.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)
-        self.state = BucketState.REDUCING
         return True not in map(partial(is_, None), gradients)
 
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
@@ -129,7 +115,6 @@ class Bucket:
         """The sum, when it is there: this rank's row, ``[body]``, or several ranks', ``[world_size, body]``."""
         total = self.work.wait()
         del self.work  # and what it keeps alive
-        self.state = BucketState.REDUCED
         total = (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
         for record in self.cleared:
             self.part_of(record, total).zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from ..communication.work import Work
 from ..partition import alignment_of
 from ..streams import Mark, Streams
 from .awaited import arrived, can_be_awaited, let_await
-from .bucket_store import Bucket, BucketState, StepOnDevice
-from .sharded_parameter import ShardedParameter, note_versions
+from .bucket_store import StepOnDevice
+from .sharded_parameter import ShardedParameter
 
 # Elements of slices that are stepped and gathered in one call: so many that the call itself doesn't count.
 PART = 2**19
@@ -24,31 +24,23 @@ IN_FLIGHT = 2
 
 
 class Gather:
-    """Buckets that were stepped together, and whose rows are gathered together.
+    """Parameters that were stepped together, and whose rows are gathered together.
 
     Attributes:
-        records: the parameters of theirs that were stepped.
+        records: the parameters.
         awaited: whoever reads one of them waits; else they have to be there when the step has ended.
     """
 
-    __slots__ = ("_buckets", "_pending", "_streams", "_written", "awaited", "records")
+    __slots__ = ("_pending", "_streams", "_written", "awaited", "records")
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        records: Sequence[ShardedParameter],
-        pending: Work[None],
-        streams: Streams,
-        awaited: bool,
+        self, records: Sequence[ShardedParameter], pending: Work[None], streams: Streams, awaited: bool
     ) -> None:
-        self._buckets = buckets
         self._streams = streams
         self._written: Mark | None = None
         self._pending: Work[None] | None = pending
         self.records = records
         self.awaited = awaited
-        for bucket in buckets:
-            bucket.state = BucketState.GATHERING
         if awaited:
             let_await((record.p for record in records), self.finish_gather)
 
@@ -60,7 +52,8 @@ class Gather:
         if self._pending is not None:
             self._write(self._pending)
             self._pending = None
-            note_versions(self.records)
+            for record in self.records:
+                record.version = record.p._version
         if self._written is not None:
             self._written.wait()
             if self._written.query():
@@ -71,10 +64,6 @@ class Gather:
         with self._streams.home():
             pending.wait()
             self._written = self._streams.mark() if self.awaited else None
-        for bucket in self._buckets:
-            if bucket.state is BucketState.GATHERING:  # no more gradients have come since
-                bucket.state = BucketState.STEPPED
-        self._buckets = ()
 
     def forget(self) -> None:
         """What reads a parameter from now on comes after it has been written: let them be ordinary ones."""
@@ -108,10 +97,10 @@ class GatherStore:
         self._wide_rows = wide_rows
         self._under_way: deque[Gather] = deque()
 
-    def start_gather(self, buckets: Sequence[Bucket], records: Sequence[ShardedParameter]) -> None:
-        """Start gathering the stepped ``records`` of ``buckets``, which are of one kind; alike on every rank."""
+    def start_gather(self, records: Sequence[ShardedParameter]) -> None:
+        """Start gathering the stepped ``records``, which are of one kind; alike on every rank."""
         # The write goes past p: without this, a backward through the old values would go unnoticed.
-        _increment_versions([record.p for record in records])
+        _increment_version([record.p for record in records])
         for record in records:
             record.stepped = True
         awaited = self._overlap and all(can_be_awaited(record.p) for record in records)
@@ -120,7 +109,7 @@ class GatherStore:
             rows = [record.rows for record in records]
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
             pending = self._group.gather(own, rows, records[0].fp8, alignment, About(records))
-        self._under_way.append(Gather(buckets, records, pending, self._streams, awaited))
+        self._under_way.append(Gather(records, pending, self._streams, awaited))
         if not awaited and len(self._under_way) > IN_FLIGHT:
             self.finish(leave=IN_FLIGHT)
 
@@ -135,7 +124,7 @@ class GatherStore:
             parts[-1].append(record)
             room -= record.split.slice_size
         for part in parts:
-            self.start_gather((), part)
+            self.start_gather(part)
         self.finish()
 
     def end_step(self) -> None:
@@ -155,20 +144,14 @@ class GatherStore:
             self._under_way.popleft()
 
 
-def _increment_versions(tensors: list[Tensor]) -> None:
-    if _MANY_AT_ONCE:
-        torch.autograd.graph.increment_version(tensors)
-    else:
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
+def _one_by_one(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
 
 
-def _takes_many() -> bool:
-    try:
-        torch.autograd.graph.increment_version([])
-    except (TypeError, RuntimeError):  # torch 2.4, say
-        return False
-    return True
-
-
-_MANY_AT_ONCE = _takes_many()
+# Of many at once, but for torch 2.4.
+_increment_version: Callable[[list[Tensor]], None] = torch.autograd.graph.increment_version
+try:
+    _increment_version([])
+except (TypeError, RuntimeError):
+    _increment_version = _one_by_one

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bucket_plan import PlannedBucket
-from .bucket_store import Bucket, BucketState, NewBucket
+from .bucket_store import Bucket, NewBucket
 from .sharded_parameter import ShardedParameter
 
 
@@ -29,6 +29,9 @@ class GradientStore:
 
     Attributes:
         version: goes up with each change of a gradient.
+        steps: steps since gradients were cleared.
+        cleared: those whose ``p.grad`` has been set to None since the ranks agreed last.
+        taken_out: those whose sharded gradients a backward isn't to meet in ``p.grad``.
         exposed: each ``g`` is complete, averaged and unscaled, and its caller's to edit, as ``p32.grad``.
     """
 
@@ -44,7 +47,9 @@ class GradientStore:
         self._new_bucket = new_bucket
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._taken_out: list[ShardedParameter] = []
+        self.taken_out: list[ShardedParameter] = []
+        self.cleared: set[ShardedParameter] = set()
+        self.steps = 0
         self.version = 0
         self.exposed = False
 
@@ -97,7 +102,6 @@ class GradientStore:
         if bucket.scale is not None:
             sums = sums * (bucket.scale / self._gradient_scale())
             bucket.scale = None
-        bucket.state = BucketState.REDUCED
         return sums
 
     def _bucket_apart(self, records: Sequence[ShardedParameter]) -> Bucket:
@@ -140,9 +144,9 @@ class GradientStore:
         """Multiply some parameters' gradients; those of a whole bucket when they are next used, if they can be."""
         for bucket, some in self._by_bucket(records).items():
             if self.exposed:
-                for record in some:
+                for record in some:  # where steps are taken
                     part = bucket.part_of(record, bucket.row)
-                    part.mul_(factor)
+                    part.mul_(factor.to(part.device) if isinstance(factor, Tensor) else factor)
             elif len(some) == len(bucket.working()):
                 bucket.scale = self._scale(bucket) * factor
             else:
@@ -217,31 +221,40 @@ class GradientStore:
 
     # ---- what stands for them in ``p.grad`` ----
 
-    def take_out(self) -> None:
-        """Take sharded gradients out of ``p.grad`` until ``put_back``: a backward would add to each by a call."""
-        for record in self._records:
-            if record.shown is not None and record.p.grad is record.shown and record.pending is None:
-                record.p.grad = record.shown = None
-                self._taken_out.append(record)
-
-    def put_back(self) -> None:
-        """Have those be ``p.grad`` again for which no further gradient has been reduced since."""
-        for record in self._taken_out:
-            if record.shown is None:
-                record.show()
-        self._taken_out.clear()
-
     def drop_cleared(self, in_flight: Iterable[Bucket]) -> list[ShardedParameter]:
-        """Forget gradients of parameters whose ``p.grad`` has been set to None since, ``in_flight`` too; whose."""
+        """Forget gradients whose ``p.grad`` has been set to None since, as by ``model.zero_grad()``; whose are shown.
+
+        There may be what a backward has left since. Those ``in_flight`` are dropped when they have come.
+        """
         if self.exposed:
             return []
         shown = [record for record in self._records if record.shown is not None]
-        cleared = [record for record in shown if record.p.grad is not record.shown and record.is_cleared]
-        if cleared:
-            for bucket in in_flight:
-                bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
-            self.drop(cleared)
-        return cleared
+        replaced = [record for record in shown if record.p.grad is not record.shown]
+        cleared = [record for record in replaced if record.p.grad is None or record.arrived]
+        if not cleared:
+            return shown
+        for bucket in in_flight:
+            bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
+        self.drop(cleared)
+        self.cleared.update(cleared)
+        shown = [record for record in shown if record.shown is not None]
+        if not shown:
+            self.steps = 0
+        return shown
+
+    def take_out(self, shown: Iterable[ShardedParameter]) -> None:
+        """Take sharded gradients out of ``p.grad`` until ``put_back``: a backward would add to each by a call."""
+        for record in shown:
+            if record.p.grad is record.shown and record.pending is None:
+                record.p.grad = record.shown = None
+                self.taken_out.append(record)
+
+    def put_back(self) -> None:
+        """Have those be ``p.grad`` again for which no further gradient has been reduced since."""
+        for record in self.taken_out:
+            if record.shown is None:
+                record.show()
+        self.taken_out.clear()
 
     # ---- what callers may edit, between ``synchronize`` and ``step`` ----
 
@@ -271,7 +284,6 @@ class GradientStore:
                     record.hide()
             if left:
                 bucket = self._bucket_apart(list(left))
-                bucket.state = BucketState.REDUCED
                 self._enter(bucket)
                 for record in left:
                     record.worked = True

@@ -36,8 +36,7 @@ class ParameterStore:
         self.groups: list[list[nn.Parameter]] = []
         self.slices: list[list[Tensor]] = []
         self.frozen: list[nn.Parameter] = []
-        self._record_of: dict[Tensor, ShardedParameter] = {}
-        self._record_of_slice: dict[Tensor, ShardedParameter] = {}
+        self._record_of: dict[Tensor, ShardedParameter] = {}  # by parameter, and by slice
 
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self.records)
@@ -49,20 +48,15 @@ class ParameterStore:
 
     def shard_group_of(self, tensor: Tensor) -> int:
         """The index of the shard group of a parameter, trained or not, of its master slice, or of a buffer."""
-        record = self._record_of_slice.get(tensor)
+        record = self._record_of.get(tensor)
         return self._shard_group_of.get(tensor, 0) if record is None else record.shard_group
-
-    def ranks_of(self, record: ShardedParameter) -> ShardGroup:
-        """The ranks that share a parameter."""
-        return self.shard_groups[record.shard_group]
 
     def add(self, record: ShardedParameter) -> None:
         """Enter a record whose ``p32`` has its final form."""
         self.records.append(record)
         self.by_shard_group[record.shard_group].append(record)
         self.slices[record.group].append(record.p32)
-        self._record_of[record.p] = record
-        self._record_of_slice[record.p32] = record
+        self._record_of[record.p] = self._record_of[record.p32] = record
 
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
         """Append a param group; what was a frozen member of another so far leaves that one."""
@@ -72,32 +66,19 @@ class ParameterStore:
         self.slices.append([])
         self.frozen = [p for group in self.groups for p in group if not (p.requires_grad or p in self._record_of)]
 
-    def find(self, p: Tensor) -> ShardedParameter | None:
-        """The record of a working parameter, or None."""
-        return self._record_of.get(p)
-
-    def look_up(self, tensor: Tensor) -> ShardedParameter | None:
+    def find(self, tensor: Tensor) -> ShardedParameter | None:
         """The record of a working parameter, or of a master slice, or None."""
-        return self._record_of.get(tensor) or self._record_of_slice.get(tensor)
+        return self._record_of.get(tensor)
 
-    def shows(self, p: Tensor) -> bool:
-        """Whether ``p.grad`` stands for a ``g``."""
-        record = self._record_of.get(p)
-        return record is not None and record.shown is not None and p.grad is record.shown
-
-    def __getitem__(self, p: Tensor) -> ShardedParameter:
-        """The record of a working parameter; ``ValueError`` if it has none."""
-        record = self._record_of.get(p)
+    def __getitem__(self, tensor: Tensor) -> ShardedParameter:
+        """The record of a working parameter, or of a master slice; ``ValueError`` if it has none."""
+        record = self._record_of.get(tensor)
         if record is None:
             raise ValueError(
-                f"expected a trainable parameter of this optimizer, got a {tuple(p.shape)} tensor it doesn't hold: "
-                "pass the model's own parameter, not a copy or a view"
+                f"expected a trainable parameter of this optimizer, got a {tuple(tensor.shape)} tensor it doesn't "
+                "hold: pass the model's own parameter, not a copy or a view"
             )
         return record
-
-    def of_slice(self, p32: Tensor) -> ShardedParameter:
-        """The record of a master slice."""
-        return self._record_of_slice[p32]
 
     def working(self) -> list[ShardedParameter]:
         """The mapping p <-> p32 <-> g of this step: those that have a ``g``; a dropped layer's don't."""

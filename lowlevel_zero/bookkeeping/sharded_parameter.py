@@ -294,12 +294,6 @@ class ShardedParameter:
         self.pending = None
         self.arrived = False
 
-    @property
-    def is_cleared(self) -> bool:
-        """Whether ``p.grad``, which was ``shown``, has been set to None since."""
-        gradient = self.p.grad
-        return gradient is not self.shown and (gradient is None or self.arrived)
-
     def drop_gradient(self) -> None:
         """Let go of a gradient that has come while ``p32.requires_grad`` is False, as if it hadn't been computed."""
         earlier = self.arrived
@@ -359,12 +353,6 @@ def _rounds_to(row: Tensor, known: Known) -> Tensor:
     plain = known.value.to(row.dtype)
     same = plain == row
     return same | is_rounded(plain, row) if known.fp8 and len(row) else same
-
-
-def note_versions(records: Iterable[ShardedParameter]) -> None:
-    """Remember that parameters are as this package left them."""
-    for record in records:
-        record.version = record.p._version
 
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:

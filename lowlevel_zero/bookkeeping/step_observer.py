@@ -21,13 +21,13 @@ class StepObserver:
     waits = False
 
     def step_begins(self, last_norm: Tensor | None) -> None:
-        """A step begins; the one before had this gradient norm, 0-d."""
+        """A step begins; the one before had this gradient norm, 0-d, which ``norm`` hasn't told; None: it has."""
 
     def packed(self, records: Sequence[ShardedParameter], buffer: Tensor) -> None:
         """The gradients of these parameters have been packed into a bucket buffer, which is about to be reduced."""
 
     def norm(self, value: Tensor) -> None:
-        """The gradient norm of the step that is being taken, 0-d, on the device. May be told more than once.
+        """The gradient norm of the step that is being taken, 0-d, on the device.
 
         Raises:
             RuntimeError: the step must not be taken; on all ranks.

@@ -279,7 +279,7 @@ def _set_master(param: Tensor, value: Tensor, call: str, is_local: bool) -> None
         record.load_row(master.to(record.p.dtype), master)
         if record.split.numel:
             gathers = optimizer.sharded_group_of(record).gathers
-            gathers.start_gather((), [record])
+            gathers.start_gather([record])
             gathers.finish()
 
 

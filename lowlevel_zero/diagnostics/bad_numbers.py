@@ -98,7 +98,6 @@ class BadNumbers(StepObserver):
         self._on_host = parameters.on_host
         self._measures = scaler is not None or options.error_if_nonfinite
         self._packed: list[_Packed] = []
-        self._judged: Tensor | None = None
         self._later: LaterRead | None = None
         self._in_a_row = 0
         self._always_waits = self._on_host or options.verbose or options.cpu_offload
@@ -106,29 +105,29 @@ class BadNumbers(StepObserver):
 
     # ---- norms ----
 
-    def norm(self, value: Tensor) -> None:
+    def norm(self, value: Tensor, at_hand: bool = True) -> None:
         """Judge the norm of the step that is being taken: the host's at once, a device's when the next step begins.
+
+        Args:
+            value: the norm.
+            at_hand: the step's gradients are there; else it is the step before.
 
         Raises:
             RuntimeError: it isn't finite, and ``error_if_nonfinite`` was chosen. Then even a device is waited for.
         """
-        if value is not self._judged:
-            self._judge_in_time(value, self._ranks.progress.step, at_hand=True)
+        step = self._ranks.progress.step - (not at_hand)
+        if self._on_host or self._options.error_if_nonfinite:
+            self._judge(value.item(), step, at_hand)
+        else:
+            self._later = LaterRead(value, step)
 
     def step_begins(self, last_norm: Tensor | None) -> None:
         """Judge the norm of the step before, if that had to wait."""
         later, self._later = self._later, None
         if later is not None:
             self._judge(later.read(), later.step, at_hand=False)
-        if last_norm is not None and last_norm is not self._judged:
-            self._judge_in_time(last_norm, self._ranks.progress.step - 1, at_hand=False)
-
-    def _judge_in_time(self, norm: Tensor, step: int, at_hand: bool) -> None:
-        self._judged = norm
-        if self._on_host or self._options.error_if_nonfinite:
-            self._judge(norm.item(), step, at_hand)
-        else:
-            self._later = LaterRead(norm, step)
+        if last_norm is not None:
+            self.norm(last_norm, at_hand=False)
 
     def _judge(self, norm: float, step: int, at_hand: bool) -> None:
         good = math.isfinite(norm)

@@ -89,7 +89,7 @@ def _parted(
     sharded: dict[LowLevelZeroOptimizer, list[ShardedParameter]] = {}
     for optimizer in alive().values():
         if isinstance(optimizer, LowLevelZeroOptimizer):
-            of = {p: record for p in given if (record := optimizer.sharded_parameters.look_up(p)) is not None}
+            of = {p: record for p in given if (record := optimizer.sharded_parameters.find(p)) is not None}
             if of:
                 sharded[optimizer] = list(dict.fromkeys(of.values()))
                 for p in of:

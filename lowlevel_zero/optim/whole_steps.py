@@ -36,7 +36,7 @@ def _lamb_step(updates: Callable[[Any], list[Update]], optim: Any, parameters: P
     """
 
     def total(slices: Sequence[Tensor], squares: Tensor) -> Tensor:
-        members = [parameters.of_slice(p32) for p32 in slices]
+        members = [parameters[p32] for p32 in slices]
         device = members[0].padded.device  # which the group serves, wherever the slices are
         rows = list(squares.to(device).unbind())  # no indices on the device: the host would wait for them
         for number, group in enumerate(parameters.shard_groups):

@@ -117,7 +117,7 @@ def state_dict_shard(
             continue
         place = places[record.p]
         kept = None if pinned is None else pinned.setdefault(place, {})
-        ranks = parameters.ranks_of(record)
+        ranks = parameters.shard_groups[record.shard_group]
         whole, size = _whole_state(state, record, ranks, kept, keep=ranks.group_rank == 0 or not only_on_master)
         if piece and held + size > max_shard_size:
             yield piece, held
@@ -264,7 +264,7 @@ def load_slices(
     ]
     state: dict[int, State] = {}
     for p32, at in place.items():
-        of_slice = {key: v for key, v in states.get(parameters.of_slice(p32), {}).items() if key != MASTER}
+        of_slice = {key: v for key, v in states.get(parameters[p32], {}).items() if key != MASTER}
         if of_slice:
             state[at] = quantised_state(optim, p32, of_slice)
     optim.load_state_dict({"state": state, "param_groups": groups})

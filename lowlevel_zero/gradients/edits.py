@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from ..bookkeeping.parameter_store import ParameterStore
 from ..communication.agreement import Alike, agree
 from ..communication.shard_group import ShardGroup
-from .parameter_store import ParameterStore
-from .sharded_parameter import ShardedParameter
+from ..reducer import DOUBLE_REDUCTION
 
-STEP_OR_DROP = (
+_STEP_OR_DROP = (
     "step what is there by «with optimizer.skip_synchronize(): optimizer.step()», or drop it by optimizer.zero_grad()"
 )
+_REFUSED = {
+    "run a backward": f"backward: {DOUBLE_REDUCTION}",
+    "synchronize": "expected step or zero_grad after synchronize(), got another synchronize(), which has nothing to "
+    f"finish: {_STEP_OR_DROP}",
+    "step": "expected a step under skip_synchronize after synchronize(), which has finished the reductions, got one "
+    f"outside of it: {_STEP_OR_DROP}",
+}
 _GRADIENTS = Alike("the same gradients", "edit .grad of the same slices on all ranks between synchronize and step")
+
+
+def refuse(group: ShardGroup, doing: str) -> None:
+    """Raise for a call after ``synchronize``, and have ranks raise that have come to another one."""
+    of_p_grad = (
+        f"expected p.grad to be left alone after synchronize(), got a call to {doing}: clip by "
+        "optimizer.clip_grad_norm_, or edit .grad of the slices in optimizer.param_groups"
+    )
+    agree(group, [], RuntimeError(_REFUSED.get(doing, of_p_grad)), doing)
 
 
 def check_edits(parameters: ParameterStore, synchronized: bool, skips: bool) -> None:
@@ -31,21 +45,15 @@ def check_edits(parameters: ParameterStore, synchronized: bool, skips: bool) -> 
             "call optimizer.synchronize() after the last backward, or step without skip_synchronize"
         )
     if not skips:
-        refuse(
-            parameters.shard_groups[0],
-            "expected a step under skip_synchronize after synchronize(), which has finished the reductions, got "
-            f"one outside of it: {STEP_OR_DROP}",
-            "step",
-        )
+        refuse(parameters.shard_groups[0], "step")
     error = _not_dense(parameters)
     for group, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
         if records:
-            agree(group, _described(records), error, "step", _GRADIENTS)
-
-
-def refuse(group: ShardGroup, message: str, doing: str) -> None:
-    """Raise, and have ranks raise that have come to another call after ``synchronize``."""
-    agree(group, [], RuntimeError(message), doing)
+            lines = []
+            for record in records:  # names of experts may differ between ranks
+                name = record.name if record.shard_group == 0 else f"expert parameter {record.index}"
+                lines.append(f"{name}: {'no gradient' if record.p32.grad is None else 'a gradient'} to step with")
+            agree(group, lines, error, "step", _GRADIENTS)
 
 
 def _not_dense(parameters: ParameterStore) -> TypeError | None:
@@ -57,12 +65,3 @@ def _not_dense(parameters: ParameterStore) -> TypeError | None:
                 "assign gradient.to_dense()"
             )
     return None
-
-
-def _described(records: Sequence[ShardedParameter]) -> list[str]:
-    """Which parameters there is a gradient of, a line each; names of experts may differ between ranks."""
-    lines = []
-    for record in records:
-        name = record.name if record.shard_group == 0 else f"expert parameter {record.index}"
-        lines.append(f"{name}: {'no gradient' if record.p32.grad is None else 'a gradient'} to step with")
-    return lines
