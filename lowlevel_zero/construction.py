@@ -20,11 +20,12 @@ from .bookkeeping.module_names import own_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_observer import StepObserver
+from .bookkeeping.step_state import StepState
 from .bookkeeping.storages import overlapping
 from .communication.fp8 import check_fp8
 from .communication.shard_group import ShardGroup
 from .options import ZeroOptions
-from .reducer import Backwards, Reducer
+from .reducer import Reducer
 from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")
@@ -351,7 +352,7 @@ class GroupMaker(NamedTuple):
         gradient_scale: makes what gradients as reductions leave them are to be multiplied with to be averaged and
             unscaled.
         stepping: where shards and masters are.
-        backwards: the optimizer's, which the reducers have in common.
+        state: of the optimizer's step.
         observer: is told of each bucket buffer.
     """
 
@@ -360,7 +361,7 @@ class GroupMaker(NamedTuple):
     streams: Streams
     gradient_scale: Callable[[], float | Tensor]
     stepping: StepOnDevice
-    backwards: Backwards
+    state: StepState
     observer: StepObserver
 
     def extend(self, groups: list[ShardedGroup]) -> None:
@@ -377,10 +378,10 @@ class GroupMaker(NamedTuple):
     def _new_group(self, number: int) -> ShardedGroup:
         parameters, options = self.parameters, self.options
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
-        gradients = GradientStore(records, self.gradient_scale, self.stepping.bucket_type())
+        gradients = GradientStore(records, self.gradient_scale, self.stepping.bucket_type(), self.state)
         how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.observer)
         buckets = BucketStore(records, how, self.stepping.bucket_type())
-        reducer = Reducer(parameters, options, gradients, buckets, number, self.backwards)
+        reducer = Reducer(parameters, options, gradients, buckets, number, self.state)
         wide = options.pad_buckets_for_high_nccl_busbw
         gathers = GatherStore(group, self.streams, self.stepping, options.overlap_allgather, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)

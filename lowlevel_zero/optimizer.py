@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import truediv
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
+from .bookkeeping.step_state import StepState
 from .communication.agreement import CONSTRUCT, Call, agree_apart, together
 from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
@@ -34,7 +36,6 @@ from .construction import (
 )
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
-from .reducer import Backwards
 from .sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
@@ -221,14 +222,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.streams = streams_of([self.device])
         self.sharded_groups: list[ShardedGroup] = []
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
-        self._backwards = Backwards()
-        self._guard = self._rooms.guard(optimizer, parameters, model, self._backwards)
+        self.step_state = StepState()
+        self._guard = self._rooms.guard(optimizer, parameters, model, self.step_state)
         average = options.unit(self.shard_group.ranks)
         scale = None if self.scaler is None else self.scaler.scale
-        self._gradient_scale = (lambda: average) if scale is None else (lambda: average / scale)
+        self._gradient_scale = partial(float, average) if scale is None else partial(truediv, average, scale)
         stepping = self._rooms.step_on_host(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(
-            parameters, options, self.streams, self._gradient_scale, stepping, self._backwards, self._observer
+            parameters, options, self.streams, self._gradient_scale, stepping, self.step_state, self._observer
         )
         self._maker.extend(self.sharded_groups)
         self.gradients = self._rooms.gradients(self)
@@ -338,10 +339,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
         self._guard.refuse_unfrozen()
-        if self._backwards.sync and self._synchronized:
+        if self.step_state.syncs and self.step_state.synchronized:
             self._rooms.refuse(self.shard_group, "run a backward")
         failed = True
-        Backwards.running.append(self._backwards)
+        StepState.in_backward.append(self.step_state)
         try:
             with ExitStack() as begins:
                 for each in reversed(self.sharded_groups):
@@ -351,7 +352,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 yield scaled
             failed = False
         finally:
-            Backwards.running.remove(self._backwards)
+            StepState.in_backward.remove(self.step_state)
             with ExitStack() as ends:
                 for each in reversed(self.sharded_groups):
                     ends.callback(each.reducer.end, failed)
@@ -359,11 +360,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in ``p.grad``, in its dtype and unreduced, until a backward outside."""
-        before, self._backwards.sync = self._backwards.sync, False
+        before, self.step_state.syncs = self.step_state.syncs, False
         try:
             yield
         finally:
-            self._backwards.sync = before
+            self.step_state.syncs = before
 
     # ---- between backward and step: what callers make of gradients ----
 
@@ -384,9 +385,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         Raises:
             RuntimeError: called again before ``step`` or ``zero_grad``, or under ``no_sync``.
         """
-        if self._synchronized:
+        if self.step_state.synchronized:
             self._rooms.refuse(self.shard_group, "synchronize")
-        if not self._backwards.sync:
+        if not self.step_state.syncs:
             raise RuntimeError(
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
                 "run the last backward, and synchronize(), after the with block"
@@ -397,6 +398,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self._overflow = ~self._measured(unit).value.isfinite()
         for each in self.sharded_groups:
             each.gradients.expose(float(unit) if self.options.cpu_offload else unit)
+        self.step_state.synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -407,10 +409,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         finally:
             self._skips_synchronize = before
 
-    @property
-    def _synchronized(self) -> bool:
-        """Whether gradients are complete, and their caller's to edit: since ``synchronize``."""
-        return self.sharded_groups[0].gradients.exposed
+    def _conceal(self) -> None:
+        """Gradients are their caller's no longer."""
+        self.step_state.synchronized = False
+        for each in self.sharded_groups:
+            each.gradients.conceal()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -422,7 +425,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         MAX_NORM("max_norm", max_norm)
         self._finish_reductions(self.enter("clip_grad_norm_"))
-        norm = self._measured(1.0 if self._synchronized else self._gradient_scale()).value
+        norm = self._measured(1.0 if self.step_state.synchronized else self._gradient_scale()).value
         factor = clip_factor(norm, max_norm)
         for each in self.sharded_groups:
             each.gradients.multiply([record for record in each.records if record.worked], factor)
@@ -431,7 +434,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def finish_for_callers(self, doing: str) -> None:
         """Complete all gradients for what callers do with ``p.grad``."""
         call = self.enter(doing)
-        if self._synchronized:
+        if self.step_state.synchronized:
             self._rooms.refuse(self.shard_group, doing)
         self._finish_reductions(call)
 
@@ -451,7 +454,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         norm = self._new_norm(unit)
         for each in self.sharded_groups:
             for bucket in each.gradients.sums():
-                norm.add(bucket.measured())
+                norm.add(bucket.measured)
         norm.start()
         return norm
 
@@ -477,14 +480,15 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._backwards.sync:
+        if not self.step_state.syncs:
             return loss
         call = self.enter("step")
         self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
-        synchronized = self._synchronized
+        synchronized = self.step_state.synchronized
         if synchronized or self._skips_synchronize:
             self._rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
-        self._finish_reductions(call)
+        for each in self.sharded_groups:
+            each.reducer.finish(call)
         unit = 1.0 if synchronized else self._gradient_scale()
         if self._norm_first:
             self._norm = self._step_by_norm(unit)
@@ -494,6 +498,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self._norm = norm
             if self._tells_norm:
                 self._observer.norm(norm.value)
+        if synchronized:
+            self._conceal()
         for each in self.sharded_groups:
             each.reducer.end_step()
             each.group.communicator.trim()
@@ -513,7 +519,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         flag = None
         if self.scaler is not None:
             overflow = ~norm.value.isfinite()
-            if self._synchronized:
+            if self.step_state.synchronized:
                 overflow |= self._overflow
             self.scaler.update(overflow)
             if self._stepper.skips_by_flag and not self._observer.waits:
@@ -538,6 +544,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
         self._guard.enter("zero_grad")
+        if self.step_state.synchronized:
+            self._conceal()
         for each in self.sharded_groups:
             each.reducer.discard()
         self._observer.cleared()

@@ -16,7 +16,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
 from weakref import finalize, proxy
 from zlib import crc32
 
@@ -30,6 +29,7 @@ from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
+from .bookkeeping.step_state import StepState
 from .communication.agreement import Call, Progress
 from .communication.work import Work
 from .options import ZeroOptions
@@ -43,18 +43,6 @@ DOUBLE_REDUCTION = (
 )
 
 
-class Backwards:
-    """The backwards of one optimizer, which its shard groups have in common.
-
-    Attributes:
-        running: those of the optimizers whose ``backward`` runs, the innermost last.
-        sync: gradients are reduced (False under ``no_sync``: hooks do nothing).
-    """
-
-    running: ClassVar[list[Backwards]] = []
-    sync = True
-
-
 class Reducer:
     """Turns the gradients of backwards into each record's ``g``.
 
@@ -64,7 +52,7 @@ class Reducer:
         gradients: where reduced gradients go.
         buckets: of the open sync, and in flight.
         number: index of the shard group whose gradients these are.
-        backwards: the optimizer's.
+        state: of the optimizer's step.
 
     Attributes:
         buckets: as given.
@@ -80,11 +68,11 @@ class Reducer:
         gradients: GradientStore,
         buckets: BucketStore,
         number: int,
-        backwards: Backwards,
+        state: StepState,
     ) -> None:
         self.buckets = buckets
         self._streams = buckets.streams
-        self._backwards = backwards
+        self._state = state
         self._records = parameters.by_shard_group[number]
         self._group = group = parameters.shard_groups[number]
         self._gradients = gradients
@@ -140,7 +128,7 @@ class Reducer:
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
-        if self._backwards.sync:
+        if self._state.syncs:
             shown = self._gradients.drop_cleared(self.buckets.in_flight)
             if self.buckets.is_open:
                 self._close_sync()
@@ -157,7 +145,7 @@ class Reducer:
         """``optimizer.backward`` has ended. After an error the sync stays open, for ``zero_grad`` to discard."""
         if failed:
             self._gradients.put_back()
-        elif self._backwards.sync:
+        elif self._state.syncs:
             self._close_sync()
             self._unused.lacked |= self.buckets.lacked
 
@@ -169,8 +157,8 @@ class Reducer:
         if self._streams.several:
             self._streams.produced()
         record.arrived = True
-        running = Backwards.running
-        if not self._backwards.sync or (running and running[-1] is not self._backwards):
+        running = StepState.in_backward
+        if not self._state.syncs or (running and running[-1] is not self._state):
             self.finished = False
             return
         if not self.buckets.is_open:
@@ -186,10 +174,10 @@ class Reducer:
 
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
-        if self._gradients.exposed:
+        if self._state.synchronized:
             record.drop_unreduced()
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
-        if self._half and self._backwards not in Backwards.running:  # the loss isn't scaled, and the step would unscale
+        if self._half and self._state not in StepState.in_backward:  # the loss isn't scaled, and the step would unscale
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
@@ -278,7 +266,7 @@ class Reducer:
         Wait for none where this rank may be alone with it: others may not have begun, and not begin until all agree.
         """
         in_flight = self.buckets.in_flight
-        if not self._may_be_alone and self._backwards in Backwards.running:
+        if not self._may_be_alone and self._state in StepState.in_backward:
             leave = self._most_in_flight if leave is None else leave
             while leave is not None and len(in_flight) > leave:
                 self._finish_oldest()
@@ -301,10 +289,10 @@ class Reducer:
         Raises:
             Exception: the ``call``'s error, or that of another rank's; nothing has been done then.
         """
-        exposed = self._gradients.exposed
+        synchronized = self._state.synchronized
         with self._streams.home():
-            present = self.even_out(call, with_leftovers=call.error is None and not exposed)
-            if exposed:
+            present = self.even_out(call, with_leftovers=call.error is None and not synchronized)
+            if synchronized:
                 self._gradients.absorb()
             elif present is not None:
                 self._gradients.resolve(present)
@@ -373,8 +361,6 @@ class Reducer:
 
         Communicates: any rank may have run a plain backward alone.
         """
-        if self._gradients.exposed:
-            self._gradients.conceal()
         self.even_out(Call("zero_grad"))
         self._gradients.steps = 0
         self._group.progress.micro_batch = 0
@@ -389,8 +375,6 @@ class Reducer:
         self._gradients.steps += 1
         self._gradients.version += 1
         self._version_stepped = self._gradients.version
-        if self._gradients.exposed:
-            self._gradients.conceal()
         self._group.progress.micro_batch = 0
         self._group.progress.step += 1
 

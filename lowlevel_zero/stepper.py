@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +120,7 @@ def steps_in_parts(optim: Optimizer) -> bool:
 
 def is_fused(optim: Optimizer) -> bool:
     """Whether the kernels of ``optim`` take a gradient's scale and a flag to leave everything as it is."""
-    return type(optim) in _FUSED and all(group.get("fused") for group in optim.param_groups)
+    return type(optim) in _FUSED and all(map(methodcaller("get", "fused"), optim.param_groups))
 
 
 class Stepper:
@@ -214,7 +215,7 @@ class Stepper:
                 is kept doesn't depend on it, since ranks may differ in it.
         """
         if norm is not None:
-            norm.add(bucket.measured())
+            norm.add(bucket.measured)
         row = bucket.to_step()
         dtype = bucket.records[0].p32.dtype
         if row.dtype == dtype and scale.overflow is None:

@@ -24,8 +24,6 @@ from .bucket_plan import BucketPlan, PlannedBucket
 from .sharded_parameter import ShardedParameter
 from .step_observer import StepObserver
 
-_chunk_cat = getattr(torch, "_chunk_cat", None)
-
 
 class Reduction(NamedTuple):
     """How buckets are reduced.
@@ -57,6 +55,7 @@ class Bucket:
         work: its reduction, while that is in flight.
         row: this rank's row of the sum, ``[body]``, where steps are taken: of the buffer's dtype after one micro-batch,
             fp32 at least after more. A host's may be read after ``to_step`` alone.
+        measured: what has the row's L2 norm, where the parameters are: the row itself, or its norm.
         rows: all ranks' rows, ``[world_size, body]``, where they are kept (stage 1, before the step).
         scale: what the sum is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
         cleared: those whose gradients were dropped while it was on its way.
@@ -64,6 +63,7 @@ class Bucket:
 
     work: Work[Tensor]
     row: Tensor
+    measured: Tensor
 
     def __init__(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         self.planned = planned
@@ -125,10 +125,11 @@ class Bucket:
     def hold(self, total: Tensor) -> None:
         """Keep a sum, which is where the parameters are: this rank's row, or all ranks'."""
         self.rows, self.row = (total, total[self.records[0].rank]) if total.dim() > 1 else (None, total)
+        self.measured = self.row
 
     def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""
-        self.rows, self.row, self.scale = None, row, 1.0
+        self.rows, self.row, self.measured, self.scale = None, row, row, 1.0
 
     def sums(self) -> Tensor:
         """What ``hold`` was given, where the parameters are; the host doesn't wait."""
@@ -140,10 +141,6 @@ class Bucket:
 
     def to_step(self) -> Tensor:
         """The row, complete."""
-        return self.row
-
-    def measured(self) -> Tensor:
-        """What has the row's L2 norm, where the parameters are: the row itself, or its norm."""
         return self.row
 
     def split(self, row: Tensor) -> Sequence[Tensor]:
@@ -285,19 +282,6 @@ def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:
     """
     if divisor != 1.0 and torch.promote_types(flats[0].dtype, buffer.dtype) != buffer.dtype:
         flats, divisor = torch._foreach_div(list(flats), divisor), 1.0
-    if _chunk_cat is not None:
-        _chunk_cat(list(flats), 0, buffer.shape[0], out=buffer)
-    else:
-        pack_plainly(buffer, flats)
+    torch._chunk_cat(list(flats), 0, buffer.shape[0], out=buffer)
     if divisor != 1.0:
         buffer.div_(divisor)
-
-
-def pack_plainly(buffer: Tensor, flats: Sequence[Tensor]) -> None:
-    """What ``pack`` does, without dividing, in public operations: for a torch without ``_chunk_cat``, and its test."""
-    torch.cat([_rows(flat, buffer.shape[0]) for flat in flats], dim=1, out=buffer)
-
-
-def _rows(flat: Tensor, world_size: int) -> Tensor:
-    padding = -flat.numel() % world_size
-    return (F.pad(flat, (0, padding)) if padding else flat).view(world_size, -1)

@@ -31,8 +31,6 @@ class Gather:
         awaited: whoever reads one of them waits; else they have to be there when the step has ended.
     """
 
-    __slots__ = ("_pending", "_streams", "_written", "awaited", "records")
-
     def __init__(
         self, records: Sequence[ShardedParameter], pending: Work[None], streams: Streams, awaited: bool
     ) -> None:

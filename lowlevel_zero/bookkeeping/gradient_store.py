@@ -11,6 +11,7 @@ from torch import Tensor
 from .bucket_plan import PlannedBucket
 from .bucket_store import Bucket, NewBucket
 from .sharded_parameter import ShardedParameter
+from .step_state import StepState
 
 
 class GradientStore:
@@ -26,13 +27,13 @@ class GradientStore:
             unscaled.
         new_bucket: makes one, which keeps its shard where steps are taken. All arithmetic but the step's own is done
             where the parameters are.
+        state: of the optimizer's step.
 
     Attributes:
         version: goes up with each change of a gradient.
         steps: steps since gradients were cleared.
         cleared: those whose ``p.grad`` has been set to None since the ranks agreed last.
         taken_out: those whose sharded gradients a backward isn't to meet in ``p.grad``.
-        exposed: each ``g`` is complete, averaged and unscaled, and its caller's to edit, as ``p32.grad``.
     """
 
     def __init__(
@@ -40,18 +41,19 @@ class GradientStore:
         records: Sequence[ShardedParameter],
         gradient_scale: Callable[[], float | Tensor],
         new_bucket: NewBucket,
+        state: StepState,
     ) -> None:
         self._records = records
         self._rank = records[0].rank
         self._gradient_scale = gradient_scale
         self._new_bucket = new_bucket
+        self._state = state
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self.taken_out: list[ShardedParameter] = []
         self.cleared: set[ShardedParameter] = set()
         self.steps = 0
         self.version = 0
-        self.exposed = False
 
     # ---- what reductions leave ----
 
@@ -118,7 +120,7 @@ class GradientStore:
 
         Of what has been scaled, others' rows are let go: to multiply them too would take ``world_size`` times as long.
         """
-        if not self.exposed:
+        if not self._state.synchronized:
             for bucket in self._buckets:
                 if bucket.scale is not None:
                     bucket.rows = None
@@ -134,7 +136,7 @@ class GradientStore:
         none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
         found: dict[int, Tensor] = {}
         for bucket in self._buckets:
-            scale = 1.0 if self.exposed else self._scale(bucket)
+            scale = 1.0 if self._state.synchronized else self._scale(bucket)
             parts = list(bucket.split(bucket.fetch(bucket.row)))
             norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=dtype)) * scale
             found.update(zip(bucket.planned.members, norms.unbind(), strict=True))
@@ -143,7 +145,7 @@ class GradientStore:
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
         """Multiply some parameters' gradients; those of a whole bucket when they are next used, if they can be."""
         for bucket, some in self._by_bucket(records).items():
-            if self.exposed:
+            if self._state.synchronized:
                 for record in some:  # where steps are taken
                     part = bucket.part_of(record, bucket.row)
                     part.mul_(factor.to(part.device) if isinstance(factor, Tensor) else factor)
@@ -172,7 +174,7 @@ class GradientStore:
 
     def overwrite(self, record: ShardedParameter, own: Tensor) -> None:
         """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``."""
-        if self.exposed:
+        if self._state.synchronized:
             self.version += 1
             bucket = self._bucket_of[record.index]
             bucket.part_of(record, bucket.row).copy_(own)
@@ -226,7 +228,7 @@ class GradientStore:
 
         There may be what a backward has left since. Those ``in_flight`` are dropped when they have come.
         """
-        if self.exposed:
+        if self._state.synchronized:
             return []
         shown = [record for record in self._records if record.shown is not None]
         replaced = [record for record in shown if record.p.grad is not record.shown]
@@ -263,7 +265,6 @@ class GradientStore:
         for bucket in self.sums():
             row = at_least_fp32(bucket.to_step()).mul_(scale)
             self._show(bucket, row.to(bucket.records[0].p32.dtype))
-        self.exposed = True
 
     def _show(self, bucket: Bucket, row: Tensor) -> None:
         bucket.hold_for_step(row)
@@ -292,7 +293,6 @@ class GradientStore:
 
     def conceal(self) -> None:
         """Show gradients no longer."""
-        self.exposed = False
         for record in self._records:
             record.p32.grad = None
 

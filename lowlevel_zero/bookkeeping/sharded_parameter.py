@@ -74,39 +74,6 @@ class ShardedParameter:
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_offered",
-        "address",
-        "arrived",
-        "communication_dtype",
-        "fp8",
-        "group",
-        "handle",
-        "index",
-        "is_contiguous",
-        "is_empty",
-        "is_flat",
-        "kind",
-        "name",
-        "p",
-        "p32",
-        "padded",
-        "pending",
-        "rank",
-        "row",
-        "rows",
-        "shard_group",
-        "shares_storage",
-        "shown",
-        "slice_handle",
-        "split",
-        "stepped",
-        "version",
-        "view",
-        "worked",
-    )
-
     def __init__(
         self,
         place: Place,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
-from ..reducer import Backwards
+from ..bookkeeping.step_state import StepState
 from ..sharded_optimizer import alive
 
 
@@ -23,7 +23,7 @@ class Guard:
         optim: the wrapped optimizer, whose groups hold slices.
         parameters: the records.
         model: gives names; None: there is none.
-        backwards: the optimizer's.
+        state: of the optimizer's step.
 
     Attributes:
         latest: stands for the optimizer that was made last.
@@ -31,10 +31,8 @@ class Guard:
 
     latest: ClassVar[object]
 
-    def __init__(
-        self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None, backwards: Backwards
-    ) -> None:
-        self._backwards = backwards
+    def __init__(self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None, state: StepState) -> None:
+        self._state = state
         self._optim = optim
         self._parameters = parameters
         self._model = model
@@ -60,7 +58,7 @@ class Guard:
                 f"{call}: expected it outside of backward, got it within one: don't call it in a hook or a "
                 "torch.autograd.Function"
             )
-        if self._backwards in Backwards.running:
+        if self._state in StepState.in_backward:
             raise RuntimeError(
                 f"{call}: expected it outside of optimizer.backward_pass, got it within: leave the with block first, "
                 "which finishes the backward, and run one backward in it"

@@ -141,7 +141,7 @@ class OptimizerGradients:
     @property
     def _finished(self) -> bool:
         """Whether nothing has come since all ranks finished their reductions together."""
-        return all(each.reducer.finished and not each.gradients.exposed for each in self._groups)
+        return all(each.reducer.finished for each in self._groups) and not self._alive.step_state.synchronized
 
     @property
     def _versions(self) -> tuple[int, ...]:

@@ -30,7 +30,6 @@ LEAVING = 2
 class HostBucket(Bucket):
     """A bucket whose row rests on the host; its norm is measured before it leaves the device."""
 
-    _norm: Tensor
     _arrived: Mark
 
     def __init__(self, copies: StepOnHost, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
@@ -41,14 +40,14 @@ class HostBucket(Bucket):
     def hold(self, total: Tensor) -> None:
         """Start the D2H copy of the row."""
         super().hold(total)
-        self._norm = _l2_norm(self.row)
+        self.measured = _l2_norm(self.row)
         self.row, self._arrived = self._copies.down(self.row)
 
     def hold_for_step(self, row: Tensor) -> None:
         """It is there."""
         super().hold_for_step(row)
         self._arrived = Passed()
-        self._norm = _l2_norm(row).to(self._device)
+        self.measured = _l2_norm(row).to(self._device)
 
     def sums(self) -> Tensor:
         """Start the H2D copy, unless all rows are where the parameters are; the host must leave the row alone."""
@@ -66,10 +65,6 @@ class HostBucket(Bucket):
         """The host waits for the D2H copy."""
         self._copies.wait(self._arrived)
         return self.row
-
-    def measured(self) -> Tensor:
-        """The norm, 0-d."""
-        return self._norm
 
 
 class _Leaving(NamedTuple):

@@ -216,6 +216,7 @@ def construct(make: Callable[[nn.Module], Any] = adam, **options: Any) -> Doing:
 
 def over_a_dtensor(work: Work) -> None:
     from torch.distributed.device_mesh import init_device_mesh
+
     try:
         from torch.distributed.tensor import Shard, distribute_tensor
     except ImportError:  # torch 2.4

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowlevel_zero.bookkeeping import bucket_store
-from lowlevel_zero.bookkeeping.bucket_store import pack, pack_plainly
+from lowlevel_zero.bookkeeping.bucket_store import pack
 from lowlevel_zero.communication.flat_buffers import unpack
 
 NUMELS = {
@@ -51,11 +50,10 @@ def test_wire_is_the_table_s() -> None:
 
 @pytest.mark.parametrize("numels", NUMELS.values(), ids=NUMELS.keys())
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("packing", [pack, pack_plainly])
-def test_packing_groups_by_rank(packing: object, world_size: int, numels: list[int]) -> None:
+def test_packing_groups_by_rank(world_size: int, numels: list[int]) -> None:
     flats = [torch.randn(numel) for numel in numels]
     wire = empty_wire(numels, world_size, torch.float32)
-    packing(wire, flats)  # type: ignore[operator]
+    pack(wire, flats)
     assert torch.equal(wire, by_element(wire, flats))
 
 
@@ -63,11 +61,9 @@ def test_packing_groups_by_rank(packing: object, world_size: int, numels: list[i
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 def test_packing_casts(of: torch.dtype, to: torch.dtype) -> None:
     flats = [torch.randn(numel).to(of) for numel in (5, 13, 1)]
-    fast, plain = (empty_wire([5, 13, 1], 4, to) for _ in range(2))
-    pack(fast, flats)
-    pack_plainly(plain, flats)
-    assert torch.equal(fast, plain)
-    assert torch.equal(fast, by_element(fast, [flat.to(to) for flat in flats]))
+    wire = empty_wire([5, 13, 1], 4, to)
+    pack(wire, flats)
+    assert torch.equal(wire, by_element(wire, [flat.to(to) for flat in flats]))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -85,14 +81,6 @@ def test_strided_columns_pack() -> None:
     wire = empty_wire([5], 2, torch.float32)
     pack(wire, [flat])
     assert wire.tolist() == [[0, 2, 4], [6, 8, 0]]
-
-
-def test_packing_does_without_the_private_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_store, "_chunk_cat", None)
-    flats = [torch.randn(5), torch.randn(3)]
-    wire = empty_wire([5, 3], 2, torch.float32)
-    pack(wire, flats)
-    assert torch.equal(wire, by_element(wire, flats))
 
 
 @pytest.mark.parametrize("numels", NUMELS.values(), ids=NUMELS.keys())

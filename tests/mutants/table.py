@@ -320,8 +320,8 @@ MUTANTS = [
     Mutant(
         "no_sync synchronises",
         OPTIMIZER,
-        "self._backwards.sync = self._backwards.sync, False",
-        "_ = self._backwards.sync, False",
+        "self.step_state.syncs = self.step_state.syncs, False",
+        "_ = self.step_state.syncs, False",
         NUMBERS,
     ),
     # masters, and what is saved
