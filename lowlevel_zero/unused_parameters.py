@@ -99,11 +99,12 @@ class UnusedParameters:
         return self._exchange(False, bytearray([record.worked for record in self._records]))
 
     def _exchange(self, opens: bool, used: bytearray) -> Work[Presence]:
-        buffer = bytearray((opens, self.lacked)) + used  # which the all-reduce overwrites
+        buffer = bytearray((opens, self.lacked)) + used
 
-        def read(_: Tensor) -> Presence:
-            self.lacked |= bool(buffer[1])
-            return Presence(bool(buffer[0]), bytes(buffer[_MAP:]))
+        def read(of_all: Tensor) -> Presence:
+            told = bytes(of_all.tolist())
+            self.lacked |= bool(told[1])
+            return Presence(bool(told[0]), told[_MAP:])
 
         return self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)).then(read)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends.backend import Alone, Backend, HostBackend
+from .backends.backend import AGREED, MAXIMUM, Alone, Backend, HostBackend
 from .backends.memory_pool import open_pool
 from .backends.native import Native
 from .backends.pairwise import Pairwise
@@ -107,8 +107,8 @@ class Communicator:
         self.number = next(self.context.connected)
         self.hosts = Pairwise(side_group(self.group), self.number)
         if self.on_gloo(_HOST):
-            (refused,) = self.context.agreements.all_reduce_max([not shared or os.environ.get(SWITCH) == "0"])
-            if not refused:
+            refused = torch.tensor([not shared or os.environ.get(SWITCH) == "0"], dtype=torch.uint8)
+            if not self.context.agreements.exchange(refused, AGREED, MAXIMUM).wait():
                 self._share_memory()
 
     def _share_memory(self) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .backends.backend import Alone, HostBackend
-from .backends.memory_pool import Pool
+from .backends.memory_pool import Memory
 from .processes import Process
 from .work import Work
 
@@ -49,7 +49,7 @@ class GroupContext:
         self.data_group: dist.ProcessGroup | None = None
         self.unions: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.agreements: HostBackend = Alone(0, 1)
-        self.pool: Pool | str | None = None
+        self.pool: Memory | str | None = None
         self.abandoned: list[Work[Any]] = []
         self.shard_groups, self.connected = count(), count(1)
         self.barriers: defaultdict[str, int] = defaultdict(int)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..partition import END_TO_END, Alignment
-from .backends.backend import AGREED, PRESENT
+from .backends.backend import AGREED, MAXIMUM, PRESENT
 from .communicator import Communicator
 from .fp8 import encoded_size
 from .process_groups import side_group as side_group_of
@@ -153,7 +153,7 @@ class ShardGroup:
     # ---- a few numbers ----
 
     def sum_scalar(self, value: Tensor) -> Work[Tensor]:
-        """Start summing ``value`` (0-d, or a few numbers) over the slices, in place.
+        """Start summing ``value`` (0-d, or a few numbers) over the slices; the result may be ``value``.
 
         On CUDA (NCCL) without a host synchronisation.
         """
@@ -172,18 +172,17 @@ class ShardGroup:
 
         It travels beside the data path, so ranks may stand at different buffers when they call it.
         """
-        few = torch.tensor(values, dtype=torch.int64, device="cpu")
-        maximum = self._context.agreements.maximum
-        agreed: list[int] = self.progress.start(AGREEMENT, None, (few,), maximum, few, AGREED).wait().tolist()
+        few, exchange = torch.tensor(values, dtype=torch.int64, device="cpu"), self._context.agreements.exchange
+        agreed: list[int] = self.progress.start(AGREEMENT, None, (few,), exchange, few, AGREED, MAXIMUM).wait().tolist()
         return agreed
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
-        """Start the element-wise maximum over the ranks of a few bytes on the host, in place.
+        """Start the element-wise maximum over the ranks of a few bytes on the host.
 
         It travels beside the buffers: all ranks make these calls in the same order among their syncs, but not among
         calls of ``all_reduce_max``. Its ``done`` tells when it is.
         """
-        return self.progress.start(MESSAGE, None, (values,), self.communicator.hosts.maximum, values, PRESENT)
+        return self.progress.start(MESSAGE, None, (values,), self.communicator.hosts.exchange, values, PRESENT, MAXIMUM)
 
     def alike(self, values: Sequence[int]) -> bool:
         """Whether every rank has the same ``values``."""

@@ -22,6 +22,10 @@ KINDS = 16  # at most
 
 T = TypeVar("T")
 
+# What becomes of everybody's few numbers, stacked.
+MAXIMUM: Callable[[Tensor], Tensor] = partial(torch.amax, dim=0)
+_SUM: Callable[[Tensor], Tensor] = partial(torch.sum, dim=0)
+
 
 class PeerError(RuntimeError):
     """A message to another rank, or from it, didn't get through.
@@ -126,61 +130,36 @@ class HostBackend(Backend):
     shares_memory = False
 
     @abstractmethod
-    def exchange(self, few: Tensor, kind: int, combine: Callable[[list[Tensor]], T]) -> Work[T]:
-        """Start telling all ranks a few numbers (1-D), as many on each; ``combine`` gets everybody's, in rank order.
+    def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
+        """Start telling all ranks a few numbers, as many on each; ``combine`` makes the result of everybody's, stacked.
 
-        Those of one ``kind`` have an order of their own.
+        Those of one ``kind`` have an order of their own. Of presence maps ``done`` tells when they have come; of others
+        that may only be known by waiting. ``few`` must stay as it is until then.
         """
-
-    def maximum(self, few: Tensor, kind: int) -> Work[Tensor]:
-        """Start making a few numbers the element-wise maximum of every rank's, in place.
-
-        Those of one ``kind`` have an order of their own. Of presence maps ``done`` tells when they have come; of
-        others that may only be known by waiting.
-        """
-        return self.exchange(few, kind, partial(_maximum_into, few))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
         """Everybody's, in rank order."""
-        return self.exchange(value.view(-1), ADDED, partial(_sum_into, value))
-
-    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """The element-wise maximum of every rank's ``values``, an agreement: they have one order on all ranks."""
-        few = torch.tensor(values, dtype=torch.int64, device="cpu")
-        most: list[int] = self.maximum(few, AGREED).wait().tolist()
-        return most
+        return self.exchange(value, ADDED, _SUM)
 
     def all_gather_object(self, mine: object) -> list[Any]:
         """Every rank's ``mine`` in rank order, pickled; in one order with agreements."""
         data = bytearray(pickle.dumps(mine))
-        (length,) = self.all_reduce_max([len(data)])
-        data.extend(bytes(length - len(data)))
+        length = self.exchange(torch.tensor([len(data)], device="cpu"), AGREED, MAXIMUM).wait()
+        data.extend(bytes(int(length) - len(data)))
         return self.exchange(torch.frombuffer(data, dtype=torch.uint8), AGREED, _unpickled).wait()
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    """What a contiguous tensor of the host holds; torch may have come without numpy."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
-def _sum_into(value: Tensor, parts: list[Tensor]) -> Tensor:
-    return value.copy_(torch.stack(parts).sum(dim=0).view(value.shape))
-
-
-def _maximum_into(few: Tensor, parts: list[Tensor]) -> Tensor:
-    return few.copy_(torch.stack(parts).amax(dim=0))
-
-
-def _unpickled(parts: list[Tensor]) -> list[Any]:
-    return [pickle.loads(_bytes_of(theirs)) for theirs in parts]
+def _unpickled(parts: Tensor) -> list[Any]:
+    # torch may have come without numpy
+    return [pickle.loads(ctypes.string_at(part.data_ptr(), part.nbytes)) for part in parts]
 
 
 class Alone(HostBackend):
     """One rank: what it has is everybody's."""
 
-    def exchange(self, few: Tensor, kind: int, combine: Callable[[list[Tensor]], T]) -> Work[T]:
+    def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
         """``few`` alone."""
-        return Work(lambda: combine([few]), tensors=(few,))
+        return Work(lambda: combine(few[None]), tensors=(few,))
 
     def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
         """The one row."""

@@ -4,7 +4,7 @@ A process's memory is one anonymous file (a memfd: no name that a killed process
 /dev/shm has in containers), as large as the machine's memory and mapped once by everybody. It takes memory only where
 a block is; a block's memory is given back by punching a hole, whoever still has it mapped.
 
-Who has read a block says so in its next message (see ``control_pipe``). When all have, the block is used again.
+Who has read a block says so in its next record (see ``control_pipe``). When all have, the block is used again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..processes import Process, own_process
 from .backend import HostBackend
 from .control_pipe import ControlPipe, PeerPipe, close_with
 
 _MOST = 64 * 2**30  # of address space
 _PAGE = mmap.PAGESIZE
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 T = TypeVar("T")
 
@@ -33,8 +33,7 @@ T = TypeVar("T")
 class Address(NamedTuple):
     """Where a process finds another's memory, and how it knows that it is that one: plain values, to be sent."""
 
-    host: str
-    process: int
+    process: Process
     memory: int  # file descriptors of that process
     pipe: int
     file: tuple[int, int]  # device and inode
@@ -59,16 +58,18 @@ class Block:
 
 
 class Memory:
-    """This process's own.
+    """This process's own, and that of the others; all optimizers of a process group use it.
 
     Args:
         rank: this process's.
         ranks: how many map it, this process too.
 
     Attributes:
-        map: all of it.
+        map: all of its own.
+        maps: the others', by rank, beginning with the rank before this one.
         address: where others find it.
         pipe: how they tell this process where their parts lie.
+        timeout: seconds to wait for a peer.
 
     Raises:
         OSError: the system has no such thing, or no room for it.
@@ -77,21 +78,35 @@ class Memory:
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
         _check_room(ranks, size)
-        self._everybody = range(ranks)
+        self._rank, self._everybody = rank, range(ranks)
         self._file = os.memfd_create("lowlevel_zero")
         close_with(self, self._file)
         self._readers: dict[int, set[int]] = {}
         self.pipe = ControlPipe(rank, self._readers)
         os.ftruncate(self._file, size)
         self.map = _mapped(self._file, size)
+        self.maps: dict[int, mmap.mmap] = {}
+        self.timeout = 0.0
         token = secrets.token_bytes(16)
         self.map[: len(token)] = token
         seen = os.stat(self._file)
         file = (seen.st_dev, seen.st_ino)
-        self.address = Address(_host(), os.getpid(), self._file, self.pipe.descriptor, file, size, token)
+        self.address = Address(own_process(), self._file, self.pipe.descriptor, file, size, token)
         self._blocks: list[Block] = []
         self._lock = Lock()
         self._top = _PAGE
+
+    def connect(self, addresses: Sequence[Address], timeout: float) -> None:
+        """Map every other rank's memory; these are in rank order.
+
+        Raises:
+            OSError, ValueError: a peer's can't be reached from here.
+        """
+        self.timeout = timeout
+        for turn in range(1, len(addresses)):
+            of = (self._rank - turn) % len(addresses)
+            self.maps[of] = map_of(addresses[of])
+            self.pipe.peers[of] = PeerPipe(addresses[of].process, addresses[of].pipe, timeout)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
         """A block that nobody reads, until all ranks have finished with it; and so many elements, 1-D, in it.
@@ -111,9 +126,8 @@ class Memory:
             if not block.resident:
                 self._populate(block)
             block.readers.update(self._everybody)
-        if numel == 0:
-            return block, torch.empty(0, dtype=dtype, device="cpu")
-        return block, torch.frombuffer(self.map, dtype=dtype, count=numel, offset=block.offset)
+        tensor = torch.frombuffer(self.map, dtype=dtype, count=max(numel, 1), offset=block.offset)
+        return block, tensor if numel else tensor[:0]
 
     def _free(self, nbytes: int) -> Block | None:
         """One of just that size, else the best that is large enough."""
@@ -129,8 +143,6 @@ class Memory:
 
     def trim(self, keep: int = 0) -> None:
         """Give back the memory of free blocks, but for about ``keep`` bytes."""
-        self.pipe.tell(0)  # which blocks this process has finished with, for its peers to do the same
-        self.pipe.collect(wait=False)
         if not self._lock.acquire(blocking=False):  # it is in use by what this interrupts, as a finaliser may
             return
         try:
@@ -168,45 +180,16 @@ class Memory:
         block.resident = True
 
 
-class Pool:
-    """The memory of all ranks of a process group, as one of them sees it; all of its optimizers use it.
-
-    Args:
-        own: this rank's.
-        rank: its number.
-        addresses: of every rank's memory, in rank order.
-        timeout: seconds to wait for a peer.
-
-    Attributes:
-        own: this rank's.
-        maps: the others', by rank, beginning with the rank before this one.
-        timeout: seconds to wait for a peer.
-
-    Raises:
-        OSError, ValueError: a peer's can't be reached from here.
-    """
-
-    def __init__(self, own: Memory, rank: int, addresses: Sequence[Address], timeout: float) -> None:
-        self.own = own
-        self.timeout = timeout
-        size = len(addresses)
-        turns = [(rank - turn) % size for turn in range(1, size)]
-        self.maps = {of: map_of(addresses[of]) for of in turns}
-        for of in turns:
-            process = addresses[of].process
-            own.pipe.connect(of, PeerPipe(f"/proc/{process}/fd/{addresses[of].pipe}", process, timeout))
-
-
 def map_of(address: Address) -> mmap.mmap:
     """Another process's memory.
 
     Raises:
         OSError, ValueError: it can't be reached from here.
     """
-    if address.host != _host():
-        raise ValueError("it is on another host")
-    path = f"/proc/{address.process}/fd/{address.memory}"
-    # In another PID namespace this may be any process, and opening some files does something: look first.
+    if address.process.space != own_process().space:
+        raise ValueError("it is on another host, or in another PID namespace")
+    path = f"/proc/{address.process.number}/fd/{address.memory}"
+    # It may be another process by now, and opening some files does something: look first.
     seen = os.stat(path)
     if (seen.st_dev, seen.st_ino) != address.file:
         raise ValueError("its process has another number here")
@@ -220,15 +203,15 @@ def map_of(address: Address) -> mmap.mmap:
     return mapped
 
 
-def open_pool(rank: int, size: int, timeout: float, ranks: HostBackend) -> Pool | str:
+def open_pool(rank: int, size: int, timeout: float, ranks: HostBackend) -> Memory | str:
     """Memory that every rank can see every other's of, else why not; alike on all, which all call it."""
     own = _or_why_not(lambda: Memory(rank, size))
     addresses = ranks.all_gather_object(own if isinstance(own, str) else own.address)
     refusals = _refusals(addresses)
     if isinstance(own, str) or refusals:
         return refusals
-    pool = _or_why_not(lambda: Pool(own, rank, addresses, timeout))
-    return _refusals(ranks.all_gather_object(pool if isinstance(pool, str) else None)) or pool
+    refused = _or_why_not(lambda: own.connect(addresses, timeout))
+    return _refusals(ranks.all_gather_object(refused)) or own
 
 
 def _or_why_not(make: Callable[[], T]) -> T | str:
@@ -265,11 +248,6 @@ def _mapped(descriptor: int, size: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, size)
     mapped.madvise(mmap.MADV_DONTDUMP)  # most of it isn't there
     return mapped
-
-
-def _host() -> str:
-    with open(_BOOT_ID) as file:
-        return file.read().strip()
 
 
 def _exhausted(nbytes: int, reason: str) -> str:

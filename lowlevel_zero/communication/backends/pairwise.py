@@ -7,7 +7,7 @@ collectives come in one order, all of them: here each optimizer has an order of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..flat_buffers import in_rows, sum_rows
 from ..work import OnThread, Work
-from .backend import GATHER, HAND_OUT, KINDS, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
+from .backend import GATHER, HAND_OUT, KINDS, MAXIMUM, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
 
 T = TypeVar("T")
 
@@ -82,14 +82,16 @@ class Pairwise(HostBackend):
         theirs[self.rank].copy_(mine[self.rank])
         return _work(works, lambda: into, buffer, into)
 
-    def exchange(self, few: Tensor, kind: int, combine: Callable[[list[Tensor]], T]) -> Work[T]:
-        """All ranks to all others."""
-        parts = [few if rank == self.rank else torch.empty_like(few) for rank in range(self.size)]
+    def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
+        """All ranks to all others; but a maximum goes in rounds."""
+        if combine is MAXIMUM:
+            return cast("Work[T]", self._maximum(few.clone(), kind))
+        parts = few.expand(self.size, *few.shape).clone()
         works = self.send_and_receive([(few, parts[of]) for _, of in self.peers], kind)
         return _work(works, lambda: combine(parts), few)
 
-    def maximum(self, few: Tensor, kind: int) -> Work[Tensor]:
-        """In rounds, each of which doubles the number of ranks whose maximum this one has.
+    def _maximum(self, few: Tensor, kind: int) -> Work[Tensor]:
+        """In rounds, each of which doubles the number of ranks whose maximum this one has; in place.
 
         Hosts agree on every backend, with any number of ranks: so messages grow with its logarithm. (Dissemination:
         Hensgen, Finkel and Manber, 1988.) A thread runs the rounds of presence maps, whatever this rank is at.

@@ -1,15 +1,16 @@
 """Shared memory: the processes of one host read each other's buffers right where these were packed.
 
-A rank packs a buffer into a block of its memory and tells each peer where it lies. Who has read a block says so in its
-next message, and when all have, the block is used again. Nobody ever waits for that: while none is free, buffers get
-fresh ones, since a rank may be a whole backward ahead of its peers. A few numbers travel in the message itself.
+All collectives are one: a rank packs what it has into a block of its memory, tells each peer where it lies, waits until
+all have told the same, and reads theirs. Who has read a block says so in its next record, and when all have, the block
+is used again. Nobody ever waits for that: while none is free, buffers get fresh ones, since a rank may be a whole
+backward ahead of its peers.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -18,8 +19,7 @@ from torch import Tensor
 from ..flat_buffers import keep_own, lay_end_to_end, sum_rows
 from ..work import Work
 from .backend import GATHER, HAND_OUT, KINDS, REDUCE, HostBackend
-from .control_pipe import INLINE
-from .memory_pool import Block, Pool
+from .memory_pool import Block, Memory
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class SharedMemory(HostBackend):
 
     Args:
         rank: of this process.
-        pool: the ranks' memory.
+        memory: the ranks'.
         number: of the optimizer whose buffers these are.
     """
 
@@ -43,15 +43,15 @@ class SharedMemory(HostBackend):
     orders_gathers_apart = True
     shares_memory = True
 
-    def __init__(self, rank: int, pool: Pool, number: int) -> None:
-        super().__init__(rank, len(pool.maps) + 1)
-        self._pool, self._pipe = pool, pool.own.pipe
+    def __init__(self, rank: int, memory: Memory, number: int) -> None:
+        super().__init__(rank, len(memory.maps) + 1)
+        self._memory, self._pipe = memory, memory.pipe
         self._first_kind = KINDS * number
         self._handed_out: dict[int, Block] = {}
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer in a block; each is handed to one reduction."""
-        block, buffer = self._pool.own.take(self.size * row, dtype)
+        block, buffer = self._memory.take(self.size * row, dtype)
         self._handed_out[buffer.data_ptr()] = block
         return buffer.view(self.size, row)
 
@@ -64,12 +64,7 @@ class SharedMemory(HostBackend):
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Every rank sums all rows, in rank order: to the same bits."""
-
-        def add(theirs: dict[int, Tensor]) -> Tensor:
-            versions = theirs | {self.rank: buffer.view(-1)}
-            return sum_rows([versions[rank] for rank in range(self.size)]).view(buffer.shape)
-
-        return self._start(REDUCE, buffer, (), [buffer.numel()] * self.size, add)
+        return self._start_whole(REDUCE, buffer, lambda parts: sum_rows(parts).view(buffer.shape))
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """As pieces, of which there is one."""
@@ -77,9 +72,9 @@ class SharedMemory(HostBackend):
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
         """Each rank copies what it lacks out of the others' blocks, straight to where it belongs."""
-        sizes = [each.numel() for each in own]
+        sizes = list(map(Tensor.numel, own))
         numel = sum(sizes)
-        block, packed = self._pool.own.take(numel, rows[0].dtype)
+        block, packed = self._memory.take(numel, rows[0].dtype)
         lay_end_to_end(packed, own)
         keep_own(own, rows, self.rank)  # from own, not the block: an fp32 master is its row already
 
@@ -93,7 +88,7 @@ class SharedMemory(HostBackend):
         """Each rank copies its part out of the others' blocks."""
         mine, parts = buffer.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
         parts[self.rank].copy_(mine[self.rank])
-        starts = [buffer.element_size() * sum(sizes[:to]) for to in range(self.size)]
+        starts = [buffer.element_size() * before for before in accumulate(sizes, initial=0)]
 
         def copy(theirs: dict[int, Tensor]) -> Tensor:
             for of, part in theirs.items():
@@ -102,36 +97,31 @@ class SharedMemory(HostBackend):
 
         return self._start(HAND_OUT, buffer, starts, sizes_into, copy)
 
-    def exchange(self, few: Tensor, kind: int, combine: Callable[[list[Tensor]], T]) -> Work[T]:
-        """In the messages themselves, or in a block if they are too many for that."""
-        if few.nbytes > INLINE:
-            return self._exchange_blocks(few, kind, combine)
-        key = self._pipe.tell(self._first_kind + kind, part=ctypes.string_at(few.data_ptr(), few.nbytes))
-
-        def finish() -> T:
-            parts = [few] * self.size
-            for of, message in self._pipe.receive(key, self._pool.timeout).items():
-                parts[of] = torch.frombuffer(bytearray(message.part), dtype=few.dtype)
-            return combine(parts)
-
-        return Work(finish, partial(self._pipe.has, key))
-
-    def _exchange_blocks(self, few: Tensor, kind: int, combine: Callable[[list[Tensor]], T]) -> Work[T]:
-        def copy(theirs: dict[int, Tensor]) -> T:
-            parts = theirs | {self.rank: few}
-            return combine([parts[rank].clone() for rank in range(self.size)])
-
-        return self._start(kind, few, (), [few.numel()] * self.size, copy)
+    def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
+        """All of it to all."""
+        return self._start_whole(kind, few, lambda parts: combine(torch.stack(parts).view(-1, *few.shape)))
 
     def held(self) -> list[Tensor]:
         """Blocks, in use or kept."""
-        return self._pool.own.held()
+        return self._memory.held()
 
     def trim(self, for_good: bool = False) -> None:
         """Give back what idle blocks take, but for what the next step needs anyway."""
-        self._pool.own.trim(0 if for_good else KEPT)
+        while for_good and any(peer.finished for peer in self._pipe.peers.values()):
+            self._pipe.tell(0)  # which blocks this process has finished with, for its peers to do the same
+        self._memory.trim(0 if for_good else KEPT)
 
     # ---- the one way of all of them ----
+
+    def _start_whole(self, kind: int, buffer: Tensor, read: Callable[[list[Tensor]], T]) -> Work[T]:
+        """With all of every rank's for all; ``read`` gets everybody's, 1-D and in rank order."""
+        flat = buffer.view(-1)
+
+        def in_order(theirs: dict[int, Tensor]) -> T:
+            parts = theirs | {self.rank: flat}
+            return read([parts[rank] for rank in range(self.size)])
+
+        return self._start(kind, flat, (), [flat.numel()] * self.size, in_order)
 
     def _start(
         self,
@@ -152,25 +142,23 @@ class SharedMemory(HostBackend):
             read: makes the result of the peers' parts, by rank in turn; those of no elements aren't there.
             block: where ``buffer`` lies, if that is known.
         """
-        mine = block or self._handed_out.pop(buffer.data_ptr(), None) or self._copied(buffer)
+        mine = block or self._handed_out.pop(buffer.data_ptr(), None)
+        if mine is None:
+            mine, packed = self._memory.take(buffer.numel(), buffer.dtype)
+            packed.copy_(buffer.view(-1))
         key = self._pipe.tell(self._first_kind + kind, mine.offset, starts)
 
         def finish() -> T:
-            messages = self._pipe.receive(key, self._pool.timeout)
+            places = self._pipe.receive(key, self._memory.timeout)
             parts = {}
-            for of, memory in self._pool.maps.items():
+            for of, memory in self._memory.maps.items():
                 if sizes[of]:
-                    offset = messages[of].offset + messages[of].start
+                    offset = places[of].offset + places[of].start
                     parts[of] = torch.frombuffer(memory, dtype=buffer.dtype, count=sizes[of], offset=offset)
             result = read(parts)
             mine.readers.discard(self.rank)
-            for of, message in messages.items():
-                self._pipe.peers[of].finished.append(message.offset)
+            for of, place in places.items():
+                self._pipe.peers[of].finished.append(place.offset)
             return result
 
         return Work(finish, partial(self._pipe.has, key), (buffer,))
-
-    def _copied(self, buffer: Tensor) -> Block:
-        block, packed = self._pool.own.take(buffer.numel(), buffer.dtype)
-        packed.copy_(buffer.view(-1))
-        return block

@@ -39,7 +39,7 @@ class Staged(Backend):
 
     def sum(self, value: Tensor) -> Work[Tensor]:
         """As ``host`` does it."""
-        return self._host.sum(value.to(_HOST)).then(value.copy_)
+        return self._host.sum(value.to(_HOST)).then(lambda total: total.to(value.device))
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """Of ``buffer`` its own row goes to the host, and all come back."""
