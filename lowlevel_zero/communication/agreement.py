@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
+from operator import neg
 from typing import NamedTuple
 
 from .shard_group import ShardGroup
 
 NORMS = "take norms of p.grad"
-
-# By name, what brings a rank to agree on rounds; the place is what travels.
-_NAMES = (
-    "step",
-    "zero_grad",
-    "clip_grad_norm_",
-    "synchronize",
-    "add_param_group",
-    "load_state_dict",
-    "get_param_grad",
-    "lowlevel_zero.clip_grad_norm_",
-    NORMS,
-    "edit p.grad",
-    "look at gradients",
-    "state_dict",
-    "read or write state",
-    "train",
-    "eval",
-)
 
 
 class Alike(NamedTuple):
@@ -64,28 +48,27 @@ def agree(
     """
     if error is None and group.ranks == 1:
         return
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    same = [int.from_bytes(digest[at : at + 7], "big") for at in (0, 7, 14)]
-    if _compare(group, error, same) is not None:
+    if _agreed(group, error, "\n".join(lines)) is not None:
         return
-    statements = _gather(group, _Statement(doing, group.communicator.number, _reason(error), lines=list(lines)))
+    statements = group.all_gather_object(
+        _Statement(doing, group.communicator.number, _reason(error), lines=list(lines))
+    )
     if error is not None:
         try:
             raise error
         finally:
             error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
     _raise_others(statements)
-    raise ValueError(_first_difference([each.lines or [] for each in statements], alike))
+    raise ValueError(_first_difference([each.lines or () for each in statements], alike))
 
 
-def _compare(
-    group: ShardGroup, error: Exception | None, same: Sequence[int], most: tuple[int, int] = (0, 0)
-) -> list[int] | None:
+def _agreed(group: ShardGroup, error: Exception | None, same: str, most: tuple[int, ...] = (0, 0)) -> list[int] | None:
     """The maximum of every rank's ``most``; None: a rank has an error, or not the ``same`` as the others.
 
     One small exchange, of one size whatever it is for: ranks that came for different things find that out here.
     """
-    bounds = [*same, *(-number for number in same)]
+    own = struct.unpack("=4I", hashlib.sha256(same.encode()).digest()[:16])
+    bounds = [*own, *map(neg, own)]
     any_failed, *agreed = group.all_reduce_max([error is not None, *bounds, *most])
     return None if any_failed or agreed[: len(bounds)] != bounds else agreed[len(bounds) :]
 
@@ -109,13 +92,10 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
         error = None  # as in agree
 
 
-def _first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
+def _first_difference(by_rank: Iterable[Sequence[str]], alike: Alike) -> str:
     """Name the first place where a rank's lines are not rank 0's."""
-    first = by_rank[0]
-    for at in range(max(len(lines) for lines in by_rank)):
-        expected = first[at] if at < len(first) else "nothing more"
-        for rank, lines in enumerate(by_rank):
-            got = lines[at] if at < len(lines) else "nothing more"
+    for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
+        for rank, got in enumerate(others, 1):
             if got != expected:
                 return (
                     f"expected {alike.what} on every rank; rank 0 has «{expected}» where "
@@ -152,11 +132,6 @@ class Call(NamedTuple):
     name: str
     error: Exception | None = None
 
-    def check(self) -> None:
-        """Raise this rank's ``error``, if there is one."""
-        if self.error is not None:
-            raise self.error
-
     def agree(self, group: ShardGroup, progress: Progress, cleared: Sequence[str] = ()) -> Progress:
         """Raise, on all ranks of ``group``, if one of them can't do what it was called for, or was called for another.
 
@@ -175,16 +150,15 @@ class Call(NamedTuple):
             RuntimeError: another rank's, or who was called for what.
         """
         number = group.communicator.number
-        same = number * len(_NAMES) + _NAMES.index(self.name), progress.steps, progress.cleared
-        most = _compare(group, self.error, same, (progress.syncs, progress.lacks))
+        same = f"{self.name} of {number}, {progress.steps}, {progress.cleared}"
+        most = _agreed(group, self.error, same, (progress.syncs, progress.lacks))
         if most is None:
-            statements = _gather(
-                group, _Statement(self.name, number, _reason(self.error), progress.steps, list(cleared))
-            )
-            self.check()
+            mine = _Statement(self.name, number, _reason(self.error), progress.steps, list(cleared))
+            statements = group.all_gather_object(mine)
+            if self.error is not None:
+                raise self.error
             _raise_others(statements)
-            if len({(each.name, each.optimizer) for each in statements}) == 1:
-                _raise_cleared(statements)
+            _raise_cleared(statements)
             raise _different_calls(_last_calls(statements))
         syncs, lacks = most
         return Progress(syncs, bool(lacks), progress.steps, progress.cleared)
@@ -222,16 +196,12 @@ class _Statement(NamedTuple):
     optimizer: int
     reason: str | None
     steps: int = 0
-    cleared: list[str] = []  # noqa: RUF012
-    lines: list[str] | None = None
+    cleared: Sequence[str] = ()
+    lines: Sequence[str] | None = None
 
 
 def _reason(error: Exception | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def _gather(group: ShardGroup, mine: _Statement) -> list[_Statement]:
-    return group.all_gather_object(mine)
 
 
 def _raise_others(statements: Sequence[_Statement]) -> None:
@@ -244,8 +214,10 @@ def _raise_others(statements: Sequence[_Statement]) -> None:
 
 
 def _raise_cleared(statements: Sequence[_Statement]) -> None:
-    """Raise if the ranks have cleared different gradients."""
-    if any(each.cleared != statements[0].cleared for each in statements):
+    """Raise if the ranks have cleared different gradients, before one and the same call."""
+    if len({(each.name, each.optimizer) for each in statements}) == 1 and any(
+        each.cleared != statements[0].cleared for each in statements
+    ):
         told = "; ".join(
             f"rank {rank} has set that of {each.cleared[0]} and {len(each.cleared) - 1} others"
             if each.cleared

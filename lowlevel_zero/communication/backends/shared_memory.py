@@ -64,7 +64,12 @@ class SharedMemory(HostBackend):
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Every rank sums all rows, in rank order: to the same bits."""
-        return self._start_whole(REDUCE, buffer, lambda parts: sum_rows(parts).view(buffer.shape))
+
+        def add(theirs: dict[int, Tensor]) -> Tensor:
+            theirs[self.rank] = buffer.view(-1)
+            return sum_rows([theirs[rank] for rank in range(self.size)]).view(buffer.shape)
+
+        return self._start(REDUCE, buffer, (), [buffer.numel()] * self.size, add)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """As pieces, of which there is one."""
@@ -99,7 +104,13 @@ class SharedMemory(HostBackend):
 
     def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
         """All of it to all."""
-        return self._start_whole(kind, few, lambda parts: combine(torch.stack(parts).view(-1, *few.shape)))
+
+        def read(theirs: dict[int, Tensor]) -> T:
+            theirs[self.rank] = few.view(-1)
+            parts = torch.stack(list(map(theirs.__getitem__, range(self.size))))
+            return combine(parts.view(self.size, *few.shape))
+
+        return self._start(kind, few, (), [few.numel()] * self.size, read)
 
     def held(self) -> list[Tensor]:
         """Blocks, in use or kept."""
@@ -112,16 +123,6 @@ class SharedMemory(HostBackend):
         self._memory.trim(0 if for_good else KEPT)
 
     # ---- the one way of all of them ----
-
-    def _start_whole(self, kind: int, buffer: Tensor, read: Callable[[list[Tensor]], T]) -> Work[T]:
-        """With all of every rank's for all; ``read`` gets everybody's, 1-D and in rank order."""
-        flat = buffer.view(-1)
-
-        def in_order(theirs: dict[int, Tensor]) -> T:
-            parts = theirs | {self.rank: flat}
-            return read([parts[rank] for rank in range(self.size)])
-
-        return self._start(kind, flat, (), [flat.numel()] * self.size, in_order)
 
     def _start(
         self,
