@@ -107,7 +107,7 @@ class Communicator:
         self.number = next(self.context.connected)
         self.hosts = Pairwise(side_group(self.group), self.number)
         if self.on_gloo(_HOST):
-            refused = torch.tensor([not shared or os.environ.get(SWITCH) == "0"], dtype=torch.uint8)
+            refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
             if not self.context.agreements.exchange(refused, AGREED, MAXIMUM).wait():
                 self._share_memory()
 

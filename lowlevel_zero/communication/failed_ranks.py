@@ -34,7 +34,6 @@ _BROKEN = re.compile(
 )
 # Seconds: a process closes its connections a moment before it is seen to have ended.
 _PATIENCE, _PAUSE = 1.0, 0.02
-_FIRST_LOOK = 0.5  # seconds
 
 _FIRST_NOTE = "the first note"
 
@@ -57,23 +56,6 @@ def lost(ranks: Sequence[int]) -> list[int]:
     ended = [rank for rank in ranks if rank in known and known[rank].has_ended()]
     found = (_noted(_note_of(rank), [rank]) for rank in ended)  # only now: a note is left before the end
     return sorted({rank for ranks in found for rank in ranks})
-
-
-class PeriodicCheck:
-    """For who waits by itself: looks now and then for ranks that have ended."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
-        self._pause = _FIRST_LOOK
-        self._next = monotonic() + self._pause
-
-    def lost(self) -> list[int]:
-        """Those of the global ranks that are seen to have ended, at the times when this looks."""
-        if monotonic() < self._next:
-            return []
-        self._pause *= 2
-        self._next += self._pause
-        return lost(self._ranks)
 
 
 @contextmanager
@@ -109,19 +91,18 @@ def lost_rank_error(ranks: Sequence[int], what: object, peer: Sequence[int] = ()
     """
     note, store = json.dumps(ranks), _store()
     store.set(_note_of(dist.get_rank()), note)
-    if not ranks:
-        lost = f"the connection to {_listed(peer)}, whose end isn't seen from this host, or the network is broken"
-    elif len(ranks) == 1:
-        lost = f"rank {ranks[0]}, whose process has ended"
-    else:
-        lost = f"ranks {', '.join(map(str, ranks))}, whose processes have ended"
     if ranks:
         store.compare_set(_FIRST_NOTE, "", note)
-    return LostRank(f"{what}: expected all ranks, lost {lost}. {_REMEDY}")
+        whom = f"{listed_ranks(ranks)}, whose {'process has' if len(ranks) == 1 else 'processes have'} ended"
+    else:
+        other = listed_ranks(peer) if peer else "one of them"
+        whom = f"the connection to {other}, whose end isn't seen from this host, or the network is broken"
+    return LostRank(f"{what}: expected all ranks, lost {whom}. {_REMEDY}")
 
 
-def _listed(peer: Sequence[int]) -> str:
-    return f"rank {peer[0]}" if peer else "one of them"
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Of one or more, in words."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _lost_at_last(ranks: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ is written once, by compare-and-set: by the last rank to arrive, or with the rea
 waited too long. So all that take part see the same outcome, however close the last arrival and the deadline are. An
 attempt that is over stays so: who comes later finds it so, and starts the next one.
 
-A rank asks the store for as much however many ranks there are: the first to give up alone looks who came.
+Who has come is a few numbers with a bit a rank: so a rank asks the store for little however many there are.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from .failed_ranks import PeriodicCheck, lost_rank_error, naming_lost
+from .failed_ranks import listed_ranks, lost, lost_rank_error, naming_lost
 from .process_groups import context_of, store_of, timeout_of
 
 _FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.5  # seconds between looks at the store
 _SHARE = 0.25  # of what this rank has waited, between two looks
-_GRACE = 5.0  # seconds for who was the first to give up to say who came
+_BITS = 62  # ranks in one of the store's numbers
 
 # Empty: all have come; else who is "missing" after "seconds", or who is "lost".
 _Outcome: TypeAlias = "dict[str, Any]"
@@ -70,23 +70,27 @@ def _enter(group: dist.ProcessGroup, name: str) -> Any:
 
 def _wait(store: Any, group: dist.ProcessGroup, timeout: float) -> _Outcome:
     """Arrive, and wait until it is settled, or settle it: all have come, or it is in vain."""
-    ranks = dist.get_process_group_ranks(group)
-    store.set(f"rank {dist.get_rank(group)}", "")
+    ranks, (word, bit) = dist.get_process_group_ranks(group), divmod(dist.get_rank(group), _BITS)
+    store.add(f"came/{word}", 1 << bit)
     if store.add("count", 1) == len(ranks):
         return _settle(store, {})
-    began, patience, check = time.monotonic(), timeout, PeriodicCheck(ranks)
+    began = time.monotonic()
     while not store.check(["outcome"]):
-        waited, lost = time.monotonic() - began, check.lost()
-        if lost:
-            return _settle(store, {"lost": lost})
-        if waited >= patience:
-            if patience > timeout or store.add("late", 1) == 1:
-                missing = [rank for rank in range(len(ranks)) if not store.check([f"rank {rank}"])]
-                return _settle(store, {"missing": missing, "seconds": timeout})
-            patience = timeout + _GRACE
-        time.sleep(min(max(_SHARE * waited, _FIRST_LOOK), _SLOWEST_LOOK, max(patience - waited, _FIRST_LOOK)))
+        waited, gone = time.monotonic() - began, lost(ranks)
+        if gone:
+            return _settle(store, {"lost": gone})
+        if waited >= timeout:
+            came = [int(store.add(f"came/{word}", 0)) for word in range(_words(len(ranks)))]
+            missing = [rank for rank in range(len(ranks)) if not came[rank // _BITS] >> rank % _BITS & 1]
+            return _settle(store, {"missing": missing, "seconds": timeout})
+        time.sleep(min(max(_SHARE * waited, _FIRST_LOOK), _SLOWEST_LOOK, max(timeout - waited, _FIRST_LOOK)))
     outcome: _Outcome = json.loads(store.get("outcome"))
     return outcome
+
+
+def _words(size: int) -> int:
+    """Numbers that have a bit for each of so many ranks."""
+    return -(-size // _BITS)
 
 
 def _settle(store: Any, outcome: _Outcome) -> _Outcome:
@@ -96,11 +100,11 @@ def _settle(store: Any, outcome: _Outcome) -> _Outcome:
 
 
 def _forget_earlier(group: dist.ProcessGroup, name: str) -> None:
-    """Remove this rank's part of the attempt before this one, to which all have come: nobody looks at it."""
+    """Remove the attempt before this one, to which all have come: nobody looks at it."""
     earlier = context_of(group).barriers[name] - 2
-    if earlier >= 0:
-        store, rank = store_of(group, f"barrier/{name}/{earlier}"), dist.get_rank(group)
-        for key in (f"rank {rank}", *(("count", "outcome", "late") if rank == 0 else ())):
+    if earlier >= 0 and dist.get_rank(group) == 0:
+        store = store_of(group, f"barrier/{name}/{earlier}")
+        for key in ("count", "outcome", *(f"came/{word}" for word in range(_words(dist.get_world_size(group))))):
             store.delete_key(key)
 
 
@@ -108,10 +112,6 @@ def _timed_out(size: int, outcome: _Outcome, doing: str) -> TimeoutError:
     missing: list[int] = outcome["missing"]
     came = [rank for rank in range(size) if rank not in missing]
     return TimeoutError(
-        f"{doing}: expected all {size} ranks, got {_listed(came)} and, within {outcome['seconds']:g} seconds, not "
-        f"{_listed(missing)}: call it on every rank"
+        f"{doing}: expected all {size} ranks, got {listed_ranks(came)} and, within {outcome['seconds']:g} seconds, not "
+        f"{listed_ranks(missing)}: call it on every rank"
     )
-
-
-def _listed(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ class Process(NamedTuple):
 
     def has_ended(self) -> bool:
         """Whether it is seen from here, and gone."""
-        if self.space != _space():
+        if self.space != _space(os.getpid()):
             return False
         state, began = _state(self.number)
         return state in "ZX" or began != self.began
@@ -25,14 +26,15 @@ class Process(NamedTuple):
 
 def own_process() -> Process:
     """This one, for other ranks to know."""
-    return Process(_space(), os.getpid(), _state(os.getpid())[1])
+    return Process(_space(os.getpid()), os.getpid(), _state(os.getpid())[1])
 
 
-def _space() -> str:
-    """Names what process numbers are valid in: a host since it was booted, and a PID namespace of it."""
+@cache
+def _space(own: int) -> str:
+    """Names what this process's number is valid in: a host since it was booted, and a PID namespace of it."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    return f"not Linux, {os.getpid()}"
+    return f"not Linux, {own}"
 
 
 def _state(number: int) -> tuple[str, str]:

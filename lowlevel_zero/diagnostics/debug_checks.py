@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communication.failed_ranks import PeriodicCheck, lost_rank_error
+from ..communication.failed_ranks import lost, lost_rank_error
 from ..communication.process_groups import is_fake, store_of
 from ..communication.progress import (
     AGREEMENT,
@@ -109,10 +109,10 @@ class FingerprintStore:
 
     def compare(self, pending: _Pending, meanwhile: Callable[[], None]) -> None:
         """Return once all have come with one fingerprint; raise otherwise."""
-        deadline, pause, ended = time.monotonic() + self._patience, _FIRST_LOOK, PeriodicCheck(self._ranks)
+        deadline, pause = time.monotonic() + self._patience, _FIRST_LOOK
         while not self.all_here(pending):
             self._raise_if_failed()
-            gone = ended.lost()
+            gone = lost(self._ranks)
             if gone:
                 self._fail(str(lost_rank_error(gone, pending.name)))
             if time.monotonic() > deadline:
