@@ -89,7 +89,7 @@ class Bucket:
         else:
             buffer = self._packed(gradients, how)
         how.observer.packed(self.records, buffer)
-        about = About(self.records, None, self.planned.position)
+        about = About(self.records, self.planned.position)
         start = how.group.reduce_scatter if how.keeps_row_only else how.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)
         return True not in map(partial(is_, None), gradients)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..streams import streams_of
 from .backends.backend import AGREED, MAXIMUM, Alone, Backend, HostBackend
 from .backends.memory_pool import open_pool
 from .backends.native import Native
@@ -26,7 +27,7 @@ from .flat_buffers import as_message, batches, read_message
 from .fp8 import Fp8
 from .process_groups import backends_by_device, context_of, data_group, default_group, is_fake, side_group, timeout_of
 from .processes import own_process
-from .work import Work
+from .work import Chain, OnStream, OnThread, Work
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 
@@ -76,6 +77,7 @@ class Communicator:
         self.has_others = self.size > 1 and not is_fake(self.group)
         self.number = 0
         self._chosen: dict[tuple[torch.device, bool], Backend] = {}
+        self._chains: dict[str, Chain] = {}
         self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(data_group(self.group))
         self.hosts: HostBackend = Alone(self.rank, 1)
         if self.has_others:
@@ -138,8 +140,14 @@ class Communicator:
 
     def _choose(self, device: torch.device, fp8: bool) -> Backend:
         direct = self.hosts if self.on_gloo(device) else self._native
-        way = Fp8(direct) if fp8 and self.size > 1 else direct
+        way = Fp8(direct, self._chain(device)) if fp8 and self.size > 1 else direct
         return Staged(way) if self.on_gloo(device) and is_staged(device) else way
+
+    def _chain(self, device: torch.device) -> Chain:
+        """Orders what comes second on ``device``: one for all of it."""
+        if device.type not in self._chains:
+            self._chains[device.type] = OnThread() if self.on_gloo(device) else OnStream(streams_of([device]))
+        return self._chains[device.type]
 
     def way_of(self, device: torch.device) -> str | None:
         """How buffers of ``device`` travel, in words; None: as the process group's backend has it."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .backends.backend import Backend
 from .flat_buffers import in_rows, sum_rows_in_fp32
-from .work import Work
+from .work import Chain, Work
 
 BLOCK = 256
 
@@ -83,11 +83,13 @@ class Fp8(Backend):
 
     Args:
         way: carries bytes.
+        chain: orders the two halves of an all-reduce.
     """
 
-    def __init__(self, way: Backend) -> None:
+    def __init__(self, way: Backend, chain: Chain) -> None:
         super().__init__(way.rank, way.size)
         self._way = way
+        self._chain = chain
         self.in_flight = way.in_flight
 
     def swap(self, buffer: Tensor) -> Work[Tensor]:
@@ -103,23 +105,16 @@ class Fp8(Backend):
         return self.swap(buffer).then(lambda rows: sum_rows_in_fp32(rows, dtype))
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Sums of rows are gathered, which starts when the result is asked for: all ranks have to ask, in one order."""
+        """Sums of rows are gathered."""
         shape, numel = buffer.shape, buffer.numel()
+
+        def spread(row: Tensor) -> Work[Tensor]:
+            total = row.new_empty(self.size, len(row))
+            total[self.rank] = row
+            return self.all_gather(total)
+
         scattered = self.reduce_scatter(in_rows(buffer, self.size))  # of any shape: it may be another level's row
-        gathers: list[Work[Tensor]] = []
-
-        def gather() -> Work[Tensor]:
-            if not gathers:
-                row = scattered.wait()
-                total = row.new_empty(self.size, len(row))
-                total[self.rank] = row
-                gathers.append(self.all_gather(total))
-            return gathers[0]
-
-        def done() -> bool:
-            return self._way.orders_gathers_apart and (bool(gathers) or scattered.done()) and gather().done()
-
-        return Work(lambda: gather().wait().flatten()[:numel].view(shape), done, scattered.tensors)
+        return self._chain.after(scattered, spread).then(lambda total: total.flatten()[:numel].view(shape))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
         """As it is."""

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from itertools import count, zip_longest
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..streams import streams_of
 from .backends.backend import Backend
 from .backends.staged import Staged
 from .communicator import Communicator, is_staged
 from .hierarchical import Nested, Replicated
 from .process_groups import backends_by_device, default_group, store_of, timeout_of, union_group
 from .shard_group import ShardGroup
-from .work import Chain, OnStream, OnThread
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
+
+# Of each row, its ranks and what each is told to be the column of.
+_Rows: TypeAlias = "list[list[tuple[int, list[int]]]]"
 
 # Of this process; in a program whose ranks do the same, a try has one number on all of them.
 _tries = count()
@@ -53,19 +54,23 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool) ->
         return ShardGroup(group)
     if not (dist.is_available() and dist.is_initialized()):
         return ShardGroup()  # raises
-    store = _StoreGather()
+    meeting = _Meeting()
     try:
         outer, inner = _pair(group, extra)
-        grid = _grid(outer, inner, store)
+        _check_own(outer, inner)
+        # A row's ranks tell each other of their columns, and a column's of their rows: so all know of all.
+        row = meeting.gather(inner, "row", (dist.get_rank(), dist.get_process_group_ranks(outer)))
+        rows: _Rows = meeting.gather(outer, "grid", row)
+        _check_grid(rows)
     except (TypeError, ValueError, RuntimeError) as error:
-        store.refuse(error)
+        meeting.refuse(error)
         raise
     # A level of one rank is none.
     if dist.get_world_size(outer) == 1:
         return ShardGroup(inner)
     if dist.get_world_size(inner) == 1 and not hybrid_shard:
         return ShardGroup(outer)
-    return ShardGroup(GridCommunicator(outer, inner, grid, hybrid_shard))
+    return ShardGroup(GridCommunicator(outer, inner, [[rank for rank, _ in row] for row in rows], hybrid_shard))
 
 
 def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object) -> None:
@@ -99,7 +104,6 @@ class GridCommunicator(Communicator):
         super().__init__(union_group([rank for row in grid for rank in row]))
         self.outer, self.inner = Communicator(outer), Communicator(inner)
         self._replicated = replicated
-        self._chains: dict[str, Chain] = {}
         everybody, self._backends_of_all = self.slice_ranks, self._backends
         self._backends = backends_by_device(inner)
         self.device_types = self.inner.device_types
@@ -133,11 +137,6 @@ class GridCommunicator(Communicator):
             return self.hosts
         has_its_own = self._backends_of_all.get(device.type, "gloo") != "gloo"
         return self._native if has_its_own else Staged(self.hosts)
-
-    def _chain(self, device: torch.device) -> Chain:
-        if device.type not in self._chains:
-            self._chains[device.type] = OnThread() if device.type == "cpu" else OnStream(streams_of([device]))
-        return self._chains[device.type]
 
     def way_of(self, device: torch.device) -> str | None:
         """Of rows and columns."""
@@ -173,7 +172,7 @@ class GridCommunicator(Communicator):
 # ---- from the caller's groups to a grid ----
 
 
-class _StoreGather:
+class _Meeting:
     """What ranks tell each other through the store before they communicate.
 
     A collective would wait for whoever has other groups; here a rank that can't go on says so to all who may ask it.
@@ -191,11 +190,10 @@ class _StoreGather:
             TimeoutError: one didn't come.
         """
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
-        first = ranks[0]
         self._store.set(f"{stage}/{me}", json.dumps(said))
-        if me == first:
+        if me == ranks[0]:
             self._store.set(f"{stage} of all/{me}", json.dumps([self._ask(stage, rank) for rank in ranks]))
-        gathered: list[Any] = self._ask(f"{stage} of all", first)
+        gathered: list[Any] = self._ask(f"{stage} of all", ranks[0])
         return gathered
 
     def _ask(self, stage: str, rank: int) -> Any:
@@ -219,18 +217,6 @@ class _StoreGather:
             reason = f"rank {dist.get_rank()} could not construct its LowLevelZeroOptimizer: {error}"
         for stage in ("row", "row of all", "grid", "grid of all"):
             self._store.compare_set(f"{stage}/{dist.get_rank()}", "", json.dumps({"refused": reason}))
-
-
-class _Member(NamedTuple):
-    """What a rank tells of itself.
-
-    Attributes:
-        rank: its global rank.
-        outer: global ranks of its outer group.
-    """
-
-    rank: int
-    outer: list[int]
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
@@ -261,19 +247,6 @@ def _check_type(group: object) -> None:
         )
 
 
-def _grid(outer: Any, inner: Any, store: _StoreGather) -> list[list[int]]:
-    """Global ranks, ``[outer][inner]``, if both groups and those of all of their ranks form a grid.
-
-    A row's ranks tell each other of their columns, and then a column's of their rows: so each rank knows of all, and
-    all find the same wrong.
-    """
-    _check_own(outer, inner)
-    row = store.gather(inner, "row", _Member(dist.get_rank(), dist.get_process_group_ranks(outer)))
-    rows = [[_Member(*member) for member in row] for row in store.gather(outer, "grid", row)]
-    _check_grid(rows)
-    return [[each.rank for each in row] for row in rows]
-
-
 def _check_own(outer: Any, inner: Any) -> None:
     """Raise for what this rank alone can see to be wrong."""
     for group, kind in ((outer, "outer"), (inner, "inner")):
@@ -292,13 +265,14 @@ def _check_own(outer: Any, inner: Any) -> None:
         raise ValueError(f"{_KEYWORDS}: expected groups of one backend, got {backends[0]} and {backends[1]}")
 
 
-def _check_grid(rows: list[list[_Member]]) -> None:
-    """Raise unless everybody's outer group is one place of all rows."""
-    for place, member in ((place, member) for row in rows for place, member in enumerate(row)):
-        column = [row[place].rank if place < len(row) else None for row in rows]
-        if member.outer != column or len(rows[0]) != max(map(len, rows)):
-            raise ValueError(
-                f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one "
-                f"place in all of them, got inner groups {[[each.rank for each in row] for row in rows]} and, on rank "
-                f"{member.rank}, the outer one {member.outer}: {_REMEDY}"
-            )
+def _check_grid(rows: _Rows) -> None:
+    """Raise unless everybody's outer group is one place of all rows; all ranks find the same wrong."""
+    for column in zip_longest(*rows):
+        members = [member for member in column if member is not None]
+        for rank, outer in members:
+            if len(members) < len(rows) or outer != [other for other, _ in members]:
+                raise ValueError(
+                    f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one "
+                    f"place in all of them, got inner groups {[[each for each, _ in row] for row in rows]} and, on "
+                    f"rank {rank}, the outer one {outer}: {_REMEDY}"
+                )

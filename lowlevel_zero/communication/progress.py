@@ -44,19 +44,16 @@ class About(NamedTuple):
     """Which parameters a collective carries.
 
     Attributes:
-        records: the parameters, or those that ``members`` are indices into.
-        members: None: all of ``records``.
+        records: the parameters.
         bucket: its place in the plan; None: it isn't one bucket.
     """
 
     records: Sequence[Named]
-    members: Sequence[int] | None = None
     bucket: int | None = None
 
     def names(self) -> list[str]:
         """Of the parameters."""
-        chosen = self.records if self.members is None else [self.records[index] for index in self.members]
-        return [record.name for record in chosen]
+        return [record.name for record in self.records]
 
 
 class Collective(NamedTuple):

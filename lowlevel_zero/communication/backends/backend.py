@@ -53,13 +53,10 @@ class Backend(ABC):
         in_flight: reductions that are worth having under way: enough to keep the network busy, few enough for stage
             2's memory, since each holds a buffer.
         limits_all_reduce: ``in_flight`` holds for all-reduces too, whose buffers are not what remains of them.
-        orders_gathers_apart: a gather may start at any time between the same two others; else also between the same
-            two reductions, on all ranks.
     """
 
     in_flight = 3
     limits_all_reduce = False
-    orders_gathers_apart = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -32,8 +32,6 @@ class Pairwise(HostBackend):
         peers: whom to send to and receive from, turn by turn. Few ranks send buffers over gloo: a loop will do.
     """
 
-    orders_gathers_apart = True
-
     def __init__(self, group: dist.ProcessGroup, number: int = 0) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = ref(group)  # whose context may have this

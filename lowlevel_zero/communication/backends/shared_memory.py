@@ -40,7 +40,6 @@ class SharedMemory(HostBackend):
     # Ranks that compute on the same cores are seldom abreast: let one that is ahead go on.
     in_flight = 8
     limits_all_reduce = True
-    orders_gathers_apart = True
     shares_memory = True
 
     def __init__(self, rank: int, memory: Memory, number: int) -> None:
