@@ -52,7 +52,6 @@ class Rooms:
         from .optim.quantised import check_unstepped, slice_multiple
         from .optim.whole_steps import check_matrices, whole_step
         from .planning.of_optimizer import layout, memory_held
-        from .state.sharded_dict import load_sharded_state_dict, sharded_state_dict
         from .state.values import whole_gradients
         from .state.whole import load_state_dict, state_dict, state_dict_shard
 
@@ -77,8 +76,6 @@ class Rooms:
         self.state_dict = state_dict
         self.state_dict_shard = state_dict_shard
         self.load_state_dict = load_state_dict
-        self.sharded_state_dict = sharded_state_dict
-        self.load_sharded_state_dict = load_sharded_state_dict
         self.whole_gradients = whole_gradients
         self.layout = layout
         self.memory_held = memory_held

@@ -112,7 +112,7 @@ class ShardedOptimizer(Optimizer):
             "lowlevel_zero.checkpoint.save_checkpoint, and load into an optimizer that every rank constructs"
         )
 
-    # ---- state: whole, as plain torch has it, and sharded, for torch.distributed.checkpoint ----
+    # ---- state, whole, as plain torch has it ----
 
     def state_dict(
         self, pinned_state_dicts: dict[int, dict[str, Any]] | None = None, only_on_master: bool = False
@@ -144,46 +144,6 @@ class ShardedOptimizer(Optimizer):
         self._guard.enter("load_state_dict")
         self.finish_syncs("load_state_dict")
         self._rooms.load_state_dict(self, state_dict)
-
-    def sharded_state_dict(self, metadata: Any = None, prefix: str = "") -> dict[str, Tensor]:
-        """This rank's slices by name, ``<parameter>.<state>``, to put into one's own ``dcp.save`` or ``dcp.load``.
-
-        What has one number an element of the parameter has its shape, and each rank its slice of it, without padding
-        (``to_local()``, 1-D and in memory order); so it loads at any world size. The rest are plain tensors, the same
-        on every rank; one of them, ``settings``, holds as bytes what isn't a tensor: group settings, loss scale and
-        bucket order. Tensors share memory with the optimizer's. Every rank calls it, with a ``model=`` given at
-        construction (else names are places in the groups). Communicates only with experts, whose slices are over the
-        ranks of their own group, and whose names are those of ``GlobalNames``. With torch 2.4 ``dcp`` needs the
-        planners of ``lowlevel_zero.checkpoint`` to save and load it.
-
-        To load, states that don't exist yet must have a place to be loaded into, which the checkpoint's
-        metadata tells of::
-
-            state = {"optim": optimizer.sharded_state_dict(read_metadata(path), "optim.")}
-            dcp.load(state, checkpoint_id=path)
-            optimizer.load_sharded_state_dict(state["optim"])
-
-        Args:
-            metadata: the saved checkpoint's ``torch.distributed.checkpoint.metadata.Metadata``: the result then
-                holds empty tensors of what was saved, to load into. None: what this optimizer holds, to save.
-            prefix: what the names have before them in the checkpoint, as in ``"optim."``.
-
-        Raises:
-            TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
-            ValueError: ``metadata`` has no state with that prefix.
-        """
-        return self._rooms.sharded_state_dict(self, metadata, prefix)
-
-    @torch.no_grad()
-    def load_sharded_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take over what ``sharded_state_dict`` gave and ``dcp.load`` filled; every rank calls it.
-
-        The model may be loaded before or after. Gradients are cleared.
-
-        Raises:
-            ValueError: it is of other parameters, shapes, strides or groups. Nothing has been changed then.
-        """
-        self._rooms.load_sharded_state_dict(self, state_dict)
 
     # ---- what rooms ask for, beside the attributes ----
 

@@ -4,33 +4,32 @@ The seam: ``sharded_parameters`` (the records), ``shard_group``, ``options``, ``
 ``runs`` of the optimizer, and ``ShardedState``, its state by name.
 
 ======================  ===============================================================================================
-planners                how torch.distributed.checkpoint (DCP) of torch 2.4 is told of ``state/boxes.py``
-held, contents          what a model and its optimizers hold, by name: to save, and to load into
+contents                what a model and its optimizers hold, by name: to save, and to load into
 optimizers              one optimizer or several, and their schedulers: checked, and called by names
 saving, storage         saving: agreed on, written beside, put in place by the first rank when all have written
 loading                 loading: read and checked beside what is there, then taken over
 folders                 where checkpoints are, and what crashes leave
-manifest, objects,      the files that aren't tensors: sizes and checksums; settings as data, which is never run; DCP's
-metadata                index, read as data
-saved, format_1         all of these together, for one checkpoint; and for one of the former format
+manifest, objects       the files that aren't tensors: sizes and checksums; settings and DCP's index as data, never run
+saved                   all of these together, for one checkpoint; format 1, too
 consolidate             a checkpoint as files that load without this package
 sharded                 an optimizer for one's own ``dcp.save`` and ``dcp.load``
+torch_2_4               how torch.distributed.checkpoint (DCP) of torch 2.4 is told of ``state/boxes.py``
 ======================  ===============================================================================================
 """
+
+import torch
 
 from ..bookkeeping.module_names import state_dict_for
 from .folders import latest
 from .loading import load_checkpoint, read_rank_state
 from .manifest import Manifest, read_manifest
-from .metadata import read_metadata
-from .planners import LoadPlanner, SavePlanner
+from .objects import read_metadata
 from .saving import Saving, save_checkpoint
 from .sharded import Sharded
+from .torch_2_4 import ask_boxed_tensors
 
 __all__ = [
-    "LoadPlanner",
     "Manifest",
-    "SavePlanner",
     "Saving",
     "Sharded",
     "latest",
@@ -41,3 +40,6 @@ __all__ = [
     "save_checkpoint",
     "state_dict_for",
 ]
+
+if torch.__version__.startswith("2.4."):
+    ask_boxed_tensors()

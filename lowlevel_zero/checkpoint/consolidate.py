@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import mmap
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..bookkeeping.module_names import matched, without_wrappers
 from ..state.sharded import renamed
-from ..state.whole import EXTRAS, FP8
+from ..state.whole import EXTRAS, FP8, State
 from .folders import beside, publish
 from .objects import Settings
+from .optimizers import Name
 from .saved import SavedCheckpoint
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
@@ -61,13 +61,16 @@ def consolidate(
                 f"of ranks have a {expert.name} of their own: give experts their numbers in the whole model, and save "
                 "anew"
             )
-    check_files(checkpoint, done)
+    for file, size in checkpoint.manifest.files.items():
+        checkpoint.manifest.check_files(checkpoint.path, [file])
+        done(size.bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(8)
     written = beside(out, token)
     written.mkdir()
 
     def read(name: str, key: str, like: Tensor) -> Tensor:
+        """A tensor of the model, or the state ``key`` of a parameter, which is ``like`` this one."""
         tensor = _room_for(like, written)
         checkpoint.read({} if key else {name: tensor}, {name: {key: tensor}} if key else {})
         done(tensor.nbytes)
@@ -77,22 +80,11 @@ def consolidate(
         _save_model(_model(checkpoint, read), written / MODEL)
         torch.save(_optimizers(checkpoint, read), written / OPTIMIZER)
         for name in (MODEL, OPTIMIZER):
-            with (written / name).open("rb") as file:
-                os.fsync(file.fileno())
+            with (written / name).open("rb") as handle:
+                os.fsync(handle.fileno())
         publish(written, out, token)
     finally:
         shutil.rmtree(written, ignore_errors=True)
-
-
-def check_files(checkpoint: SavedCheckpoint, done: Callable[[int], object] = lambda count: None) -> None:
-    """Read every file whole; ``ValueError`` if one isn't what was written.
-
-    Args:
-        done: called with the bytes of each file that is.
-    """
-    for name, file in checkpoint.manifest.files.items():
-        checkpoint.manifest.check_files(checkpoint.path, [name])
-        done(file.bytes)
 
 
 def bytes_to_do(checkpoint: SavedCheckpoint) -> int:
@@ -125,16 +117,13 @@ def refuse_existing(out: Path, force: bool) -> None:
 
 # ---- what is written ----
 
-# Reads a tensor of the model, or of a parameter's state, that is like another one.
-_Read: TypeAlias = Callable[[str, str, Tensor], Tensor]
-
 
 def _own_names(checkpoint: SavedCheckpoint) -> dict[str, str]:
     """By name as it was saved, maybe with wrappers' attributes in it, the likeliest one of the model's own."""
     return matched(checkpoint.names, {without_wrappers(name) for name in checkpoint.names})
 
 
-def _model(checkpoint: SavedCheckpoint, read: _Read) -> dict[str, Tensor]:
+def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], Tensor]) -> dict[str, Tensor]:
     """The model's state dict, row-major: the format has no strides. It has no shared tensors either: each its own."""
     own = _own_names(checkpoint)
     extra = {name: value for name, value in checkpoint.objects.model.items() if isinstance(value, Tensor)}
@@ -148,33 +137,33 @@ def _names(checkpoint: SavedCheckpoint) -> list[tuple[str, str]]:
     return [(name, name) for name in checkpoint.model] + [each for each in tied if each[1] in checkpoint.model]
 
 
-def _optimizers(checkpoint: SavedCheckpoint, read: _Read) -> Any:
+def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], Tensor]) -> Any:
     """Each optimizer's ``state_dict``, in a list or a dict as they were saved; the only one's itself."""
-    found = {name: _state_dict(checkpoint, of, read) for name, of in checkpoint.objects.optimizers.items()}
+    found: dict[Name, State] = {}
+    for of, settings in checkpoint.objects.optimizers.items():
+        states = {name: checkpoint.states.get(name, {}) for name in checkpoint.trained(settings)}
+        found[of] = _state_dict(
+            settings,
+            {name: {key: read(name, key, like) for key, like in state.items()} for name, state in states.items()},
+            one_plan=not checkpoint.manifest.experts,
+        )
     if set(found) == {None}:
         return found[None]
     return list(found.values()) if all(isinstance(name, int) for name in found) else found
 
 
-def _state_dict(checkpoint: SavedCheckpoint, settings: Settings, read: _Read) -> dict[str, Any]:
+def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool) -> State:
     """What ``LowLevelZeroOptimizer.state_dict()`` was. The groups count parameters, frozen ones included."""
-    groups, trained = settings["param_groups"], checkpoint.trained(settings)
+    groups = settings["param_groups"]
     places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
-    state: dict[int, dict[str, Any]] = {}
-    for name in trained:
-        stored = {key: read(name, key, like) for key, like in checkpoint.states.get(name, {}).items()}
-        of_name = {**stored, **settings["states"].get(name, {})}
-        if of_name:
-            state[places[name]] = of_name
-    plan = None if checkpoint.manifest.experts else settings["plan"]  # of experts' groups each has another
-    if plan is not None:
-        plan = renamed(plan, {name: index for index, name in enumerate(trained)})
+    state = {places[name]: {**of, **settings["states"].get(name, {})} for name, of in tensors.items()}
+    plan = settings["plan"] if one_plan else None  # of experts' groups each has another
     return {
-        "state": state,
+        "state": {place: of_place for place, of_place in state.items() if of_place},
         "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
         EXTRAS: {
             "loss_scale": settings["loss_scale"],
-            "plan": plan,
+            "plan": plan and renamed(plan, {name: index for index, name in enumerate(tensors)}),
             FP8: settings.get("options", {}).get("fp8_communication", False),
         },
     }
@@ -186,13 +175,11 @@ def _state_dict(checkpoint: SavedCheckpoint, settings: Settings, read: _Read) ->
 def _room_for(like: Tensor, folder: Path) -> Tensor:
     """A tensor like a dense one: a large one in a file without a name, which goes with it."""
     if like.nbytes < _MAPPED_FROM:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-    with tempfile.TemporaryFile(dir=folder) as file:
+        return torch.empty_like(like, device="cpu")
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):  # who writes into a mapped file can't be told that the disk is full
             os.posix_fallocate(file.fileno(), 0, like.nbytes)
-        else:
-            file.truncate(like.nbytes)
-        flat = torch.frombuffer(mmap.mmap(file.fileno(), like.nbytes), dtype=like.dtype)
+        flat = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
     return flat.as_strided(like.shape, like.stride())
 
 

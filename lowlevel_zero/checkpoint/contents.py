@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..bookkeeping.module_names import joined, places
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.agreement import agree_apart
 from ..communication.shard_group import ShardGroup
+from ..experts.assignment import add_companions
 from ..optimizer import LowLevelZeroOptimizer
+from ..partition import EvenSplit
 from ..state.boxes import BoxedTensor, boxed
 from ..state.global_names import GlobalNames, check_same_experts, of_all_ranks
 from ..state.sharded import ShardedState, States
 from ..state.whole import MASTER
-from .held import Entry, held_by, without_values
-from .manifest import FROZEN, TRAINABLE, Manifest, SavedTensor
+from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
-from .optimizers import Name
+from .optimizers import Name, called
 from .saved import SavedCheckpoint
+
+_EXTRA = "_extra_state"
+
+
+class Entry(NamedTuple):
+    """A parameter or persistent buffer of the model.
+
+    Attributes:
+        tensor: it.
+        record: an optimizer's, if one trains it.
+        saved: how it is described in a manifest.
+        shard_group: index of that of the ranks that share it.
+        ranks: these.
+    """
+
+    tensor: Tensor
+    record: ShardedParameter | None
+    saved: SavedTensor
+    shard_group: int
+    ranks: ShardGroup
+
+    @property
+    def split(self) -> EvenSplit:
+        """How its elements are shared out: a record's as it is trained; others', so that each rank writes its part."""
+        return EvenSplit(self.saved.numel, self.ranks.size) if self.record is None else self.record.split
+
+    def boxed(self, own: Tensor) -> BoxedTensor:
+        """The tensor of which ``own`` is this rank's part."""
+        return boxed(own, self.split, self.ranks.rank, self.saved.shape, self.saved.stride)
+
+    def own(self) -> Tensor:
+        """This rank's part; it shares memory with the tensor, if that is dense."""
+        if self.record is not None:
+            return self.record.row
+        start, stop = self.split.span(self.ranks.rank)
+        return flat_in_memory_order(self.tensor, _without_values(self.tensor))[start:stop]
 
 
 class Contents:
     """The tensors of a model by name, and its optimizers' states with the same names.
 
-    Complete when all ranks have met (``meet``). Names are global ones.
+    Complete when all ranks have met (``meet``): names are global ones then, before that the model's own.
 
     Args:
         model: the module; wrappers, and wrapped modules in it, have the names of what they wrap.
@@ -48,17 +86,48 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> None:
-        stores = {name: optimizer.sharded_parameters for name, optimizer in optimizers.items()}
-        self.group: ShardGroup = next(iter(optimizers.values())).shard_group
-        apart: dict[dist.ProcessGroup, ShardGroup] = {}
-        for group in (group for store in stores.values() for group in store.shard_groups[1:]):
-            apart.setdefault(group.group, group)
-        self.groups: Sequence[ShardGroup] = [self.group, *apart.values()]
-        self.excluded: dict[str, SavedTensor] = {}
         self._optimizers = optimizers
-        self._device = next(iter(optimizers.values())).device
-        self._held = held_by(model, stores, self.groups)
-        self._extra = {name: module.get_extra_state() for name, module in self._held.stateful.items()}
+        first = next(iter(optimizers.values()))
+        self.group, self._device = first.shard_group, first.device
+        apart = (group for each in optimizers.values() for group in each.sharded_parameters.shard_groups[1:])
+        self.groups = [self.group, *{group.group: group for group in apart}.values()]
+        self.excluded: dict[str, SavedTensor] = {}
+        self.entries: dict[str, Entry] = {}
+        self.tied: dict[str, str] = {}
+        number_of = self._enter(model)
+        self._stateful = _stateful(model)
+        self.extra_states = {name: module.get_extra_state() for name, module in self._stateful.items()}
+        self._number_of = {name: entry.shard_group for name, entry in self.entries.items()}
+        self._number_of |= {alias: self._number_of[name] for alias, name in self.tied.items()}
+        self._number_of |= {name: _number_of(module, number_of) for name, module in self._stateful.items()}
+
+    def _enter(self, model: nn.Module) -> dict[Tensor, int]:
+        """Find the entries and what is tied to them; returns the numbers of the shard groups of tensors."""
+        owners = _owners(self._optimizers)
+        number = {group.group: at for at, group in enumerate(self.groups) if at}
+        number_of = {p: number.get(owner.ranks.group, 0) for p, owner in owners.items()}
+        add_companions(number_of, model)
+        names: dict[Tensor, str] = {}
+        for name, tensor, is_buffer in _tensors(model):
+            if tensor in names:
+                self.tied[name] = names[tensor]
+            elif name in self.entries:
+                raise ValueError(
+                    f"{name}: expected one tensor of this name, got a wrapper's own and that of what it wraps"
+                )
+            else:
+                names[tensor] = name
+                at = number_of.get(tensor, 0)
+                owner = owners.get(tensor, _Owner(None, None, None, self.groups[at]))
+                ranks = self.groups[at] if owner.record is None else owner.ranks
+                self.entries[name] = Entry(tensor, owner.record, _described(name, tensor, owner, is_buffer), at, ranks)
+        for p in owners:
+            if p not in names:
+                raise ValueError(
+                    f"model: expected all parameters of the optimizer in it, but a {tuple(p.shape)} one isn't: pass "
+                    "the module that holds them all (an nn.ModuleDict of several)"
+                )
+        return number_of
 
     def meet(self, doing: str, saved: Iterable[str] = ()) -> None:
         """Learn what other ranks have, where they have different experts. Communicates then: every rank calls it.
@@ -72,24 +141,23 @@ class Contents:
         """
         if len(self.groups) > 1:
             agree_apart(self.groups, [self.lines(number) for number in range(1, len(self.groups))], doing)
-        held, names = self._held, GlobalNames(self.groups, self._held.shard_group_of, saved)
+        names = GlobalNames(self.groups, self._number_of, saved)
         self.experts = names.experts
-        self.entries = {names[name]: entry for name, entry in held.entries.items()}
-        self._stateful = {names[name]: module for name, module in held.stateful.items()}
+        self.entries, self._stateful = names.of(self.entries), names.of(self._stateful)
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
         self.states_of = {name: ShardedState(optimizer, name_of) for name, optimizer in self._optimizers.items()}
-        number_of = {names[name]: number for name, number in held.shard_group_of.items()}
-        own_tied = {names[alias]: names[name] for alias, name in held.tied.items()}
-        own_extra = {names[name]: extra for name, extra in self._extra.items()}
-        self.saved = of_all_ranks(self.groups, {n: each.saved for n, each in self.entries.items()}, number_of)
-        self.tied = of_all_ranks(self.groups, own_tied, number_of)
-        self.extra_states = of_all_ranks(self.groups, own_extra, number_of)
+        self.saved, self.tied, self.extra_states = of_all_ranks(
+            self.groups,
+            names.of(self._number_of),
+            {name: entry.saved for name, entry in self.entries.items()},
+            {names[alias]: names[name] for alias, name in self.tied.items()},
+            names.of(self.extra_states),
+        )
 
     def lines(self, number: int = 0) -> list[str]:
         """What has to be alike on all ranks of the shard group of this index."""
         first = [f"{len(self.groups)} groups that share parameters"] if number == 0 else []
-        of_group = [(name, entry) for name, entry in self._held.entries.items() if entry.shard_group == number]
-        return first + [f"{name} {entry.saved}" for name, entry in of_group]
+        return first + [f"{name} {entry.saved}" for name, entry in self.entries.items() if entry.shard_group == number]
 
     # ---- what is saved ----
 
@@ -99,7 +167,7 @@ class Contents:
 
     def model(self) -> dict[str, Tensor]:
         """This rank's boxes of the model's tensors, by name; they share memory with them."""
-        return {name: _of_boxes(entry) for name, entry in self.entries.items() if name not in self.excluded}
+        return {name: entry.boxed(entry.own()) for name, entry in self.entries.items() if name not in self.excluded}
 
     def states(self) -> States:
         """This rank's tensors of the optimizers' states; they share memory with them."""
@@ -114,7 +182,7 @@ class Contents:
 
     def check_same(self, manifest: Manifest) -> None:
         """Raise ``ValueError`` for the first missing, wrong-shaped or unexpected tensor of a checkpoint."""
-        saved, tied = {**manifest.tensors, **manifest.excluded}, manifest.tied
+        saved = {**manifest.tensors, **manifest.excluded}
         check_same_experts(self.experts, manifest.experts)
         for name, ours in self.saved.items():
             if name not in saved:
@@ -132,11 +200,11 @@ class Contents:
         for name in saved:
             if name not in self.saved:
                 raise ValueError(f"{name}: the checkpoint has it, the model doesn't: it is another model's")
-        for name in sorted(self.tied.keys() ^ tied.keys()):
-            where = (
-                "in the model, not in the checkpoint" if name in self.tied else "in the checkpoint, not in the model"
+        for name in sorted(self.tied.keys() ^ manifest.tied.keys()):
+            here, there = ("model", "checkpoint") if name in self.tied else ("checkpoint", "model")
+            raise ValueError(
+                f"{name}: shared with another name in the {here}, not in the {there}: it is another model's"
             )
-            raise ValueError(f"{name}: shared with another name {where}: it is another model's")
 
     # ---- what is loaded ----
 
@@ -150,8 +218,9 @@ class Contents:
         for name, entry in self.entries.items():
             if name in saved.manifest.tensors:
                 device = entry.tensor.device if entry.record is None else entry.record.padded.device
-                own = torch.empty(entry.split.slice_size, dtype=saved.model[name].dtype, device=device)
-                model[name] = _boxed(own, entry)
+                model[name] = entry.boxed(
+                    torch.empty(entry.split.slice_size, dtype=saved.model[name].dtype, device=device)
+                )
         states = {name: own for each in self.states_of.values() for name, own in each.templates(saved.states).items()}
         return model, states
 
@@ -175,15 +244,83 @@ class Contents:
             state.load(slices[of], objects.optimizers[of])
 
 
-def _of_boxes(entry: Entry) -> BoxedTensor:
-    if entry.record is not None:
-        return _boxed(entry.record.row, entry)
-    start, stop = entry.split.span(entry.ranks.rank)
-    return _boxed(flat_in_memory_order(entry.tensor, without_values(entry.tensor))[start:stop], entry)
+# ---- what this rank's model holds ----
 
 
-def _boxed(own: Tensor, entry: Entry) -> BoxedTensor:
-    return boxed(own, entry.split, entry.ranks.rank, entry.saved.shape, entry.saved.stride)
+class _Owner(NamedTuple):
+    """Whose param groups a parameter is in, its record if it is trained there, and who shares it."""
+
+    optimizer: Name
+    group: int | None
+    record: ShardedParameter | None
+    ranks: ShardGroup
+
+
+def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _Owner]:
+    """Of each parameter the optimizer that trains it, else the first that has it."""
+    found: dict[Tensor, _Owner] = {}
+    for name, optimizer in optimizers.items():
+        store = optimizer.sharded_parameters
+        for at, members in enumerate(store.groups):
+            for p in members:
+                record, former = store.find(p), found.get(p)
+                if former is None or former.record is None:
+                    ranks = store.shard_groups[store.shard_group_of(p)]
+                    found[p] = _Owner(name, at, record, ranks) if record or not former else former
+                elif record is not None:
+                    raise ValueError(
+                        f"{record.name}: expected one optimizer that trains it, got {called(former.optimizer)} and "
+                        f"{called(name)}: leave it to one of them"
+                    )
+    return found
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every name of every parameter and then of every persistent buffer, and whether it is a buffer."""
+    everywhere = list(places(model))
+    for place in everywhere:
+        own = place.module._parameters.items()
+        yield from ((joined(place.name, name), p, False) for name, p in own if p is not None)
+    for place in everywhere:
+        for name, buffer in place.module._buffers.items():
+            if buffer is not None and name not in place.module._non_persistent_buffers_set:
+                yield joined(place.name, name), buffer, True
+
+
+def _described(name: str, tensor: Tensor, owner: _Owner, is_buffer: bool) -> SavedTensor:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
+    if owner.record is not None:
+        owner.record.take_back()
+    like = tensor if owner.record is not None else _without_values(tensor)
+    kind = UNTRAINED if tensor.requires_grad else FROZEN
+    if is_buffer or owner.record is not None:
+        kind = BUFFER if is_buffer else TRAINABLE
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return SavedTensor(tuple(tensor.shape), tuple(like.stride()), dtype, kind, owner.group, owner.optimizer)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """A tensor without values, of the same shape and strides, or contiguous where those leave gaps or overlap."""
+    return torch.empty_like(tensor.detach(), device="meta")
+
+
+def _stateful(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules with ``get_extra_state``, by what that is called in a state dict."""
+    found: dict[str, nn.Module] = {}
+    for name, _, module in places(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state and module not in found.values():
+            found[joined(name, _EXTRA)] = module
+    return found
+
+
+def _number_of(module: nn.Module, numbers: Mapping[Tensor, int]) -> int:
+    """That of all its tensors."""
+    own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())}
+    return own.pop() if len(own) == 1 else 0
+
+
+# ---- how it comes back ----
 
 
 def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks: ShardGroup) -> None:

@@ -159,7 +159,7 @@ def claim(written: Path) -> IO[bytes]:
 
     The system lets go of it when the process ends, however it does.
     """
-    written.mkdir(parents=True)
+    written.mkdir(parents=True, exist_ok=True)  # another rank may be here already
     file = (written / OBJECTS).open("xb")
     if fcntl is not None:
         with suppress(OSError):  # a file system without locks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 
 from ..communication.agreement import together
 from ..communication.monitored_barrier import monitored_barrier
-from ..communication.shard_group import ShardGroup
 from ..planning.text import counted, ranks_text
 from .contents import Contents
 from .folders import locate, seen_by_first
@@ -24,6 +24,7 @@ from .optimizers import (
     Optimizers,
     called,
     check_optimizers,
+    check_rank_state,
     check_same_optimizers,
     check_schedulers,
     group_of,
@@ -80,11 +81,9 @@ def load_checkpoint(
     with together(group, doing) as lines:
         optimizers = check_optimizers(model, optimizer)
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
-        if not (rank_state is None or isinstance(rank_state, dict)):
-            raise TypeError(f"rank_state: expected a dict to fill, got {type(rank_state).__name__}")
+        before = {name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()}
+        check_rank_state(rank_state)
         lines += [f"path {path}", f"{told(optimizers, 'optimizer')}, {told(schedulers, 'scheduler')}"]
-    for each in optimizers.values():
-        each.finish_gathers()
     folder = seen_by_first(group, lambda: locate(Path(os.path.abspath(path))))
     with together(group, doing) as lines:
         saved = SavedCheckpoint(folder)
@@ -92,17 +91,20 @@ def load_checkpoint(
         manifest.check_files(folder, sorted(manifest.files)[group.group_rank :: group.ranks], verify)
         check_same_optimizers(optimizers, saved.objects.optimizers)
         own = {} if rank_state is None else _state_of(folder, manifest, group.group_rank)
+        for each in optimizers.values():
+            each.finish_gathers()
         contents = Contents(model, optimizers)
         lines += [f"serial {manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing, saved.names)
-    with together(group, doing):
+    with _restored_if_refused(schedulers, before), together(group, doing):
         _check_same(saved, contents, schedulers)
         model_state, states = contents.templates(saved)
         try:
             saved.read(model_state, states)
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder}: damaged, rank {group.group_rank} could not read it: {error}") from error
-    _load_schedulers(saved, schedulers, group, doing)
+        for name, each in schedulers.items():
+            each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
     for each in optimizers.values():
         each.zero_grad()
     contents.put(model_state, states, saved.objects)
@@ -149,14 +151,11 @@ def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[
             )
 
 
-def _load_schedulers(saved: SavedCheckpoint, schedulers: Mapping[Name, Any], group: ShardGroup, doing: str) -> None:
-    """Load them, or leave them as they were: one may refuse its state, on one rank."""
-    before: dict[Name, Any] = {}
+@contextmanager
+def _restored_if_refused(schedulers: Mapping[Name, Any], before: Mapping[Name, Any]) -> Iterator[None]:
+    """Leave them as they were ``before`` where the body raises: one may refuse its state, on one rank."""
     try:
-        with together(group, doing):
-            before.update({name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()})
-            for name, each in schedulers.items():
-                each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
+        yield
     except Exception:  # whatever a stranger's class raises
         for name, state in before.items():
             schedulers[name].load_state_dict(state)
@@ -187,7 +186,8 @@ def _who_is_given(states: list[int], ranks: int) -> str:
     """Which ranks are given a state, and which aren't."""
     without = [rank for rank in range(ranks) if rank not in states]
     surplus = [rank for rank in states if rank >= ranks]
-    lines = [f"saved by {ranks_text(states)}" if states else "none was saved"]
-    lines += [f"ranks {ranks_text(without)} are given none"] if without else []
-    lines += [f"those of ranks {ranks_text(surplus)} are given to nobody: see read_rank_state"] if surplus else []
-    return f"{ranks} ranks load: {'; '.join(lines)}"
+    told = f"{ranks} ranks load: " + (f"saved by {ranks_text(states)}" if states else "none was saved")
+    told += f"; ranks {ranks_text(without)} are given none" if without else ""
+    return told + (
+        f"; those of ranks {ranks_text(surplus)} are given to nobody: see read_rank_state" if surplus else ""
+    )

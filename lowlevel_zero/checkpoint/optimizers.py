@@ -92,6 +92,12 @@ def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name,
     return {name: found.get(name) for name in optimizers}
 
 
+def check_rank_state(rank_state: object) -> None:
+    """Raise ``TypeError`` unless it is a dict, or None."""
+    if not (rank_state is None or isinstance(rank_state, dict)):
+        raise TypeError(f"rank_state: expected a dict, got {type(rank_state).__name__}")
+
+
 def check_same_optimizers(optimizers: Collection[Name], saved: Collection[Name]) -> None:
     """Raise ``ValueError`` unless these optimizers are those that were ``saved``."""
     if set(optimizers) != set(saved):

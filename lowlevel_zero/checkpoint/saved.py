@@ -9,19 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..bookkeeping.sharding import SCALARS
-from . import format_1
+from ..bookkeeping.storages import flat_in_memory_order
+from ..state.boxes import BoxedTensor
 from .manifest import METADATA, OBJECTS, TRAINABLE, Manifest, SavedTensor, read_manifest
-from .metadata import read_metadata
-from .objects import Objects, Settings, read_objects
-from .planners import LoadPlanner
+from .objects import Objects, Settings, read_metadata, read_objects
 
 # What a tensor of the model, and one of the optimizer's state, is called: model.<name>, optim.state.<name>.<key>. So
 # are torch's own state dicts, put together as {"model": ..., "optim": ...}.
 MODEL, STATE = "model.", "optim.state."
+# Format 1, of versions before this one: tensors were stored flat, in memory order, and states by other names.
+_STATE_1 = "optimizer."
 
 
 class SavedCheckpoint:
@@ -71,7 +73,7 @@ class SavedCheckpoint:
     def states(self) -> dict[str, dict[str, Tensor]]:
         """By parameter and key, first the step, the optimizers' states that are tensors, without their values."""
         found: dict[str, dict[str, Tensor]] = {}
-        prefix = STATE if self.manifest.format > 1 else format_1.STATE
+        prefix = STATE if self.manifest.format > 1 else _STATE_1
         for full, described in self.metadata.state_dict_metadata.items():
             if full.startswith(prefix) and isinstance(described, TensorStorageMetadata):
                 name, _, key = full.removeprefix(prefix).rpartition(".")
@@ -82,12 +84,9 @@ class SavedCheckpoint:
     def _without_values(self, described: TensorStorageMetadata, name: str, key: str = "") -> Tensor:
         """The model's ``name``, or its state ``key``, in its own shape also where it lies flat, in format 1."""
         entry, size, dtype = self.manifest.tensors.get(name), tuple(described.size), described.properties.dtype
-        if entry is not None and key not in SCALARS and size == self._stored_shape(entry):
-            return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    def _stored_shape(self, entry: SavedTensor) -> tuple[int, ...]:
-        return entry.shape if self.manifest.format > 1 else (entry.numel,)
+        if entry is None or key in SCALARS or size != (entry.shape if self.manifest.format > 1 else (entry.numel,)):
+            return torch.empty(size, dtype=dtype, device="meta")
+        return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
 
     def trained(self, settings: Settings) -> list[str]:
         """The parameters that the optimizer of these settings trains, in order of registration."""
@@ -107,10 +106,13 @@ class SavedCheckpoint:
             OSError: it can't be read.
         """
         try:
-            if self.manifest.format == 1:
-                format_1.read_flat(self._read, self.manifest.tensors, model, states)
-            else:
+            if self.manifest.format > 1:
                 self._read({"model": model, "optim": {"state": states}})
+                return
+            for name, tensor in model.items():
+                self._read_flat("model", name, {name: tensor})
+            for name, state in states.items():
+                self._read_flat(f"{_STATE_1}{name}", name, state)
         except OSError:
             raise
         except Exception as error:  # of whatever kind torch's reader raises for bytes that are no tensor's
@@ -118,7 +120,29 @@ class SavedCheckpoint:
             raise ValueError(f"{self.path}: {names}, ... can't be read: {error!r}") from error
 
     def _read(self, into: dict[str, Any]) -> None:
-        planner, reader = LoadPlanner(), FileSystemReader(self.path)
+        planner, reader = DefaultLoadPlanner(), FileSystemReader(self.path)
         planner.set_up_planner(into, self.metadata, is_coordinator=False)
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         reader.read_data(planner.create_local_plan(), planner).wait()
+
+    def _read_flat(self, prefix: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Fill what format 1 has of one parameter, each tensor by way of the whole of it."""
+        entry = self.manifest.tensors[name]
+        whole = {
+            key: torch.empty(entry.numel, dtype=tensor.dtype, device="cpu")
+            for key, tensor in tensors.items()
+            if key not in SCALARS and tensor.shape == entry.shape
+        }
+        self._read({prefix: {**tensors, **whole}})
+        for key, flat in whole.items():
+            fill(tensors[key], flat, entry)
+
+
+def fill(tensor: Tensor, flat: Tensor, entry: SavedTensor) -> None:
+    """Fill a dense tensor, or this rank's boxes of it, with all elements in the memory order that ``entry`` tells."""
+    boxes = tensor
+    if not isinstance(boxes, BoxedTensor):
+        boxes = BoxedTensor(tensor.as_strided((tensor.numel(),), (1,)), 0, tensor.shape, tensor.stride())
+    like = torch.empty_strided(entry.shape, boxes.strides, device="meta")
+    ours = flat_in_memory_order(flat.as_strided(entry.shape, entry.stride), like)
+    boxes.local.copy_(ours[boxes.start : boxes.start + len(boxes.local)])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -26,14 +27,12 @@ from ..communication.process_groups import context_of
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.sharded import States
-from ..state.sharded_dict import packed, unpacked
 from ..version import __version__
 from .contents import Contents
 from .folders import check_target
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
-from .objects import Objects, Settings
-from .optimizers import Name, Optimizers, check_optimizers, check_schedulers, group_of, told
-from .planners import SavePlanner
+from .objects import Objects, Settings, packed, unpacked
+from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, told
 from .storage import ALONE, CommittingWriter
 
 _log = logging.getLogger("lowlevel_zero")
@@ -101,19 +100,27 @@ def save_checkpoint(
     target = Path(os.path.abspath(path))
     doing = f"save a checkpoint to {path}"
     with together(group, doing) as lines:
-        _check_arguments(target, keep, rank_state)
+        _check_keep(keep)
+        check_rank_state(rank_state)
+        check_target(target)
         optimizers = check_optimizers(model, optimizer)
         schedulers = check_schedulers(scheduler, optimizers)
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [told(optimizers, "optimizer")]
-    contents = _contents(group, model, optimizers, doing)
+        for each in optimizers.values():
+            each.finish_gathers()
+            for record in each.sharded_parameters:
+                record.follow_edits()
+        contents = Contents(model, optimizers)
+        lines += contents.lines()
+    contents.meet(doing)
     if exclude_frozen:
         contents.exclude_frozen()
     _tell_untrained(contents)
     with together(group, doing) as lines:
         files = {} if rank_state is None else {RANK_STATE.format(group.group_rank): packed(rank_state, "rank_state")}
-        objects = _objects(contents, optimizers, schedulers, extra)
-        data = objects.packed()
+        settings = {name: _settings(contents, name, each, schedulers[name]) for name, each in optimizers.items()}
+        data = Objects(settings, contents.extra_states, extra).packed()
         states = contents.states()
         lines += contents.state_lines(states)
         state = _as_torch_has_it(contents.model(), states, Objects(**unpacked(data)))
@@ -121,33 +128,43 @@ def save_checkpoint(
             state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
     if group.group_rank == 0:
         files[OBJECTS] = data
-    manifest = _manifest(contents, runs_of(optimizers), next(iter(objects.optimizers.values()))["stage"])
+    manifest = _manifest(contents, runs_of(optimizers), next(iter(settings.values()))["stage"])
     (number,) = group.from_rank_zero([secrets.randbits(62)])
     writer = CommittingWriter(target, f"{number:016x}", group, manifest, files, keep)
-    with together(group, f"write beside {path}"):
-        writer.claim()
     write = partial(_write, target, state, writer, group.side_group())
+    saving = Saving(target)
     if async_save:
-        context_of(group.group).writing = under_way = _in_background(write)
-        return Saving(target, under_way)
-    write()
-    return Saving(target)
+        context_of(group.group).writing = saving
+        saving.add_done_callback(_log_error)  # maybe nobody waits
+        threading.Thread(target=saving.run, args=(write,), name="lowlevel_zero checkpoint").start()
+    else:
+        saving.run(write)
+        saving.wait()
+    return saving
 
 
-class Saving:
-    """A checkpoint that is being written.
+class Saving(Future[Path]):
+    """A checkpoint that is being written: a future of its path.
+
+    ``done()`` tells whether it is there, or has failed; ``result()`` is ``wait()``.
 
     Attributes:
         path: where it will be.
     """
 
-    def __init__(self, path: Path, under_way: Future[None] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
-        self._under_way = under_way
+        self.set_running_or_notify_cancel()  # nobody can cancel it: other ranks write, too
 
-    def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
-        return self._under_way is None or self._under_way.done()
+    def run(self, write: Callable[[], None]) -> None:
+        """Write it: by a thread, for which the interpreter's end waits, or at once."""
+        try:
+            write()
+        except Exception as error:  # raised where it is waited for
+            self.set_exception(error)
+        else:
+            self.set_result(self.path)
 
     def wait(self) -> Path:
         """The checkpoint's path, when it is there.
@@ -155,26 +172,20 @@ class Saving:
         Raises:
             RuntimeError: it could not be written, on whichever rank; raised on all. A former checkpoint is as it was.
         """
-        if self._under_way is not None:
-            self._under_way.result()
-        return self.path
-
-    result = wait
+        return self.result()
 
 
 def _write(path: Path, state: dict[str, Any], writer: CommittingWriter, group: dist.ProcessGroup) -> None:
     """Write a state that training doesn't change, or waits for, by collectives of a side group."""
-    failed = True
     try:
-        dcp_save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
-        failed = False
+        dcp_save(state, storage_writer=writer, process_group=group)
     except (CheckpointException, Exception) as error:  # whatever torch's writer, or a disk, raises
         hint = "" if dist.is_initialized() else f" ({ALONE})"
         raise RuntimeError(
             f"{path}: the checkpoint could not be written, a former one is as it was. {_reason(error, group)}{hint}"
         ) from error
     finally:
-        writer.release(failed)
+        writer.release()
 
 
 def _reason(error: BaseException, group: dist.ProcessGroup) -> str:
@@ -185,18 +196,9 @@ def _reason(error: BaseException, group: dist.ProcessGroup) -> str:
     return str(explained(error, group, "writing") or f"{type(error).__name__}: {error}")
 
 
-def _in_background(write: Callable[[], None]) -> Future[None]:
-    """By a thread, for which the interpreter's end waits. Nobody else may: an error goes to the log too."""
-
-    def log_error(over: Future[None]) -> None:
-        if over.exception() is not None:
-            _log.error("%s", over.exception())
-
-    thread = ThreadPoolExecutor(1, thread_name_prefix="lowlevel_zero checkpoint")
-    written = thread.submit(write)
-    written.add_done_callback(log_error)
-    thread.shutdown(wait=False)
-    return written
+def _log_error(over: Future[Path]) -> None:
+    if over.exception() is not None:
+        _log.error("%s", over.exception())
 
 
 def wait_for_last(group: ShardGroup) -> None:
@@ -216,27 +218,9 @@ def runs_of(optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[s
     return runs
 
 
-def _contents(
-    group: ShardGroup, model: nn.Module, optimizers: Mapping[Name, LowLevelZeroOptimizer], doing: str
-) -> Contents:
-    """What is to be saved, up to date, and alike on all ranks."""
-    for each in optimizers.values():
-        each.finish_gathers()
-    with together(group, doing) as lines:
-        for record in (record for each in optimizers.values() for record in each.sharded_parameters):
-            record.follow_edits()
-        contents = Contents(model, optimizers)
-        lines += contents.lines()
-    contents.meet(doing)
-    return contents
-
-
-def _check_arguments(target: Path, keep: int | None, rank_state: object) -> None:
+def _check_keep(keep: int | None) -> None:
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep: expected a number of checkpoints, at least 1, or None, got {keep!r}")
-    if not (rank_state is None or isinstance(rank_state, dict)):
-        raise TypeError(f"rank_state: expected a dict, got {type(rank_state).__name__}")
-    check_target(target)
 
 
 def _tell_untrained(contents: Contents) -> None:
@@ -260,21 +244,15 @@ def _as_torch_has_it(model: dict[str, Tensor], states: States, objects: Objects)
     return {"model": {**model, **objects.model}, "optim": {"state": state, "param_groups": groups}}
 
 
-def _objects(
-    contents: Contents, optimizers: Mapping[Name, LowLevelZeroOptimizer], schedulers: Mapping[Name, Any], extra: Any
-) -> Objects:
-    """What isn't a tensor of the model or the optimizers."""
-    settings: dict[Name, Settings] = {}
-    for name, optimizer in optimizers.items():
-        scheduler = schedulers[name]
-        settings[name] = {
-            **contents.states_of[name].settings(),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "options": {name: getattr(optimizer.options, name) for name in _LAYOUT},
-            "stage": 2 if optimizer.options.partition_grad else 1,
-            "slices": optimizer.shard_group.size,
-        }
-    return Objects(settings, contents.extra_states, extra)
+def _settings(contents: Contents, name: Name, optimizer: LowLevelZeroOptimizer, scheduler: Any) -> Settings:
+    """What isn't a tensor of one of the optimizers."""
+    return {
+        **contents.states_of[name].settings(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "options": {option: getattr(optimizer.options, option) for option in _LAYOUT},
+        "stage": 2 if optimizer.options.partition_grad else 1,
+        "slices": optimizer.shard_group.size,
+    }
 
 
 def _manifest(contents: Contents, runs: tuple[str, ...], stage: int) -> Manifest:

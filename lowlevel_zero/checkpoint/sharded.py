@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..optimizer import LowLevelZeroOptimizer
-from ..state.sharded_dict import held, packed, take_over, unpacked
-from ..state.whole import FP8
+from ..state.global_names import GlobalNames
+from ..state.sharded import ShardedState
+from ..state.whole import FP8, offer_masters
+from .objects import packed, unpacked
 
 # torch's loader refuses a name that a checkpoint lacks. So what plain optimizers don't have (loss scale, bucket plan)
 # has no name of its own: it is one more entry of the first group's "params", which is nobody's name.
@@ -28,8 +31,7 @@ class Sharded(Stateful):
         dcp.save(state, checkpoint_id=path)
         dcp.load(state, checkpoint_id=path)
 
-    The optimizer needs to have been given its ``model``, which has the names. torch 2.4 needs ``SavePlanner`` and
-    ``LoadPlanner`` for it.
+    The optimizer needs to have been given its ``model``, which has the names.
 
     ``dcp.load`` reads into the live state, and asks afterwards whether it fits: what had been read by then stays where
     ``load_state_dict`` refuses the rest. ``load_checkpoint`` reads beside it, and changes nothing when it refuses.
@@ -40,13 +42,25 @@ class Sharded(Stateful):
         self._own = ""  # what state_dict() has given last, to tell it from what was loaded in its place
 
     def state_dict(self) -> dict[str, Any]:
-        """What it holds, and zeros for states that a step is going to make; to save, or to load into."""
-        state, settings = held(self.optimizer)
+        """What it holds, and zeros for states that a step is going to make; to save, or to load into.
+
+        Tensors share memory with the optimizer's. Masters have followed what others wrote into parameters.
+
+        Raises:
+            TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
+            ValueError: a state's name has a dot in it.
+        """
+        optimizer = self.optimizer
+        optimizer.finish_gathers()
+        for record in optimizer.sharded_parameters:
+            record.follow_edits()
+        sharded = ShardedState(optimizer, _names(optimizer))
+        settings = {**sharded.settings(), "present": sharded.present, FP8: optimizer.options.fp8_communication}
         groups = settings.pop("param_groups")
         own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()
         self._own = f"{_MARK}{own}"
-        groups[0]["params"] = [*groups[0]["params"], self._own]
-        return {"state": state, "param_groups": groups}
+        groups[0]["params"].append(self._own)
+        return {"state": {**sharded.tensors(), **sharded.room()}, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -57,7 +71,13 @@ class Sharded(Stateful):
         Raises:
             ValueError: it is of other parameters, shapes or groups; see above for what ``dcp.load`` has done by then.
         """
-        take_over(self.optimizer, state_dict["state"], self._settings(state_dict["param_groups"]))
+        settings = self._settings(state_dict["param_groups"])
+        sharded = ShardedState(self.optimizer, _names(self.optimizer))
+        sharded.check(settings)
+        slices = sharded.slices(state_dict["state"], settings)
+        self.optimizer.zero_grad()
+        sharded.load(slices, settings)
+        offer_masters(slices, settings[FP8])
 
     def _settings(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The settings of what was saved; plain ones of what another optimizer has saved, be it with groups or not."""
@@ -67,3 +87,11 @@ class Sharded(Stateful):
         plain: dict[str, Any] = {"loss_scale": None, "plan": None, "states": {}, FP8: False}
         own = unpacked(base64.b64decode(saved[0].removeprefix(_MARK))) if saved else {}
         return {**plain, **own, "param_groups": named}
+
+
+def _names(optimizer: LowLevelZeroOptimizer) -> dict[Tensor, str]:
+    """The global names of parameters. Communicates with experts."""
+    parameters, own = optimizer.sharded_parameters, optimizer.parameter_names()
+    numbers = {name: parameters.shard_group_of(p) for p, name in own.items()}
+    names = GlobalNames(parameters.shard_groups, numbers)
+    return {p: names[name] for p, name in own.items()}

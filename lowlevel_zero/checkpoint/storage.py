@@ -68,16 +68,10 @@ class CommittingWriter(FileSystemWriter):
         self._keep = keep
         self._claim: IO[bytes] | None = None
 
-    def claim(self) -> None:
-        """Make the folder, on the first rank."""
-        if self._rank == 0:
-            self._claim = claim(self._written)
-
-    def release(self, failed: bool) -> None:
-        """All is over: let go of the folder, which goes if it could not be written."""
+    def release(self) -> None:
+        """All is over: let go of the folder, which is no more, unless it could not be written: then it goes."""
         if self._claim is not None:
-            if failed:
-                shutil.rmtree(self._written, ignore_errors=True)
+            shutil.rmtree(self._written, ignore_errors=True)
             self._claim.close()
 
     # ---- what torch.distributed.checkpoint calls ----
@@ -85,6 +79,8 @@ class CommittingWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator and self._rank != 0:
             raise RuntimeError(f"rank {self._rank} is alone")
+        if is_coordinator:
+            self._claim = claim(self._written)
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:

@@ -54,7 +54,7 @@ class GroupContext:
         self.shard_groups, self.connected = count(), count(1)
         self.barriers: defaultdict[str, int] = defaultdict(int)
         self.processes: dict[int, Process] = {}
-        self.writing: Future[None] | None = None
+        self.writing: Future[Any] | None = None
 
 
 _contexts: WeakKeyDictionary[dist.ProcessGroup, GroupContext] = WeakKeyDictionary()

@@ -18,7 +18,6 @@ from ..checkpoint.consolidate import (
     MODEL,
     OPTIMIZER,
     bytes_to_do,
-    check_files,
     consolidate,
     not_tensors,
 )
@@ -82,7 +81,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     checkpoint = _open(options.checkpoint)
     if options.check:
-        check_files(checkpoint)
+        checkpoint.manifest.check_files(checkpoint.path)
     found, layout = describe(checkpoint), layout_in(checkpoint, options.world_size)
     if options.json:
         print(json.dumps({**found, "layout": layout.as_dict()}, default=str, indent=1))

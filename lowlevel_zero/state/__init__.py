@@ -4,7 +4,6 @@
 whole, values           whole tensors on the host, one at a time; many of them, in few messages
 boxes                   sharded tensors: a rank's slice as rectangles of the parameter's shape
 sharded, global_names   an optimizer's state and settings by name, which are alike on all ranks, also of experts
-sharded_dict            these as one dict, for ``dcp.save`` and ``dcp.load``
 ======================  ===============================================================================================
 
 Hangs on ``optimizer.sharded_parameters`` and ``optimizer.sharded_groups``, which it reads.

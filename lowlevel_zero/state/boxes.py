@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..partition import EvenSplit
-
-# torch.distributed.checkpoint takes a while to import: what saves has done so.
 
 Shape = tuple[int, ...]
 
@@ -97,22 +97,18 @@ class BoxedTensor(Tensor):
 
     # ---- what torch.distributed.checkpoint asks a tensor for (torch 2.5 and later) ----
 
-    def __create_write_items__(self, name: str, _: object) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         found = []
         for chunk in self.__create_chunk_list__():
             data = TensorWriteData(chunk, TensorProperties(self.dtype), self.size())
             found.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return found
 
-    def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self.parts().items()]
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
         return _with_storage_of_its_own(self.parts()[tuple(index.offset)])
 
     @classmethod

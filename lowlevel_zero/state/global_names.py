@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..bookkeeping.module_names import matched
 from ..communication.shard_group import ShardGroup
@@ -51,8 +51,7 @@ class GlobalNames:
     def __init__(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int], saved: Iterable[str] = ()) -> None:
         self.experts: dict[str, Expert] = {}
         self._own = {name: name for name in number_of}
-        if len(groups) > 1:
-            self._tell_experts_apart(groups, number_of)
+        self._tell_experts_apart(groups, number_of)
         found = {own: name for name, own in matched(saved, {*self._own.values(), *self.experts}).items()}
         self.experts = {found.get(name, name): _renamed(name, found, of) for name, of in self.experts.items()}
         self._own = {name: found.get(own, own) for name, own in self._own.items()}
@@ -61,11 +60,17 @@ class GlobalNames:
         """The global name of what this rank calls ``name``."""
         return self._own[name]
 
+    def of(self, own: Mapping[str, T]) -> dict[str, T]:
+        """What this rank has by its own names, by global ones."""
+        return {self._own[name]: value for name, value in own.items()}
+
     def _tell_experts_apart(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
         holders: dict[str, list[tuple[int, Ranks]]] = {}
-        own = [_places(group, groups[0]) for group in groups]
-        led = [(name, number, own[number]) for name, number in number_of.items() if _leads(groups, number)]
-        for name, number, ranks in (each for told in from_leaders(groups, led) for each in told):
+        place = {rank: at for at, rank in enumerate(groups[0].slice_ranks)}
+        ranks_of = [tuple(place[rank] for rank in group.slice_ranks) for group in groups]
+        led = led_by_this_rank(groups)
+        own = [(name, number, ranks_of[number]) for name, number in number_of.items() if number in led]
+        for name, number, ranks in (each for told in from_leaders(groups, own) for each in told):
             holders.setdefault(name, []).append((number, ranks))
         for name, held in holders.items():
             for at, (number, ranks) in enumerate(held):
@@ -76,8 +81,13 @@ class GlobalNames:
                         "apart by it: call it something else"
                     )
                 self.experts[tagged] = Expert(name, ranks)
-                if number_of.get(name) == number and ranks == own[number]:
+                if number_of.get(name) == number and ranks == ranks_of[number]:
                     self._own[name] = tagged
+
+
+def led_by_this_rank(groups: Sequence[ShardGroup]) -> set[int]:
+    """The numbers of the groups of experts of which this rank is the first: it tells the others of what they share."""
+    return {number for number, group in enumerate(groups) if number and group.group_rank == 0}
 
 
 def from_leaders(groups: Sequence[ShardGroup], own: T) -> list[T]:
@@ -89,22 +99,25 @@ def from_leaders(groups: Sequence[ShardGroup], own: T) -> list[T]:
     """
     if len(groups) == 1:
         return []
-    leads = any(group.group_rank == 0 for group in groups[1:])
-    return [told for told in groups[0].all_gather_object(own if leads else None) if told is not None]
+    mine = own if led_by_this_rank(groups) else None
+    return [told for told in groups[0].all_gather_object(mine) if told is not None]
 
 
-def of_all_ranks(groups: Sequence[ShardGroup], own: Mapping[str, T], number_of: Mapping[str, int]) -> dict[str, T]:
+def of_all_ranks(
+    groups: Sequence[ShardGroup], number_of: Mapping[str, int], *own: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """What this rank has by global names, and then what others have of their experts. Communicates with experts.
 
     Args:
         groups: the shard groups.
-        own: what this rank has.
-        number_of: the shard groups' numbers by the same names.
+        number_of: the shard groups' numbers by global names.
+        own: what this rank has, in several dicts; so it returns as many.
     """
-    led = {name: value for name, value in own.items() if _leads(groups, number_of[name])}
-    found = dict(own)
-    for told in from_leaders(groups, led):
-        found.update(told)
+    led = led_by_this_rank(groups)
+    found = [dict(each) for each in own]
+    for told in from_leaders(groups, [{n: of for n, of in each.items() if number_of[n] in led} for each in own]):
+        for known, others in zip(found, told, strict=True):
+            known.update(others)
     return found
 
 
@@ -112,24 +125,13 @@ def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) 
     """Raise ``ValueError`` where groups that call their experts the same are not as many as when they were saved."""
     here, there = (Counter(expert.name for expert in experts.values()) for experts in (ours, saved))
     for name in dict.fromkeys((*here, *there)):
-        counts = max(here[name], 1), max(there[name], 1)
-        if counts[0] != counts[1]:
+        expected, got = max(here[name], 1), max(there[name], 1)
+        if expected != got:
             raise ValueError(
-                f"{name}: expected one of {counts[0]} groups' own, the checkpoint has {counts[1]} groups': experts "
+                f"{name}: expected one of {expected} groups' own, the checkpoint has {got} groups': experts "
                 "of several groups have this name, so share them out as they were saved, or give them the numbers "
                 "of the whole model before saving, which loads at any layout"
             )
-
-
-def _leads(groups: Sequence[ShardGroup], number: int) -> bool:
-    """Whether this rank tells the others of what the group of this number shares."""
-    return number > 0 and groups[number].group_rank == 0
-
-
-def _places(group: ShardGroup, all_ranks: ShardGroup) -> Ranks:
-    """The members of ``group``, counted as ``all_ranks`` counts them."""
-    place = {rank: at for at, rank in enumerate(all_ranks.slice_ranks)}
-    return tuple(place[rank] for rank in group.slice_ranks)
 
 
 def _renamed(name: str, found: Mapping[str, str], expert: Expert) -> Expert:

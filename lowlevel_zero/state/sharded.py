@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.bucket_plan import PlanState
-from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import SCALARS
 from ..construction import ShardedGroup
@@ -17,7 +16,7 @@ from ..loss_scaler import LossScaler
 from ..optim.probe import NoProbe, first_states
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
-from .global_names import from_leaders, of_all_ranks
+from .global_names import from_leaders, led_by_this_rank, of_all_ranks
 from .values import is_slice
 from .whole import MASTER, State, load_slices, own_state, scale_as_numbers
 
@@ -43,24 +42,33 @@ class ShardedState:
     Args:
         optimizer: whose state it is.
         names: global ones, of all parameters of the groups, frozen ones included.
+
+    Attributes:
+        present: the names of the states that are tensors, masters among them, of all ranks' parameters that have some.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, names: Mapping[Tensor, str]) -> None:
         self._optimizer = optimizer
         self._optim = optimizer.optim
-        self._groups = optimizer.sharded_groups
-        self._scaler = optimizer.scaler
-        self._parameters: ParameterStore = optimizer.sharded_parameters
-        self._names = names
-        store = self._parameters
-        led = {0, *(group.number for group in self._groups if group.group.group_rank == 0)}
-        own_groups = [[names[p] for p in members if store.shard_group_of(p) in led] for members in store.groups]
-        own_plans = [self._plan_of(group) for group in self._groups if group.number in led - {0}]
-        told = from_leaders(store.shard_groups, (own_groups, own_plans))
-        self._other_groups, self._other_plans = [groups for groups, _ in told], [plan for _, of in told for plan in of]
-        numbers = {self._name(record): record.shard_group for record in store}
-        described = {self._name(record): _described(own_state(self._optim, record)) for record in store}
-        self._described = of_all_ranks(store.shard_groups, described, numbers)
+        self._records = {names[record.p]: record for record in optimizer.sharded_parameters}
+        store = optimizer.sharded_parameters
+        led = led_by_this_rank(store.shard_groups)
+        own_plans = [self._plan_of(group) for group in optimizer.sharded_groups if group.number in led]
+        present: dict[str, list[str]] = {}
+        others: dict[str, State] = {}
+        for name, record in self._records.items():
+            state = own_state(self._optim, record)
+            present[name] = [key for key, value in state.items() if isinstance(value, Tensor)]
+            others[name] = {key: value for key, value in state.items() if key not in present[name]}
+        number_of = {name: record.shard_group for name, record in self._records.items()}
+        self.present, self._others = of_all_ranks(store.shard_groups, number_of, present, others)
+        held = [[(names[p], store.shard_group_of(p)) for p in members] for members in store.groups]
+        told = from_leaders(store.shard_groups, ([_of_groups(members, {0, *led}) for members in held], own_plans))
+        self._other_plans = [plan for _, plans in told for plan in plans]
+        # The names in each param group: the shared ones as this rank has them, with all ranks' experts between.
+        self._group_names = [
+            _with_experts(_of_groups(members, {0}), [names[at] for names, _ in told]) for at, members in enumerate(held)
+        ]
 
     # ---- reading ----
 
@@ -71,69 +79,59 @@ class ShardedState:
             ValueError: a state's name has a dot in it.
         """
         found: States = {}
-        for record in self._parameters:
+        for name, record in self._records.items():
             for key, value in own_state(self._optim, record).items():
                 if "." in key:
-                    raise ValueError(f"{self._name(record)}: expected states with no dot in their names, got {key!r}")
+                    raise ValueError(f"{name}: expected states with no dot in their names, got {key!r}")
                 if isinstance(value, Tensor):
-                    sliced = is_slice(key, value, record)
-                    state = found.setdefault(self._name(record), {})
-                    state[key] = _boxed(value, record) if sliced else value.detach()
+                    own = _boxed(value, record) if is_slice(key, value, record) else value.detach()
+                    found.setdefault(name, {})[key] = own
         return found
 
     def room(self) -> States:
         """Zeros for the tensors that parameters without state will have after a step, as far as can be told."""
-        new = [record for record in self._parameters if not own_state(self._optim, record)]
+        new = {name: record for name, record in self._records.items() if not own_state(self._optim, record)}
         try:
             first = first_states(self._optim, _TRIED) if new else []
         except NoProbe:
             return {}
         group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
-        found = self.templates({self._name(record): _expected(first[group_of[record.p32]], record) for record in new})
-        for each in (each for state in found.values() for each in state.values()):
-            (each.local if isinstance(each, BoxedTensor) else each).zero_()
-        return found
-
-    def present(self) -> dict[str, list[str]]:
-        """The names of the states that are tensors, masters among them, of all ranks' parameters that have some."""
-        return {name: tensors for name, (tensors, _) in self._described.items() if tensors}
+        return self.templates({n: _expected(first[group_of[record.p32]], record) for n, record in new.items()})
 
     def settings(self) -> State:
         """All that isn't in ``tensors``."""
+        groups = zip(self._optim.param_groups, self._group_names, strict=True)
+        shared = next((group for group in self._optimizer.sharded_groups if group.number == 0), None)
         return {
-            "param_groups": [
-                {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-                for group, names in zip(self._optim.param_groups, self.group_names(), strict=True)
-            ],
-            "loss_scale": scale_as_numbers(self._scaler),
-            "plan": next((self._plan_of(group) for group in self._groups if group.number == 0), None),
+            "param_groups": [{**group, "params": list(names)} for group, names in groups],
+            "loss_scale": scale_as_numbers(self._optimizer.scaler),
+            "plan": None if shared is None else self._plan_of(shared),
             "other_plans": self._other_plans,
-            "states": {name: others for name, (_, others) in self._described.items() if others},
+            "states": {name: others for name, others in self._others.items() if others},
         }
 
     def _plan_of(self, group: ShardedGroup) -> State | None:
-        plan = group.reducer.plan_state()
-        return None if plan is None else renamed(plan._asdict(), [self._name(record) for record in group.records])
+        plan, name_of = group.reducer.plan_state(), {record: name for name, record in self._records.items()}
+        return None if plan is None else renamed(plan._asdict(), [name_of[record] for record in group.records])
 
     # ---- writing ----
 
     def templates(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
-        """Tensors to load into, of what was ``saved``, which has shapes and dtypes alone, be it there yet or not.
+        """Zeros to load into, of what was ``saved``, which has shapes and dtypes alone, be it there yet or not.
 
         What has the parameter's shape is this rank's slice of it.
         """
         found: States = {}
-        for record in self._parameters:
-            of_record = saved.get(self._name(record), {}).items()
-            state = {key: each for key, each in of_record if key != MASTER or record.keeps_more}
+        for name, record in self._records.items():
+            of_record = saved.get(name, {}).items()
+            state = {key: _template(key, each, record) for key, each in of_record if _takes(record, key)}
             if state:
-                found[self._name(record)] = {key: _template(key, each, record) for key, each in state.items()}
+                found[name] = state
         return found
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless ``settings`` are of an optimizer with the same parameters in the same groups."""
-        got = [list(group["params"]) for group in settings["param_groups"]]
-        expected = self.group_names()
+        expected, got = self._group_names, [list(group["params"]) for group in settings["param_groups"]]
         if len(got) != len(expected):
             raise ValueError(f"expected {len(expected)} param groups, got {len(got)}: {_REMEDY}")
         for at, (ours, theirs) in enumerate(zip(expected, got, strict=True)):
@@ -141,7 +139,7 @@ class ShardedState:
                 raise ValueError(f"{missing}: expected it in param group {at}, which was saved without it: {_REMEDY}")
             for surplus in sorted(set(theirs) - set(ours)):
                 raise ValueError(f"{surplus}: param group {at} was saved with it, and is without it here: {_REMEDY}")
-        if self._scaler is not None and settings["loss_scale"] is not None:
+        if self._optimizer.scaler is not None and settings["loss_scale"] is not None:
             LossScaler().load_state_dict(settings["loss_scale"])
 
     def slices(
@@ -153,13 +151,11 @@ class ShardedState:
             ValueError: a tensor is of another shape, or in another memory order, or isn't among those that were given.
         """
         found: dict[ShardedParameter, State] = {}
-        for record in self._parameters:
-            name = self._name(record)
+        for name, record in self._records.items():
             given = tensors.get(name, {})
-            saved = given if "present" not in settings else settings["present"].get(name, ())
-            keys = [key for key in saved if key != MASTER or record.keeps_more]
-            of_record = {key: _own(name, key, given.get(key), record) for key in keys}
-            found[record] = {**settings["states"].get(name, {}), **of_record}
+            saved = settings["present"].get(name, ()) if "present" in settings else given
+            own = {key: _own(name, key, given.get(key), record) for key in saved if _takes(record, key)}
+            found[record] = {**settings["states"].get(name, {}), **own}
         return found
 
     def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any]) -> None:
@@ -169,30 +165,18 @@ class ShardedState:
         """
         load_slices(self._optimizer, settings["param_groups"], slices, settings["loss_scale"])
         plans = [settings["plan"], *settings.get("other_plans", ())]
-        for group in self._groups:
-            group.reducer.restore_plan(self._plan(group, plans))
-
-    def _plan(self, group: ShardedGroup, plans: Iterable[Mapping[str, Any] | None]) -> PlanState | None:
-        """The one of the saved plans that is of these parameters, by index; None: it is to be learnt anew."""
-        indices = {self._name(record): record.index for record in group.records}
-        for saved in plans:
-            if saved is not None and set(saved["order"]) == set(indices):
-                return PlanState(**renamed(saved, indices))
-        return None
-
-    # ---- names ----
-
-    def _name(self, record: ShardedParameter) -> str:
-        return self._names[record.p]
-
-    def group_names(self) -> list[list[str]]:
-        """The names in each param group: the shared ones as this rank has them, with all ranks' experts between."""
-        store = self._parameters
-        shared = [[self._names[p] for p in members if store.shard_group_of(p) == 0] for members in store.groups]
-        return [_with_experts(names, [told[at] for told in self._other_groups]) for at, names in enumerate(shared)]
+        index = {name: record.index for name, record in self._records.items()}
+        for group in self._optimizer.sharded_groups:
+            own = {name for name, record in self._records.items() if record.shard_group == group.number}
+            plan = next((each for each in plans if each is not None and set(each["order"]) == own), None)
+            group.reducer.restore_plan(None if plan is None else PlanState(**renamed(plan, index)))
 
 
 _REMEDY = "build the optimizer with the groups that it was saved with"
+
+
+def _of_groups(members: Iterable[tuple[str, int]], numbers: set[int]) -> list[str]:
+    return [name for name, number in members if number in numbers]
 
 
 def _with_experts(shared: Sequence[str], told: Iterable[Iterable[str]]) -> list[str]:
@@ -209,10 +193,9 @@ def _with_experts(shared: Sequence[str], told: Iterable[Iterable[str]]) -> list[
     return [name for at in before for name in (*before[at], at) if name is not None]
 
 
-def _described(state: State) -> tuple[list[str], State]:
-    """The names of its tensors, and the rest."""
-    tensors = [key for key, value in state.items() if isinstance(value, Tensor)]
-    return tensors, {key: value for key, value in state.items() if key not in tensors}
+def _takes(record: ShardedParameter, key: str) -> bool:
+    """Whether a saved state is one of ours: masters are of those that keep more than ``p`` does."""
+    return key != MASTER or record.keeps_more
 
 
 def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
@@ -228,8 +211,8 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
 
 def _template(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
     if key in SCALARS or like.shape != record.p.shape:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    return _boxed(torch.empty(record.split.slice_size, dtype=like.dtype, device=record.p32.device), record)
+        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+    return _boxed(torch.zeros(record.split.slice_size, dtype=like.dtype, device=record.p32.device), record)
 
 
 def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..checkpoint import LoadPlanner, SavePlanner, Sharded
+from ..checkpoint import Sharded
 from ..optimizer import LowLevelZeroOptimizer
 
 
@@ -19,12 +19,12 @@ def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
     if ranks.group_rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     ranks.all_reduce_max([0])  # it has gone
-    save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder, planner=SavePlanner())
+    save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
 
 
 def load_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
     """Load what ``save_sharded`` has written; every rank calls it."""
-    load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder, planner=LoadPlanner())
+    load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
 
 
 def load_whole(optimizer: LowLevelZeroOptimizer, file: Path) -> None:

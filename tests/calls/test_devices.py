@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.communicator import Communicator
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.diagnostics.bad_numbers import LaterRead
@@ -118,7 +118,7 @@ def test_a_default_device_of_one_rank_is_nothing_to_it(tmp_path: Path) -> None:
             optimizer.zero_grad()
         save_checkpoint(tmp_path / "checkpoint", model, optimizer)
         load_checkpoint(tmp_path / "checkpoint", model, optimizer)
-        optimizer.load_sharded_state_dict(optimizer.sharded_state_dict())
+        Sharded(optimizer).load_state_dict(Sharded(optimizer).state_dict())
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.verify(buffers=True)
         return [p.detach().clone() for p in model.parameters()]

@@ -28,7 +28,7 @@ from lowlevel_zero.accessors import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
 )
-from lowlevel_zero.checkpoint import save_checkpoint
+from lowlevel_zero.checkpoint import Sharded, save_checkpoint
 from tests.support.ranks import run_ranks
 
 BACKWARDS: dict[str, Callable[[int, int], int]] = {
@@ -184,8 +184,8 @@ def state_dict_in_inference_mode(it: Looking) -> None:
         it.optimizer.state_dict()
 
 
-def sharded_state_dict(it: Looking) -> None:
-    it.optimizer.sharded_state_dict()
+def sharded_state(it: Looking) -> None:
+    Sharded(it.optimizer).state_dict()
 
 
 def saved(it: Looking) -> None:
@@ -242,7 +242,7 @@ LOOKS: dict[str, Callable[[Looking], None]] = {
     "accessors: states": states,
     "state_dict": state_dict,
     "state_dict in inference mode": state_dict_in_inference_mode,
-    "sharded_state_dict": sharded_state_dict,
+    "Sharded": sharded_state,
     "save_checkpoint": saved,
     "verify": verified,
     "clip_grad_norm_": clipped,

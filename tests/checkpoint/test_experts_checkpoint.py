@@ -175,43 +175,17 @@ def test_a_run_without_experts_has_them_all(dense_first: bool, tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:Detected mismatched keys")  # torch 2.5 says it, and reads them all
-@pytest.mark.parametrize("by_metadata", [False, True], ids=["fresh", "by metadata"])
-def test_in_ones_own_checkpoint(by_metadata: bool, tmp_path: Path) -> None:
+def test_in_ones_own_checkpoint(tmp_path: Path) -> None:
     """Slices over each group's own ranks; the model's experts need names of their own there."""
     first, then = a_run(4, 2, numbered=True), a_run(2, 2, numbered=True)
-    path = tmp_path / "own"
 
-    def start(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    def start(rank: int, world_size: int) -> list[tuple[int, int] | None]:
         trained = train(prepare(rank, first), first, BEFORE, rank)
-        own = trained.optimizer.sharded_state_dict()
-        dcp.save({"model": trained.model.state_dict(), "optim": own}, checkpoint_id=path)
-        parts = {name: t for name, t in own.items() if hasattr(t, "to_local")}
-        return {name: (t.numel(), t.to_local().numel()) for name, t in parts.items()}
-
-    def go_on(rank: int, world_size: int) -> dict[str, Tensor]:
-        trained = emptied(rank, then)
-        optimizer = trained.optimizer
-        found = optimizer.sharded_state_dict(read_metadata(path), "optim.") if by_metadata else None
-        state = {"model": trained.model.state_dict(), "optim": found or optimizer.sharded_state_dict()}
-        dcp.load(state, checkpoint_id=path)
-        trained.model.load_state_dict(state["model"])
-        optimizer.load_sharded_state_dict(state["optim"])
-        return whole(train(trained, then, AFTER, rank), then)
-
-    ranks = run_ranks(start, 4)
-    assert [rank.get("experts.0.up.bias.exp_avg") for rank in ranks] == [(7, 4), None, (7, 3), None]
-    assert [rank["inward.bias.exp_avg"] for rank in ranks] == [(5, 2), (5, 2), (5, 1), (5, 0)]
-    check_close(alone(first, then), run_ranks(go_on, 2))
-
-
-@pytest.mark.filterwarnings("ignore:Detected mismatched keys")
-def test_in_ones_own_checkpoint_by_name(tmp_path: Path) -> None:
-    first, then = a_run(4, 2, numbered=True), a_run(2, 2, numbered=True)
-
-    def start(rank: int, world_size: int) -> None:
-        trained = train(prepare(rank, first), first, BEFORE, rank)
-        state = {"model": trained.model.state_dict(), "optim": Sharded(trained.optimizer)}
-        dcp.save(state, checkpoint_id=tmp_path / "own")
+        own = Sharded(trained.optimizer)
+        dcp.save({"model": trained.model.state_dict(), "optim": own}, checkpoint_id=tmp_path / "own")
+        states = own.state_dict()["state"]
+        averages = [states.get(name, {}).get("exp_avg") for name in ("experts.0.up.bias", "inward.bias")]
+        return [None if each is None else (each.numel(), each.to_local().numel()) for each in averages]
 
     def go_on(rank: int, world_size: int) -> dict[str, Tensor]:
         trained = emptied(rank, then)
@@ -219,7 +193,9 @@ def test_in_ones_own_checkpoint_by_name(tmp_path: Path) -> None:
         dcp.load(state, checkpoint_id=tmp_path / "own")
         return whole(train(trained, then, AFTER, rank), then)
 
-    run_ranks(start, 4)
+    experts, shared = zip(*run_ranks(start, 4), strict=True)
+    assert experts == ((7, 4), None, (7, 3), None)
+    assert shared == ((5, 2), (5, 2), (5, 1), (5, 0))
     check_close(alone(first, then), run_ranks(go_on, 2))
 
 

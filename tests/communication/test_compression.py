@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_fp32_params
-from lowlevel_zero.checkpoint import read_metadata
+from lowlevel_zero.checkpoint import Sharded
 from lowlevel_zero.communication import communicator
 from lowlevel_zero.communication import fp8 as codec
 from lowlevel_zero.communication.backends.pairwise import Pairwise
@@ -510,7 +510,7 @@ def test_what_a_run_sent_is_saved_with_its_state(fp8: bool, tmp_path: Path) -> N
             optimizer.zero_grad()
         exact = full_fp32_params(model)
         whole = copy.deepcopy(optimizer.state_dict())
-        dcp.save({"optim": optimizer.sharded_state_dict()}, checkpoint_id=tmp_path)
+        dcp.save({"optim": Sharded(optimizer)}, checkpoint_id=tmp_path)
         values = {name: p.detach().clone() for name, p in model.named_parameters()}
         if fp8:
             values["matrix"][2, 3] += 1.0
@@ -524,9 +524,7 @@ def test_what_a_run_sent_is_saved_with_its_state(fp8: bool, tmp_path: Path) -> N
             other.load_state_dict(whole)
 
         def load_sharded(other: LowLevelZeroOptimizer) -> None:
-            state = {"optim": other.sharded_state_dict(read_metadata(tmp_path), "optim.")}
-            dcp.load(state, checkpoint_id=tmp_path)
-            other.load_sharded_state_dict(state["optim"])
+            dcp.load({"optim": Sharded(other)}, checkpoint_id=tmp_path)
 
         for load in (load_whole, load_sharded):
             for model_first in (True, False):
