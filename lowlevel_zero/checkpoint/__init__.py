@@ -13,11 +13,8 @@ manifest, objects       the files that aren't tensors: sizes and checksums; sett
 saved                   all of these together, for one checkpoint; format 1, too
 consolidate             a checkpoint as files that load without this package
 sharded                 an optimizer for one's own ``dcp.save`` and ``dcp.load``
-torch_2_4               how torch.distributed.checkpoint (DCP) of torch 2.4 is told of ``state/boxes.py``
 ======================  ===============================================================================================
 """
-
-import torch
 
 from ..bookkeeping.module_names import state_dict_for
 from .folders import latest
@@ -26,7 +23,6 @@ from .manifest import Manifest, read_manifest
 from .objects import read_metadata
 from .saving import Saving, save_checkpoint
 from .sharded import Sharded
-from .torch_2_4 import ask_boxed_tensors
 
 __all__ = [
     "Manifest",
@@ -40,6 +36,3 @@ __all__ = [
     "save_checkpoint",
     "state_dict_for",
 ]
-
-if torch.__version__.startswith("2.4."):
-    ask_boxed_tensors()

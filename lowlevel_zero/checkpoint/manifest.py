@@ -127,27 +127,22 @@ class Manifest:
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
         return json.dumps({**content, "digest": _digest(content)})
 
-    def first_wrong(self, folder: Path, names: Iterable[str] | None = None, verify: bool = False) -> str | None:
-        """What is wrong with the first file (of ``names``) that isn't what was written; None: nothing.
+    def check_files(self, folder: Path, names: Iterable[str] | None = None, verify: bool = True) -> None:
+        """Raise ``ValueError`` for the first file (of ``names``) that isn't what was written.
 
         By its size and, to ``verify``, by its checksum: those files are read whole.
         """
         for name in self.files if names is None else names:
             path, file = folder / name, self.files[name]
             if not path.is_file():
-                return f"{name} is missing"
-            size = path.stat().st_size
-            if size != file.bytes:
-                return f"{name} has {size:,} bytes instead of {file.bytes:,}"
-            if verify and FileSum.of(path) != file:
-                return f"{name} is not what was written: its checksum differs"
-        return None
-
-    def check_files(self, folder: Path, names: Iterable[str] | None = None, verify: bool = True) -> None:
-        """Raise ``ValueError`` for the ``first_wrong`` one."""
-        wrong = self.first_wrong(folder, names, verify)
-        if wrong is not None:
-            raise ValueError(f"{folder}: damaged: {wrong}; take another, or copy it anew")
+                wrong = "is missing"
+            elif (size := path.stat().st_size) != file.bytes:
+                wrong = f"has {size:,} bytes instead of {file.bytes:,}"
+            elif verify and FileSum.of(path) != file:
+                wrong = "is not what was written: its checksum differs"
+            else:
+                continue
+            raise ValueError(f"{folder}: damaged: {name} {wrong}; take another, or copy it anew")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -177,31 +172,29 @@ def whole_manifest(folder: Path) -> Manifest | None:
     """The manifest of ``folder`` if it is a checkpoint whose files all have their sizes, else None."""
     try:
         manifest = read_manifest(folder)
-        return manifest if manifest.first_wrong(folder) is None else None
+        manifest.check_files(folder, verify=False)
     except (ValueError, OSError):
         return None
+    return manifest
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     """That of a file's content: format 1 has more in it, and not always ``experts``, ``excluded`` and ``runs``."""
-    return Manifest(
-        **{
-            **{each.name: content[each.name] for each in fields(Manifest) if each.name in content},
-            "tensors": {name: _saved_tensor(entry) for name, entry in content["tensors"].items()},
-            "files": {name: FileSum(*file) for name, file in content["files"].items()},
-            "experts": {name: _expert(entry) for name, entry in content.get("experts", {}).items()},
-            "excluded": {name: _saved_tensor(entry) for name, entry in content.get("excluded", {}).items()},
-            "runs": tuple(content.get("runs", ())),
-        }
-    )
+    experts = content.get("experts", {}).items()
+    told = {each.name: content[each.name] for each in fields(Manifest) if each.name in content}
+    told |= {
+        "tensors": _tensors(content["tensors"]),
+        "files": {name: FileSum(*file) for name, file in content["files"].items()},
+        "experts": {name: Expert(entry["name"], tuple(entry["ranks"])) for name, entry in experts},
+        "excluded": _tensors(content.get("excluded", {})),
+        "runs": tuple(content.get("runs", ())),
+    }
+    return Manifest(**told)
 
 
-def _expert(entry: Mapping[str, Any]) -> Expert:
-    return Expert(entry["name"], tuple(entry["ranks"]))
-
-
-def _saved_tensor(entry: Mapping[str, Any]) -> SavedTensor:
-    return SavedTensor(**{**entry, "shape": tuple(entry["shape"]), "stride": tuple(entry["stride"])})
+def _tensors(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:
+    tuples = {name: {key: tuple(entry[key]) for key in ("shape", "stride")} for name, entry in entries.items()}
+    return {name: SavedTensor(**{**entry, **tuples[name]}) for name, entry in entries.items()}
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -44,9 +44,6 @@ class SavedCheckpoint:
         self.manifest.check_files(path, [METADATA, OBJECTS])
         self.objects: Objects = read_objects(path)
         self.metadata: Metadata = read_metadata(path)
-        for info in (self.metadata.storage_data or {}).values():
-            if info.relative_path not in self.manifest.files:
-                raise ValueError(f"{path / METADATA}: names {info.relative_path}, which isn't the checkpoint's")
 
     @property
     def names(self) -> list[str]:

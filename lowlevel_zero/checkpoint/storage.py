@@ -114,9 +114,10 @@ class CommittingWriter(FileSystemWriter):
     def _commit(self, sums: dict[str, FileSum]) -> None:
         """The rest of the files, the renames, the pruning."""
         manifest = replace(self._manifest, files=sums, serial=next_serial(self._path))
-        wrong = manifest.first_wrong(self._written)
-        if wrong is not None:
-            raise RuntimeError(f"{wrong}, seen from rank 0: all ranks must see the same file system")
+        try:
+            manifest.check_files(self._written, verify=False)
+        except ValueError as error:
+            raise RuntimeError(f"{error}; seen from rank 0: all ranks must see the same file system") from error
         _write_through(self._written / MANIFEST, manifest.to_text().encode())
         publish(self._written, self._path, self._token)
         if self._keep is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint.planner
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..partition import EvenSplit
 
 Shape = tuple[int, ...]
+# What torch 2.4 asks for what later versions ask every tensor for.
+_Asked: Any = getattr(torch.distributed.checkpoint.planner, "_Checkpointable", object)
 
 
 class Box(NamedTuple):
@@ -53,7 +56,7 @@ def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[B
         yield Box((row, *box.offsets), (1, *box.sizes))
 
 
-class BoxedTensor(Tensor):
+class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
     """A tensor of which this rank has some boxes; torch.distributed.checkpoint saves these, and loads into them.
 
     Attributes:
@@ -95,7 +98,7 @@ class BoxedTensor(Tensor):
             at += part.numel()
         return parts
 
-    # ---- what torch.distributed.checkpoint asks a tensor for (torch 2.5 and later) ----
+    # ---- what torch.distributed.checkpoint asks a tensor for ----
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         found = []
@@ -110,6 +113,15 @@ class BoxedTensor(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         return _with_storage_of_its_own(self.parts()[tuple(index.offset)])
+
+    def _create_write_items(self, name: str, _: object) -> list[WriteItem]:  # as torch 2.4 calls them
+        return self.__create_write_items__(name, _)
+
+    def _create_chunk_list(self, _: object) -> list[ChunkStorageMetadata]:
+        return self.__create_chunk_list__()
+
+    def _get_tensor_shard(self, _: object, index: MetadataIndex) -> Tensor:
+        return self.__get_tensor_shard__(index)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -51,14 +51,10 @@ def state_dict(optimizer: ShardedOptimizer, pinned: Pinned | None = None, only_o
     """
     shards = state_dict_shard(optimizer, math.inf, pinned, only_on_master)
     state = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
-    states = [group.reducer.plan_state() for group in optimizer.sharded_groups]
-    plan, *others = [None if plan is None else plan._asdict() for plan in states]
-    extras: State = {
-        "loss_scale": scale_as_numbers(optimizer.scaler),
-        "plan": plan,
-        FP8: optimizer.options.fp8_communication,
-    }
-    extras |= {OTHER_PLANS: others} if others else {}
+    plans = (group.reducer.plan_state() for group in optimizer.sharded_groups)
+    plan, *others = [None if plan is None else plan._asdict() for plan in plans]
+    fp8, scale = optimizer.options.fp8_communication, scale_as_numbers(optimizer.scaler)
+    extras: State = {"loss_scale": scale, "plan": plan, FP8: fp8, **({OTHER_PLANS: others} if others else {})}
     return {"state": state, "param_groups": packed_groups(optimizer), EXTRAS: extras}
 
 
@@ -66,13 +62,8 @@ def packed_groups(optimizer: ShardedOptimizer) -> list[State]:
     """The param groups with their settings, and their parameters as places, counted through all groups."""
     parameters = optimizer.sharded_parameters
     places = _places(parameters)
-    return [
-        {
-            **{key: value for key, value in settings.items() if key != "params"},
-            "params": [places[p] for p in members],
-        }
-        for settings, members in zip(optimizer.param_groups, parameters.groups, strict=True)
-    ]
+    groups = zip(optimizer.param_groups, parameters.groups, strict=True)
+    return [{**settings, "params": [places[p] for p in members]} for settings, members in groups]
 
 
 def scale_as_numbers(scaler: LossScaler | None) -> State | None:
@@ -168,23 +159,13 @@ def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
     return held
 
 
-def described(state_dict: Mapping[str, Any]) -> Iterator[str]:
+def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
     """What whole state dicts must have in common to be one, a line each."""
     for at, group in enumerate(state_dict["param_groups"]):
         yield f"group {at} of {len(group['params'])} parameters"
     for place, state in state_dict["state"].items():
         values = (f"{key} {tuple(value.shape) if isinstance(value, Tensor) else ''}" for key, value in state.items())
         yield f"state of parameter {place}: {', '.join(values)}"
-
-
-def _check_kind(state_dict: Mapping[str, Any]) -> None:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict: expected an optimizer's state dict, got {type(state_dict).__name__}")
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            "state_dict: expected an optimizer's, with 'state' and 'param_groups', "
-            f"got one with {sorted(map(str, state_dict))[:4]}"
-        )
 
 
 def load_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -195,9 +176,15 @@ def load_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) 
         ValueError: its groups or shapes aren't this optimizer's; nothing has been changed then.
     """
     with together(optimizer.shard_group, "load a state dict", _SAVED) as lines:
-        _check_kind(state_dict)
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict: expected an optimizer's state dict, got {type(state_dict).__name__}")
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError(
+                "state_dict: expected an optimizer's, with 'state' and 'param_groups', "
+                f"got one with {sorted(map(str, state_dict))[:4]}"
+            )
         if len(optimizer.sharded_parameters.shard_groups) == 1:
-            lines += described(state_dict)
+            lines += _described(state_dict)
     extras = state_dict.get(EXTRAS) or {}
     shards, fp8 = [state_dict["state"]], extras.get(FP8, False)
     load_state_shards(optimizer, state_dict["param_groups"], shards, extras.get("loss_scale"), fp8)

@@ -27,11 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_metadata, save_checkpoint
-from lowlevel_zero.checkpoint.torch_2_4 import ask_boxed_tensors
-from lowlevel_zero.state.boxes import BoxedTensor
+from lowlevel_zero.checkpoint import Sharded, save_checkpoint
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
-from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
 try:
@@ -349,40 +346,3 @@ def test_torch_s_own_state_dicts_of_an_optimizer_name_what_to_use(steps: int) ->
         return differences(before, whole(model, optimizer)) + differences([0.01] + [None] * 7, settings)
 
     assert run_ranks(attempt, 2) == [[], []]
-
-
-# Of torch 2.4
-
-
-def test_where_torch_does_not_ask_tensors_what_they_have_checkpoints_are_the_same(tmp_path: Path) -> None:
-    """torch 2.4 takes every tensor for a whole one: it is taught to ask them."""
-
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        for hook in ("_create_write_items", "_create_read_items"):
-            patch_rank(default_planner, hook, without_hooks(getattr(default_planner, hook)))
-        patch_rank(default_planner, "find_state_dict_object", lambda state, index: state[index.fqn])
-        ask_boxed_tensors()
-        model, optimizer = ours(0)
-        step(model, optimizer, 0)
-        save_checkpoint(tmp_path / "a", model, optimizer)
-        other, its = ours(1)
-        load_checkpoint(tmp_path / "a", other, its)
-        wrong = differences(whole(model, optimizer), whole(other, its))
-        dcp.save({"model": model.state_dict(), "optim": Sharded(optimizer)}, checkpoint_id=tmp_path / "b")
-        other, its = ours(2)
-        dcp.load({"model": other.state_dict(), "optim": Sharded(its)}, checkpoint_id=tmp_path / "b")
-        return wrong + differences(whole(model, optimizer), whole(other, its), at="of one's own")
-
-    assert run_ranks(save_and_load, 2) == [[], []]
-    model, state = Net(5), read_metadata(tmp_path / "a").state_dict_metadata
-    assert {name: state[f"model.{name}"].size for name in model.state_dict()} == {
-        name: value.shape for name, value in model.state_dict().items()
-    }
-
-
-def without_hooks(create_items: Any) -> Any:
-    def create(*args: Any) -> Any:
-        assert not any(isinstance(each, BoxedTensor) for each in args), "torch 2.4 would take it for a whole tensor"
-        return create_items(*args)
-
-    return create
