@@ -9,8 +9,8 @@ import copy
 import inspect
 import random
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -52,11 +52,16 @@ def probe(optimizer: Optimizer) -> str | None:
         raise NoProbe(f"{type(error).__name__}: {error}") from error
 
 
-def first_states(optimizer: Optimizer, numel: int, dtype: torch.dtype | None = None) -> list[Options]:
+def first_states(
+    optimizer: Optimizer,
+    numel: int,
+    dtype: torch.dtype | None = None,
+    make: Callable[[list[Tensor]], Optimizer] | None = None,
+) -> list[Options]:
     """The state that a flat parameter of ``numel`` elements gets in its first step: one dict for each param group.
 
     The parameter is one of ``dtype`` on the host; None: one like the group's first. It is a matrix of one row where
-    the class wants matrices. ``optimizer`` stays as it is.
+    the class wants matrices. ``optimizer`` stays as it is. ``make``: makes another; None: its class's constructor.
 
     Raises:
         NoProbe: no other optimizer of the class could be made.
@@ -66,7 +71,8 @@ def first_states(optimizer: Optimizer, numel: int, dtype: torch.dtype | None = N
         params = [[torch.nn.Parameter(_like(group, dtype).new_zeros(shape))] for group in optimizer.param_groups]
         try:
             with _undisturbed():
-                other = _fresh(optimizer, [_own_options(group) for group in optimizer.param_groups], params)
+                options = [_own_options(group) for group in optimizer.param_groups]
+                other = make([p for (p,) in params]) if make else _fresh(optimizer, options, params)
                 _step(other, [torch.zeros_like(p) for (p,) in params])
             return [_flat(other.state.get(p, {}), shape) for (p,) in params]
         except Exception as error:  # whatever another's class raises
@@ -203,14 +209,14 @@ def _randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Puts back the random number generators, and keeps out warnings, global step hooks, a default device."""
+    """Puts back the random number generators; keeps out warnings, global step hooks, a default device, compilers."""
     python_state = random.getstate()
     hooks: list[dict[int, Any]] = [
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
     ]
     kept = [dict(each) for each in hooks]
-    with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings():
+    with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), _eager():
         warnings.simplefilter("ignore")
         for each in hooks:
             each.clear()
@@ -220,3 +226,9 @@ def _undisturbed() -> Iterator[None]:
             random.setstate(python_state)
             for each, own in zip(hooks, kept, strict=True):
                 each.update(own)
+
+
+def _eager() -> AbstractContextManager[object]:
+    """Steps that their class compiles, which takes minutes, run as they are written; older torch compiles them."""
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if set_stance is None else set_stance("force_eager")

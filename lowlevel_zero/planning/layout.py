@@ -18,42 +18,24 @@ from .text import aligned, counted, in_bytes, ranks_text, shape_text
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One parameter.
-
-    Attributes:
-        name, shape, dtype: the parameter's.
-        communication_dtype: in which its gradient travels.
-        numel: its elements.
-        padding: elements at the end of its storage that are nobody's.
-        slice_size: elements that a rank owns, padding included.
-        group: index of its param group.
-        process_group: the global ranks that share it, in the order in which they own it (of replicas this rank's).
-        bytes: what a rank holds of it.
-        bucket: number of its bucket; None: it is empty, and never travels, or it is a checkpoint's.
-        offset: where its slice starts in that bucket's row, in elements.
-    """
+    """One parameter."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    communication_dtype: str
+    communication_dtype: str  # in which its gradient travels
     numel: int
-    padding: int
-    slice_size: int
-    group: int
-    process_group: tuple[int, ...]
-    bytes: RankBytes
-    bucket: int | None = None
-    offset: int | None = None
-
-    @property
-    def split(self) -> EvenSplit:
-        """How it is shared."""
-        return EvenSplit(self.numel, len(self.process_group), max(self.slice_size, 1))
+    padding: int  # elements at the end of its storage that are nobody's
+    slice_size: int  # elements that a rank owns, padding included
+    group: int  # index of its param group
+    process_group: tuple[int, ...]  # global ranks that share it, as they own it (of replicas this rank's)
+    bytes: RankBytes  # what a rank holds of it
+    bucket: int | None = None  # number of its bucket; None: it is empty, and never travels, or it is a checkpoint's
+    offset: int | None = None  # where its slice starts in that bucket's row, in elements
 
     def span(self, rank: int) -> tuple[int, int]:
         """First and one-past-last element, in memory order, that rank ``rank`` of its process group owns."""
-        return self.split.span(rank)
+        return EvenSplit(self.numel, len(self.process_group), max(self.slice_size, 1)).span(rank)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -68,46 +50,27 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket.
+    """One bucket."""
 
-    Attributes:
-        number: its place in the plan; further process groups' plans count on.
-        process_group: the global ranks that share it: the buffer's rows.
-        dtype: in which gradients travel.
-        members: names of its parameters, in the order of the buffer.
-        body: columns of one rank's row that the slices take.
-        row: all columns, those that only fill it included.
-        rows: of the buffer: one a rank.
-        buffer_bytes: of all of them.
-        in_place: its one gradient is reduced where it is.
-    """
-
-    number: int
-    process_group: tuple[int, ...]
-    dtype: str
-    members: tuple[str, ...]
-    body: int
-    row: int
-    rows: int
-    buffer_bytes: int
-    in_place: bool
+    number: int  # its place in the plan; further process groups' plans count on
+    process_group: tuple[int, ...]  # global ranks that share it: the buffer's rows
+    dtype: str  # in which gradients travel
+    members: tuple[str, ...]  # names of its parameters, in the order of the buffer
+    body: int  # columns of one rank's row that the slices take
+    row: int  # all columns, those that only fill it included
+    rows: int  # of the buffer: one a rank
+    buffer_bytes: int  # of all of them
+    in_place: bool  # its one gradient is reduced where it is
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who owns what.
+    """Who owns what."""
 
-    Attributes:
-        rank: the global rank that tells; None: none of them (a checkpoint's).
-        stage: 1 or 2.
-        parameters: the trained ones, in order of registration, process group by process group.
-        buckets: in the order of their numbers; a checkpoint has none.
-    """
-
-    rank: int | None
+    rank: int | None  # the global rank that tells; None: none of them (a checkpoint's)
     stage: int
-    parameters: tuple[ParameterLayout, ...]
-    buckets: tuple[BucketLayout, ...]
+    parameters: tuple[ParameterLayout, ...]  # the trained ones, as registered, process group by process group
+    buckets: tuple[BucketLayout, ...]  # in the order of their numbers; a checkpoint has none
 
     @property
     def world_size(self) -> int:
@@ -140,38 +103,26 @@ class Layout:
 
     def table(self) -> str:
         """A heading, a line a parameter, and, of an optimizer, a line a bucket."""
-        parts = [self._heading(), self._parameter_table(), *([self._bucket_table()] if self.buckets else [])]
-        return "\n\n".join(parts)
-
-    # ---- text ----
-
-    def _heading(self) -> str:
         numel, padding = sum(p.numel for p in self.parameters), sum(p.padding for p in self.parameters)
         over = f"over {counted(self.world_size, 'rank')}, stage {self.stage}"
         buckets = f", {counted(len(self.buckets), 'bucket')}" if self.buckets else ""
-        padded = f"padding {padding / max(1, numel):.2%}"
-        return f"{counted(numel, 'element')} in {counted(len(self.parameters), 'parameter')} {over}{buckets}, {padded}"
+        heading = f"{counted(numel, 'element')} in {counted(len(self.parameters), 'parameter')} {over}{buckets}"
+        tables = [self._parameter_table(), *([self._bucket_table()] if self.buckets else [])]
+        return "\n\n".join([f"{heading}, padding {padding / max(1, numel):.2%}", *tables])
 
     def _parameter_table(self) -> str:
         own = "span" if self.rank is None else f"span of rank {self.rank}"
         head = ("parameter", "shape", "dtype", "group", "elements", "padding", "slice", "owners", own)
         rows: list[tuple[str, ...]] = [(*head, "bucket", "offset", "p", "g", "p32", "state")]
         for p in self.parameters:
+            start, stop = p.span(0 if self.rank is None else p.process_group.index(self.rank))
+            more = ", …" if self.rank is None and p.owners > 1 else ""  # every rank's follows from the first one's
+            span = f"{start:,}:{stop:,}{more}" if start < stop else "nothing"
             place = ("-", "-") if p.bucket is None else (str(p.bucket), f"{p.offset:,}")
-            sizes = (f"{p.numel:,}", f"{p.padding:,}", f"{p.slice_size:,}", f"{p.owners:,}", self._span_text(p))
-            amounts = tuple(in_bytes(size) for size in p.bytes)
-            rows.append((p.name, shape_text(p.shape), p.dtype, str(p.group), *sizes, *place, *amounts))
-        together = tuple(in_bytes(size) for size in self.bytes)
-        rows.append(("together", *[""] * 10, *together))
+            sizes = (f"{p.numel:,}", f"{p.padding:,}", f"{p.slice_size:,}", f"{p.owners:,}", span)
+            rows.append((p.name, shape_text(p.shape), p.dtype, str(p.group), *sizes, *place, *map(in_bytes, p.bytes)))
+        rows.append(("together", *[""] * 10, *map(in_bytes, self.bytes)))
         return aligned(rows, right=range(4, 15))
-
-    def _span_text(self, p: ParameterLayout) -> str:
-        """This rank's, or how every rank's follows from the first one's."""
-        start, stop = p.span(0 if self.rank is None else p.process_group.index(self.rank))
-        if start == stop:
-            return "nothing"
-        more = ", …" if self.rank is None and p.owners > 1 else ""
-        return f"{start:,}:{stop:,}{more}"
 
     def _bucket_table(self) -> str:
         rows = [("bucket", "ranks", "dtype", "parameters", "slices", "row", "buffer", "")]
@@ -189,15 +140,11 @@ def parameter_layout(
     dtype: torch.dtype,
     group: int,
     ranks: Sequence[int],
+    split: EvenSplit,
     options: ZeroOptions,
     state: int,
-    multiple: int,
 ) -> ParameterLayout:
-    """That of a parameter which has no place in a bucket yet.
-
-    ``state``: bytes of its slice's. ``multiple``: what slices are multiples of.
-    """
-    split = EvenSplit(torch.Size(shape).numel(), len(ranks), multiple)
+    """That of a parameter which has no place in a bucket yet; ``state``: bytes of its slice's."""
     return ParameterLayout(
         name=name,
         shape=tuple(shape),

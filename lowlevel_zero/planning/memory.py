@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,12 @@ from ..optim.quantised import slice_multiple
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import Number, ZeroOptions, check_floating
 from ..partition import EvenSplit
-from .state_sizes import OptimizerLike, StateSize, state_sizes
+from .state_sizes import OptimizerLike, made_optimizer, state_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 _COUNT = Number("an int", "at least 1", lambda number: number >= 1, whole=True)
+_ELEMENTS = Number("a number", "a whole number of elements, at least 1", lambda number: number >= 1 and number % 1 == 0)
 
 
 def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
@@ -44,19 +44,12 @@ def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
 
 
 class RankBytes(NamedTuple):
-    """What one rank holds of one parameter, in bytes.
+    """What one rank holds of one parameter, in bytes."""
 
-    Attributes:
-        p: the whole parameter, padded.
-        g: the gradient, once it is reduced: the slice in stage 2, all that travels of it in stage 1.
-        p32: the master slice; 0: it is a row of ``p``.
-        state: the optimizer's state of the slice; 0 before the first step.
-    """
-
-    p: int
-    g: int
-    p32: int
-    state: int
+    p: int  # the whole parameter, padded
+    g: int  # the gradient, once it is reduced: the slice in stage 2, all that travels of it in stage 1
+    p32: int  # the master slice; 0: it is a row of p
+    state: int  # the optimizer's of the slice; 0 before the first step
 
 
 def rank_bytes(
@@ -83,11 +76,11 @@ def master_dtype(dtype: torch.dtype, options: ZeroOptions) -> torch.dtype:
 class Held:
     """Bytes that one rank holds, by owner: the names are ``optimizer.memory_held()``'s."""
 
-    parameters: int = 0
-    gradients: int = 0
-    masters: int = 0
-    states: int = 0
-    bucket_buffers: int = 0
+    parameters: int = 0  # with their padding
+    gradients: int = 0  # reduced ones
+    masters: int = 0  # slices that aren't their parameters' own rows
+    states: int = 0  # the optimizer's
+    bucket_buffers: int = 0  # those that are under way at once, at most
 
     @property
     def total(self) -> int:
@@ -100,22 +93,12 @@ OWNERS = tuple(asdict(Held()))
 
 @dataclass(frozen=True)
 class Estimate(Held):
-    """Bytes that each rank will hold after a backward, wherever they lie. Activations aren't counted.
-
-    Attributes:
-        parameters: with their padding.
-        gradients: reduced ones.
-        masters: slices that aren't their parameters' own rows.
-        states: the optimizer's.
-        bucket_buffers: those that are under way at once, at most.
-        world_size, stage, cpu_offload: what it is an estimate of.
-        host: what of it ``cpu_offload`` has on the host; the rest is on the device.
-    """
+    """Bytes that each rank will hold after a backward, wherever they lie. Activations aren't counted."""
 
     world_size: int = 1
     stage: int = 1
     cpu_offload: bool = False
-    host: Held = Held()
+    host: Held = Held()  # what of it cpu_offload has on the host; the rest is on the device
 
     @property
     def device(self) -> int:
@@ -174,28 +157,24 @@ def estimate(
         communication_dtype=as_dtype("communication_dtype", communication_dtype),
         **options,
     )
-    inner = optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer
+    stepping, make = made_optimizer(optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer)
     ranks, sums = (world_size, micro_batches) if stage else (1, 0)
-    sizes = cache(lambda dtype: state_sizes(inner, master_dtype(dtype, chosen)))
+    states = cache(partial(state_bytes, stepping, make))
     parts = [(Held(), Held())]
-    for numel, p_dtype, group in _shapes(model_or_numel, inner, chosen.forced_dtype):
+    for numel, p_dtype, group in _shapes(model_or_numel, stepping, chosen.forced_dtype):
         if group is None or not numel:
             parts.append((Held(parameters=numel * p_dtype.itemsize), Held()))
         else:
-            split = EvenSplit(numel, ranks, _multiple(inner, numel, ranks, chosen))
-            parts.append(_trained(split, p_dtype, sizes(p_dtype)[group], chosen, sums))
+            split = EvenSplit(numel, ranks, slice_multiple(stepping, numel, ranks, chosen.slice_multiple))
+            state = states(master_dtype(p_dtype, chosen), split.slice_size)[group]
+            parts.append(_trained(split, p_dtype, state, chosen, sums))
     held, host = (Held(*map(sum, zip(*map(astuple, column), strict=True))) for column in zip(*parts, strict=True))
     held = replace(held, bucket_buffers=min(held.parameters, _under_way(chosen, ranks)))
     return Estimate(**asdict(held), world_size=world_size, stage=stage, cpu_offload=chosen.cpu_offload, host=host)
 
 
-def _multiple(optimizer: OptimizerLike, numel: int, ranks: int, options: ZeroOptions) -> int:
-    least = options.slice_multiple
-    return slice_multiple(optimizer, numel, ranks, least) if isinstance(optimizer, Optimizer) else least
-
-
 def _trained(
-    split: EvenSplit, dtype: torch.dtype, size: StateSize, options: ZeroOptions, micro_batches: int
+    split: EvenSplit, dtype: torch.dtype, state: int, options: ZeroOptions, micro_batches: int
 ) -> tuple[Held, Held]:
     """What a rank holds of a parameter that is trained, in all and on the host.
 
@@ -204,7 +183,7 @@ def _trained(
     reduced = options.communication_dtype or dtype if micro_batches else dtype
     if micro_batches > 1:
         reduced = torch.promote_types(reduced, torch.float32)
-    own = rank_bytes(split, dtype, options, size.of(split.slice_size), reduced)
+    own = rank_bytes(split, dtype, options, state, reduced)
     if not options.cpu_offload:
         return Held(*own), Held()
     on_host = Held(0, split.slice_size * reduced.itemsize, own.p32, own.state)
@@ -220,21 +199,24 @@ def _under_way(options: ZeroOptions, ranks: int) -> int:
     return max(reducing, gathering) * itemsize if ranks > 1 else 0
 
 
-# ---- what is estimated ----
-
-
 def _shapes(
-    model_or_numel: nn.Module | Iterable[Tensor] | float, optimizer: OptimizerLike, dtype: torch.dtype | None
+    model: nn.Module | Iterable[Tensor] | float, optimizer: Optimizer, dtype: torch.dtype | None
 ) -> list[tuple[int, torch.dtype, int | None]]:
     """Elements, dtype and param group of each parameter, None: it isn't trained.
 
     Of an optimizer over other parameters (slices, say) all are in the first group.
     """
-    if isinstance(model_or_numel, (int, float)):
-        return [(_count(model_or_numel), dtype or torch.float32, 0)]
-    tensors = _parameters(model_or_numel)
-    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
-    group_of = {p: at for at, group in enumerate(groups) for p in group["params"]}
+    if isinstance(model, (int, float)):
+        _ELEMENTS("model_or_numel", model)
+        return [(int(model), dtype or torch.float32, 0)]
+    among = model.parameters() if isinstance(model, nn.Module) else model
+    tensors = [among] if isinstance(among, Tensor) or not isinstance(among, Iterable) else list(dict.fromkeys(among))
+    for p in tensors:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"model_or_numel: expected a model, parameters or a number, got {type(p).__name__}")
+    if not tensors:
+        raise ValueError("model_or_numel: expected at least one parameter, got none")
+    group_of = {p: at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
     if group_of.keys().isdisjoint(tensors):
         group_of = dict.fromkeys(tensors, 0)
     return [(p.numel(), dtype or p.dtype, group_of.get(p) if p.requires_grad else None) for p in tensors]
@@ -249,20 +231,3 @@ def as_dtype(keyword: str, dtype: torch.dtype | str | None) -> torch.dtype | Non
         return named[dtype]
     check_floating(keyword, dtype)
     return dtype
-
-
-def _count(number: float) -> int:
-    if isinstance(number, bool) or not math.isfinite(number) or number != int(number) or number < 1:
-        raise ValueError(f"model_or_numel: expected a whole number of elements, at least 1, got {number!r}")
-    return int(number)
-
-
-def _parameters(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    among = model.parameters() if isinstance(model, nn.Module) else model
-    found = [among] if isinstance(among, Tensor) or not isinstance(among, Iterable) else list(dict.fromkeys(among))
-    for p in found:
-        if not isinstance(p, Tensor):
-            raise TypeError(f"model_or_numel: expected a model, parameters or a number, got {type(p).__name__}")
-    if not found:
-        raise ValueError("model_or_numel: expected at least one parameter, got none")
-    return found

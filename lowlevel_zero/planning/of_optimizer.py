@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..sharded_optimizer import ShardedOptimizer
 from .layout import Layout, ParameterLayout, layout_of, parameter_layout
 from .memory import held_bytes
+from .state_sizes import state_tensors
 
 
 def memory_held(optimizer: ShardedOptimizer) -> dict[str, int]:
@@ -29,7 +25,7 @@ def memory_held(optimizer: ShardedOptimizer) -> dict[str, int]:
             ],
             "gradients": gradients,
             "masters": [record.p32 for record in parameters],
-            "states": [tensor for state in optimizer.optim.state.values() for tensor in _tensors(state)],
+            "states": [tensor for state in optimizer.optim.state.values() for tensor in state_tensors(state)],
             "bucket_buffers": [buffer for ranks in parameters.shard_groups for buffer in ranks.communicator.held()],
         }
     )
@@ -45,17 +41,5 @@ def layout(optimizer: ShardedOptimizer) -> Layout:
 
 
 def _layout_of(optimizer: ShardedOptimizer, record: ShardedParameter, ranks: list[int]) -> ParameterLayout:
-    p, state = record.p, sum(value.nbytes for value in _tensors(optimizer.optim.state.get(record.p32, {})))
-    return parameter_layout(
-        record.name, p.shape, p.dtype, record.group, ranks, optimizer.options, state, record.split.multiple
-    )
-
-
-def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
-    """Those of memory: what a subclass wraps, of a quantised one."""
-    found: list[Tensor] = []
-    values: list[Any] = [each for each in state.values() if isinstance(each, Tensor)]
-    for value in values:
-        wrapped = is_traceable_wrapper_subclass(value)
-        found += [getattr(value, name) for name in value.__tensor_flatten__()[0]] if wrapped else [value]
-    return found
+    p, state = record.p, sum(value.nbytes for value in state_tensors(optimizer.optim.state.get(record.p32, {})))
+    return parameter_layout(record.name, p.shape, p.dtype, record.group, ranks, record.split, optimizer.options, state)

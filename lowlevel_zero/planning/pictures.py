@@ -47,11 +47,9 @@ def draw_estimates(found: Sequence[Estimate], title: str, path: Path) -> None:
         axes = figure.add_subplot()
         for owner, color in _COLORS.items():
             sizes = [getattr(each, owner) / scale for each in found]
-            label = owner.replace("_", " ")
-            axes.barh(range(len(found)), sizes, left=ends, color=color, edgecolor="white", linewidth=0.5, label=label)
+            bars = axes.barh(range(len(found)), sizes, left=ends, color=color, label=owner.replace("_", " "))
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-        for at, each in enumerate(found):
-            axes.annotate(_amount(each), (ends[at], at), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.bar_label(bars, [_amount(each) for each in found], padding=4, fontsize=8)
         axes.set_yticks(range(len(found)), [_name(each) for each in found], fontsize=9)
         axes.invert_yaxis()
         axes.set_xlim(0, largest / scale * _ROOM)

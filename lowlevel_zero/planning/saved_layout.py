@@ -68,6 +68,4 @@ def _parameter(checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: Ze
         if key != MASTER:
             sliced = key not in SCALARS and value.shape == entry.shape
             state += split.slice_size * value.dtype.itemsize if sliced else value.nbytes
-    return parameter_layout(
-        name, entry.shape, entry.torch_dtype, entry.group or 0, ranks, options, state, split.multiple
-    )
+    return parameter_layout(name, entry.shape, entry.torch_dtype, entry.group or 0, ranks, split, options, state)

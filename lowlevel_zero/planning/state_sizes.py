@@ -2,83 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..optim.probe import NoProbe, first_states
+from ..optim.quantised import block_size
 from ..partition import ELEMENTWISE
 
 # An optimizer, or what makes one of parameters (a class, a partial), or the name of one of torch's.
-OptimizerLike: TypeAlias = str | Optimizer | Callable[[Any], Optimizer]
+Maker: TypeAlias = Callable[[Any], Optimizer]
+OptimizerLike: TypeAlias = str | Optimizer | Maker
 
-_MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+_MAKERS: dict[str, Maker] = {
     **{known.__name__.lower(): known for known in ELEMENTWISE},
     "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
 NAMES = tuple(_MAKERS)
 
-_TRIED = 97  # elements of the parameter that is stepped: no other number that a state might have
+_TRIED = 97  # elements of a slice that is stepped
+_QUANTISED = 2**16  # the same, where small slices have other states than large ones
 
 
-class StateSize(NamedTuple):
-    """Bytes of the state that one parameter gets in its first step.
-
-    Attributes:
-        per_element: of what has one number an element, as moments have.
-        per_parameter: of all else, as a step counter.
-    """
-
-    per_element: int
-    per_parameter: int
-
-    def of(self, numel: int) -> int:
-        """Bytes of a slice of so many elements."""
-        return numel * self.per_element + self.per_parameter
-
-
-def state_sizes(optimizer: OptimizerLike, dtype: torch.dtype) -> list[StateSize]:
-    """The size of the state of a ``dtype`` parameter in each of the optimizer's param groups.
-
-    Args:
-        optimizer: one of any class, over any parameters, or none yet (it stays as it is); or what makes one,
-            called with a list of parameters; or a name, one of ``NAMES`` (of which ``sgd`` is without momentum).
+def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
+    """``optimizer``, or one made by the class or function that it is, or by name; and what makes another of parameters.
 
     Raises:
-        TypeError: ``optimizer`` is none of these.
-        ValueError: a name that isn't known, or an optimizer that can't be tried.
+        TypeError: it is none of these.
+        ValueError: a name that isn't known, or one that can't be made.
     """
-    made = optimizer if isinstance(optimizer, Optimizer) else _made(optimizer, dtype)
-    try:
-        return [_size(state) for state in first_states(made, _TRIED, dtype)]
-    except NoProbe as failure:
-        raise ValueError(f"optimizer: the state of {type(made).__name__} can't be found out: {failure}") from failure
-
-
-def _made(maker: object, dtype: torch.dtype) -> Optimizer:
-    make = _MAKERS.get(maker.lower()) if isinstance(maker, str) else maker
+    if isinstance(optimizer, Optimizer):
+        return optimizer, None
+    make = _MAKERS.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
     if make is None:
-        raise ValueError(f"optimizer: expected one of {', '.join(NAMES)}, got {maker!r}")
+        raise ValueError(f"optimizer: expected one of {', '.join(NAMES)}, got {optimizer!r}")
     if not callable(make):
-        raise TypeError(f"optimizer: expected an optimizer, its class or one of {', '.join(NAMES)}, got {maker!r}")
+        raise TypeError(f"optimizer: expected an optimizer, its class or one of {', '.join(NAMES)}, got {optimizer!r}")
     try:
-        made = make([nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device="cpu"))])
+        made = make([nn.Parameter(torch.zeros(_TRIED, device="cpu"))])
     except Exception as error:  # whatever another's class raises
         raise ValueError(
-            f"optimizer: {maker!r} could not be made of parameters alone ({error}): pass an optimizer, or a function "
-            "of the parameters that returns one"
+            f"optimizer: {optimizer!r} could not be made of parameters alone ({error}): pass an optimizer, or a "
+            "function of the parameters that returns one"
         ) from error
     if not isinstance(made, Optimizer):
-        raise TypeError(f"optimizer: expected {maker!r} to return a torch.optim.Optimizer, got {type(made).__name__}")
-    return made
+        raise TypeError(
+            f"optimizer: expected {optimizer!r} to return a torch.optim.Optimizer, got {type(made).__name__}"
+        )
+    return made, make
 
 
-def _size(state: dict[str, Any]) -> StateSize:
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    by_element = [tensor for tensor in tensors if tensor.numel() == _TRIED]
-    others = sum(tensor.nbytes for tensor in tensors) - sum(tensor.nbytes for tensor in by_element)
-    return StateSize(sum(tensor.element_size() for tensor in by_element), others)
+def state_bytes(optimizer: Optimizer, make: Maker | None, dtype: torch.dtype, numel: int) -> list[int]:
+    """Bytes of the state that a ``dtype`` slice of ``numel`` elements gets, in each of the optimizer's param groups.
+
+    Two smaller ones are stepped: what they differ by is per element, the rest per parameter. An 8-bit optimizer
+    quantises the states of some sizes alone, so it steps the slice itself, or one that ends in a block where it does.
+
+    Raises:
+        ValueError: no other optimizer of the class can be made.
+    """
+    block = block_size(optimizer)
+    tried = _TRIED if block == 1 else min(numel, _QUANTISED + numel % block)
+    more = _TRIED * block
+    try:
+        states, larger = (first_states(optimizer, count, dtype, make) for count in (tried, tried + more))
+    except NoProbe as failure:
+        told = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer: the state of {told} can't be found out ({failure}): pass a function of the parameters that "
+            "returns one"
+        ) from failure
+    sizes = ((_size(state), _size(other)) for state, other in zip(states, larger, strict=True))
+    return [size + (other - size) * (numel - tried) // more for size, other in sizes]
+
+
+def _size(state: Mapping[str, Any]) -> int:
+    """Bytes of one parameter's own: bitsandbytes' tables are everybody's."""
+    own = {key: value for key, value in state.items() if not key.startswith("qmap")}
+    return sum(tensor.nbytes for tensor in state_tensors(own))
+
+
+def state_tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors of a state that have memory: what a subclass wraps, of a quantised one."""
+    for value in state.values():
+        if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+            yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor):
+            yield value

@@ -33,7 +33,7 @@ def test_a_bucket_of_several_has_all_their_places() -> None:
     assert 0 <= bucket.row - bucket.body < alignment.short
     assert bucket.row % alignment.short == 0
     options = ZeroOptions(partition_grad=True)
-    parameters = [parameter_layout(f"{at}", (NUMEL,), torch.bfloat16, 0, [0, 1], options, 8, 1) for at in range(4)]
+    parameters = [parameter_layout(f"{at}", (NUMEL,), torch.bfloat16, 0, [0, 1], split, options, 8) for at in range(4)]
     layout = layout_of([(parameters, make_plan(items, [3, 2, 1, 0], 2**40))], stage=2)
     assert [p.offset for p in layout.parameters] == [3 * (2**30 + 4), 2 * (2**30 + 4), 2**30 + 4, 0]
     assert layout.buckets[0].buffer_bytes == 2 * bucket.row * 2
