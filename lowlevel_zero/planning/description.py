@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
         CheckpointError: a file can't be read.
     """
     manifest, optimizers = checkpoint.manifest, checkpoint.objects.optimizers
-    states = checkpoint.states
-    told = ("format", "version", "torch", "saved", "world_size", "stage")
+    told = ("format", "version", "torch", "saved", "world_size", "stage", "tied", "rank_states")
     return {
         "path": str(checkpoint.path),
         **{name: getattr(manifest, name) for name in told},
@@ -39,13 +38,12 @@ def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
                 "tensor": _tensor(checkpoint.model[name]),
                 "kind": entry.kind,
                 "group": entry.group,
-                "state": {key: _tensor(each) for key, each in states.get(name, {}).items()},
+                "state": {key: _tensor(each) for key, each in checkpoint.states.get(name, {}).items()},
                 "ranks": manifest.experts[name].ranks if name in manifest.experts else None,
                 "optimizer": entry.optimizer,
             }
             for name, entry in manifest.tensors.items()
         ],
-        "tied": dict(manifest.tied),
         "excluded": list(manifest.excluded),
         "groups": [
             {**({} if name is None else {"optimizer": name}), **group, "params": len(group["params"])}
@@ -55,7 +53,6 @@ def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
         "loss_scale": _only({name: settings["loss_scale"] for name, settings in optimizers.items()}),
         "scheduler": _only({name: _names(settings["scheduler"]) for name, settings in optimizers.items()}),
         "extra": _names(checkpoint.objects.extra),
-        "rank_states": manifest.rank_states,
     }
 
 
@@ -76,11 +73,8 @@ def _steps(checkpoint: SavedCheckpoint) -> tuple[int, int] | None:
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "shape": tuple(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "bytes": tensor.nbytes,
-    }
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"shape": tuple(tensor.shape), "dtype": dtype, "bytes": tensor.nbytes}
 
 
 def _names(value: Any) -> list[str] | str | None:
@@ -92,98 +86,76 @@ def _names(value: Any) -> list[str] | str | None:
 # For people.
 
 
-def as_text(found: Mapping[str, Any]) -> str:
-    """A heading, a table of the parameters, and the rest; settings that are None or False are left out."""
-    return "\n\n".join(("\n".join(_heading(found)), _table(found), "\n".join(_rest(found))))
+def as_text(checkpoint: SavedCheckpoint, found: Mapping[str, Any]) -> str:
+    """A heading, a table of the parameters, and the rest; settings that are None or False are left out.
+
+    ``found``: what ``describe`` has.
+    """
+    return "\n\n".join(("\n".join(_heading(found)), _table(found), "\n".join(_rest(checkpoint))))
 
 
-def _heading(found: Mapping[str, Any]) -> list[str]:
-    versions = "format {format}, lowlevel_zero {version}, torch {torch}".format(**found)
+def _heading(found: Mapping[str, Any]) -> Iterator[str]:
+    yield found["path"]
+    yield "  saved    {saved}, format {format}, lowlevel_zero {version}, torch {torch}".format(**found)
+    yield f"  by       {counted(found['world_size'], 'rank')}, stage {found['stage']}"
+    least, most = found["steps"] or (None, None)
+    fewer = "" if least == most else f" (a parameter with fewer gradients: {least:,})"
+    yield f"  steps    {'not counted: no parameter has a step counter' if most is None else f'{most:,}{fewer}'}"
+    parameters = [math.prod(line["tensor"]["shape"]) for line in found["model"] if line["kind"] != "buffer"]
+    model, state = map(in_bytes, _bytes(found["model"]))
+    numel = f"{sum(parameters):,} elements in {len(parameters)} parameters"
+    yield f"  holds    {numel}, {model}, and {state} of optimizer state"
     experts = Counter(line["ranks"] for line in found["model"] if line["ranks"] is not None)
-    return [
-        found["path"],
-        f"  saved    {found['saved']}, {versions}",
-        f"  by       {counted(found['world_size'], 'rank')}, stage {found['stage']}",
-        f"  steps    {_step_text(found['steps'])}",
-        f"  holds    {_amount(found['model'])}",
-        *(f"  experts  {count} tensors of ranks {ranks_text(ranks)}" for ranks, count in sorted(experts.items())),
-    ]
+    for ranks, count in sorted(experts.items()):
+        yield f"  experts  {count} tensors of ranks {ranks_text(ranks)}"
 
 
-def _amount(lines: list[dict[str, Any]]) -> str:
-    parameters = [math.prod(line["tensor"]["shape"]) for line in lines if line["kind"] != "buffer"]
-    model, state = map(in_bytes, _bytes(lines))
-    return f"{sum(parameters):,} elements in {len(parameters)} parameters, {model}, and {state} of optimizer state"
-
-
-def _bytes(lines: list[dict[str, Any]]) -> tuple[int, int]:
+def _bytes(lines: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """Of the model's tensors, and of their states."""
     states = (each["bytes"] for line in lines for each in line["state"].values())
     return sum(line["tensor"]["bytes"] for line in lines), sum(states)
 
 
-def _step_text(steps: tuple[int, int] | None) -> str:
-    if steps is None:
-        return "not counted: no parameter has a step counter"
-    least, most = steps
-    return f"{most:,}" if least == most else f"{most:,} (a parameter with fewer gradients: {least:,})"
-
-
 def _table(found: Mapping[str, Any]) -> str:
-    rows = [("name", "shape", "dtype", "group", "state", "bytes", "state's bytes")]
+    rows: list[tuple[str, ...]] = [("name", "shape", "dtype", "group", "state", "bytes", "state's bytes")]
     for line in found["model"]:
         tensor, group = line["tensor"], _group(line["optimizer"], line["group"])
         kind = group if line["kind"] == TRAINABLE else line["kind"]
-        model, state = (f"{size:,}" for size in _bytes([line]))
-        keys = ", ".join(line["state"]) or "-"
-        rows.append((line["name"], shape_text(tensor["shape"]), tensor["dtype"], kind, keys, model, state))
+        keys, (model, state) = ", ".join(line["state"]) or "-", _bytes([line])
+        rows.append(
+            (line["name"], shape_text(tensor["shape"]), tensor["dtype"], kind, keys, f"{model:,}", f"{state:,}")
+        )
     rows += [(alias, "", "", "", f"tied to {name}", "", "") for alias, name in found["tied"].items()]
-    model, state = (f"{size:,}" for size in _bytes(found["model"]))
-    rows.append(("together", "", "", "", "", model, state))
+    rows.append(("together", "", "", "", "", *(f"{size:,}" for size in _bytes(found["model"]))))
     return aligned(rows, right=(5, 6))
 
 
-def _rest(found: Mapping[str, Any]) -> list[str]:
-    lines = []
-    counts: Counter[Name] = Counter()
-    for group in found["groups"]:
-        settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS and not _off(value)}
-        name = group.get("optimizer")
-        lines.append(f"  group {_group(name, counts[name])}   {group['params']} parameters, {_settings(settings)}")
-        counts[name] += 1
-    scales, schedulers = ({None: found[key]} if None in counts else found[key] for key in ("loss_scale", "scheduler"))
-    lines += [f"  fp16      {_of(name)}{_settings(scale)}" for name, scale in scales.items() if scale is not None]
-    lines += [f"  scheduler {_of(name)}{_listed(names)}" for name, names in schedulers.items()]
-    lines.append(f"  extra     {_listed(found['extra'])}")
-    if found["rank_states"]:
-        lines.append(f"  own state of ranks {ranks_text(found['rank_states'])}")
-    if found["excluded"]:
-        excluded = found["excluded"]
-        lines.append(f"  excluded  {counted(len(excluded), 'frozen parameter')}: {', '.join(excluded)}")
-    return lines
-
-
-_NOT_SETTINGS = ("params", "optimizer")
+def _rest(checkpoint: SavedCheckpoint) -> Iterator[str]:
+    manifest, excluded = checkpoint.manifest, checkpoint.manifest.excluded
+    for name, saved in checkpoint.objects.optimizers.items():
+        of = "" if name is None else f"of {name}: "
+        for at, group in enumerate(saved["param_groups"]):
+            yield f"  group {_group(name, at)}   {len(group['params'])} parameters, {_settings(group)}"
+        if saved["loss_scale"] is not None:
+            yield f"  fp16      {of}{_settings(saved['loss_scale'])}"
+        yield f"  scheduler {of}{_listed(saved['scheduler'])}"
+    yield f"  extra     {_listed(checkpoint.objects.extra)}"
+    if manifest.rank_states:
+        yield f"  own state of ranks {ranks_text(manifest.rank_states)}"
+    if excluded:
+        yield f"  excluded  {counted(len(excluded), 'frozen parameter')}: {', '.join(excluded)}"
 
 
 def _group(optimizer: Name, at: int | None) -> str:
     return str(at) if optimizer is None else f"{optimizer}/{at}"
 
 
-def _of(optimizer: Name) -> str:
-    return "" if optimizer is None else f"of {optimizer}: "
-
-
-def _listed(names: list[str] | str | None) -> str:
-    if names is None:
-        return "none"
-    return names if isinstance(names, str) else ", ".join(names or ["nothing"])
-
-
-def _off(value: Any) -> bool:
-    return value is None or value is False
+def _listed(value: Any) -> str:
+    names = _names(value)
+    return "none" if names is None else names if isinstance(names, str) else ", ".join(names or ["nothing"])
 
 
 def _settings(named: Mapping[str, Any]) -> str:
-    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in named.items()}
-    return ", ".join(f"{name} {value}" for name, value in plain.items())
+    told = {name: value for name, value in named.items() if name != "params" and value is not None}
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in told.items()}
+    return ", ".join(f"{name} {value}" for name, value in plain.items() if value is not False)

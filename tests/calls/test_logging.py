@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[2] / "lowlevel_zero"
 # Programs, which talk to who has started them.
-PROGRAMS = ("__main__.py", "planning/commands.py")
+PROGRAMS = ("__main__.py", "planning/commands.py", "planning/plan_command.py")
 
 
 def prints(source: str) -> list[int]:
