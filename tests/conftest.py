@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -23,6 +24,15 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 # Looking for a GPU must not start CUDA: ranks are forked, and couldn't use it then.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+
+# What modules make when they are imported stays: looking through it again and again takes seconds of each process.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from pkgutil import walk_packages
+from pkgutil import iter_modules
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -210,9 +210,15 @@ def _import_rooms() -> None:
     """What every rank would import by itself: the rooms that an optimizer needs, and what torch's profiler does."""
     with suppress(ImportError):  # is for the rank to raise
         importlib.import_module("torch.profiler._cupti_monitor")
-        for module in walk_packages(importlib.import_module("lowlevel_zero").__path__, "lowlevel_zero."):
-            if not module.name.startswith(_OF_OTHERS):
-                importlib.import_module(module.name)
+        _import_all("lowlevel_zero")
+
+
+def _import_all(name: str) -> None:
+    """A module and those in it, but ``_OF_OTHERS``, whose packages take seconds to import."""
+    module = importlib.import_module(name)
+    for inner in iter_modules(getattr(module, "__path__", []), f"{name}."):
+        if inner.name not in _OF_OTHERS:
+            _import_all(inner.name)
 
 
 def _launch(job: Job, grace: float = GRACE) -> list[Ran]:
