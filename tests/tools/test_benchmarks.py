@@ -32,10 +32,8 @@ def _measure(folder: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--dtype=fp32"], pytest.param(["--dtype=bf16", "--micro-batches=2"], marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("arguments", [["--dtype=fp32"], ["--dtype=bf16", "--micro-batches=2"]])
 def test_all_contestants_train_alike(tmp_path: Path, arguments: list[str]) -> None:
     found = _measure(tmp_path, *arguments)
     baseline = found["contestants"][found["baseline"]]
@@ -54,6 +52,7 @@ def test_all_contestants_train_alike(tmp_path: Path, arguments: list[str]) -> No
     assert (tmp_path / "step.png").exists()
 
 
+@pytest.mark.soak
 def test_the_command_runs_one_alone(tmp_path: Path) -> None:
     out = tmp_path / "alone.json"
     command = [sys.executable, "-m", "benchmarks.step", *SMALL, "--alone=ours-2", "--keep=no", f"--out={out}"]
@@ -90,6 +89,7 @@ def test_unknown_contestants_are_named() -> None:
         step.main([*SMALL, "--contestants", "horovod"])
 
 
+@pytest.mark.soak
 def test_collectives_are_compared(tmp_path: Path) -> None:
     out = tmp_path / "collectives.json"
     collectives.main(["--world-sizes=2", "--elements=10", "--rounds=1", f"--out={out}"])

@@ -227,6 +227,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.soak
 def test_memory_of_its_own_is_less_than_a_file(tmp_path: Path) -> None:
     """A few tensors of 8 MiB in passing. The rest is in mapped files, of which the system keeps in memory what fits."""
     run_ranks(wide, 1, tmp_path / "step-1")

@@ -44,6 +44,7 @@ def test_the_scripts_run(tmp_path: Path, subtests: pytest.Subtests) -> None:
             assert all(ran.values())
 
 
+@pytest.mark.soak
 def test_one_runs_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPTS["accelerate"])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
