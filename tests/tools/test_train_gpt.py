@@ -142,9 +142,34 @@ def slow_loss(text: torch.Tensor, windows: torch.Tensor, before: int) -> float:
 # Training.
 
 
+REPORTED = ["--steps=8", "--layer-drop=0.5", "--layer-drop-per-rank"]
+
+
+def check_reported(out: Path, stdout: str) -> None:
+    run = told(out)
+    assert len(run["train"]) == 8
+    assert run["world_size"] == 2
+    assert run["validation"][-1][1] < run["validation"][0][1] - 0.5
+    assert 0 < run["layers_dropped"] < 16
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for part in ("ZeRO-2, measured", "states", "together", str(out / "loss.png"), "8 steps in"):
+        assert part in stdout
+    for name, loss in run["ngrams"].items():
+        assert f"{name} " in stdout
+        assert f"{loss:.3f}" in stdout
+
+
+def test_it_trains_and_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(lambda rank, world_size: train(tmp_path, *REPORTED), 2)
+    shown = capfd.readouterr()
+    assert "8/8" in shown.err, "the progress bar"
+    check_reported(tmp_path, shown.out)
+
+
+@pytest.mark.soak
 def test_the_command_trains_and_reports(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, train_gpt.__file__, *SMALL, "--steps=8", "--layer-drop=0.5", "--layer-drop-per-rank"]
+    command = [*torchrun, train_gpt.__file__, *SMALL, *REPORTED]
     # All warnings, but that torch 2.4's distributed.checkpoint leaves an empty directory to the interpreter when it is
     # imported, and what it does, up to 2.5, when it writes.
     of_torch = "ignore:Implicitly cleaning up:ResourceWarning,ignore:TypedStorage is deprecated:UserWarning"
@@ -160,17 +185,7 @@ def test_the_command_trains_and_reports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     assert "8/8" in done.stderr, "the progress bar"
-    run = told(tmp_path)
-    assert len(run["train"]) == 8
-    assert run["world_size"] == 2
-    assert run["validation"][-1][1] < run["validation"][0][1] - 0.5
-    assert 0 < run["layers_dropped"] < 16
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    for part in ("ZeRO-2, measured", "states", "together", str(tmp_path / "loss.png"), "8 steps in"):
-        assert part in done.stdout
-    for name, loss in run["ngrams"].items():
-        assert f"{name} " in done.stdout
-        assert f"{loss:.3f}" in done.stdout
+    check_reported(tmp_path, done.stdout)
 
 
 DROP = ["--steps=8", "--layer-drop=0.4", "--layer-drop-per-rank", "--save-every=0"]
@@ -239,7 +254,7 @@ def test_stages_agree_with_ddp_and_hold_a_share(tmp_path: Path) -> None:
 
 # Resuming.
 
-STEPS, EVERY, KEEP = 24, 4, 2
+STEPS, EVERY, KEEP = 12, 2, 2
 ASKED = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--keep={KEEP}", "--layer-drop=0.3", "--accumulation=2"]
 
 
