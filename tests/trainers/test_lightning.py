@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -325,10 +325,10 @@ ON_3_RANKS = (
 )
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, tuple(RUNS)), (3, ON_3_RANKS)])
-def test_losses_and_weights_are_those_of_ddp(
-    world_size: int, names: tuple[str, ...], subtests: pytest.Subtests
-) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(2, [name for name in RUNS if name not in ON_3_RANKS]), (3, ON_3_RANKS)], ids=["2", "3"]
+)
+def test_losses_and_weights_are_those_of_ddp(world_size: int, names: Sequence[str], subtests: pytest.Subtests) -> None:
     for (name,), ran in run_cases(as_by_ddp, world_size, [(name,) for name in names]):
         with subtests.test(name):
             ran.values()
