@@ -33,12 +33,11 @@ def test_a_run_is_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         os.environ.update(MASTER_ADDR="localhost", GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo")
         train_llama_booster.main(arguments)
 
-    run_ranks(rank, 2, free_port(), ["--steps", "10", "--save", str(tmp_path)], init=False)
-    run_ranks(rank, 1, free_port(), ["--steps", "2", "--resume", str(tmp_path), "--stage", "1"], init=False)
-    first, last, resumed = capfd.readouterr().out.splitlines()
+    run_ranks(rank, 2, free_port(), ["--steps", "4", "--save", str(tmp_path)], init=False)
+    run_ranks(rank, 1, free_port(), ["--steps", "1", "--resume", str(tmp_path), "--stage", "1"], init=False)
+    first, resumed = capfd.readouterr().out.splitlines()
     assert first.startswith("step 1: loss 5.")
-    assert last.startswith("step 10: loss 3.")
-    assert resumed.startswith("step 11: loss 3.")
+    assert resumed.startswith("step 5: loss 4.")
 
 
 def free_port() -> int:
