@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..streams import streams_of
 from .backends.backend import AGREED, MAXIMUM, Alone, Backend, HostBackend
-from .backends.memory_pool import open_pool
+from .backends.memory_pool import Memory, open_pool
 from .backends.native import Native
 from .backends.pairwise import Pairwise
 from .backends.shared_memory import SharedMemory
@@ -47,6 +48,7 @@ class Communicator:
         slice_ranks: global ranks of who holds slices 0, 1, 2, ...
         device_types: types of the devices whose tensors can be carried.
         hosts: what carries the hosts' own tensors and messages.
+        backend: what carries buffers of a device, in fp8 if that is wanted and there are others.
         has_others: there are other ranks, and they are there.
         number: of this instance among those of the process group that have an order of their own, the same on all
             ranks; 0: it has none.
@@ -76,7 +78,7 @@ class Communicator:
         self.context = context_of(self.group)
         self.has_others = self.size > 1 and not is_fake(self.group)
         self.number = 0
-        self._chosen: dict[tuple[torch.device, bool], Backend] = {}
+        self.backend = cache(self._choose)
         self._chains: dict[str, Chain] = {}
         self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(data_group(self.group))
         self.hosts: HostBackend = Alone(self.rank, 1)
@@ -103,7 +105,7 @@ class Communicator:
         """
         if sums_in_fp32 and self.size > 1:
             self._native = Native(data_group(self.group), sums_in_fp32=True)
-        self._chosen.clear()
+        self.backend.cache_clear()
         if not self.has_others:
             return
         self.number = next(self.context.connected)
@@ -115,15 +117,13 @@ class Communicator:
 
     def _share_memory(self) -> None:
         """Go through shared memory, if all ranks can; alike on all."""
-        if self.context.pool is None:
-            self.context.pool = open_pool(self.rank, self.size, timeout_of(self.group), self.context.agreements)
-            self.context.agreements = self._through_pool(0) or self.context.agreements
-        self.hosts = self._through_pool(self.number) or self.hosts
-
-    def _through_pool(self, number: int) -> HostBackend | None:
-        if isinstance(self.context.pool, str) or self.context.pool is None:
-            return None
-        return SharedMemory(self.rank, self.context.pool, number)
+        context = self.context
+        if context.pool is None:
+            context.pool = open_pool(self.rank, self.size, timeout_of(self.group), context.agreements)
+            if isinstance(context.pool, Memory):
+                context.agreements = SharedMemory(self.rank, context.pool, 0)
+        if isinstance(context.pool, Memory):
+            self.hosts = SharedMemory(self.rank, context.pool, self.number)
 
     # ---- which backend carries what ----
 
@@ -131,14 +131,7 @@ class Communicator:
         """Whether gloo carries tensors of ``device``."""
         return self.has_others and self._backends.get(device.type) == "gloo"
 
-    def backend(self, device: torch.device, fp8: bool = False) -> Backend:
-        """What carries buffers of ``device``, in fp8 if that is wanted and there are others."""
-        chosen = self._chosen.get((device, fp8))
-        if chosen is None:
-            chosen = self._chosen[device, fp8] = self._choose(device, fp8)
-        return chosen
-
-    def _choose(self, device: torch.device, fp8: bool) -> Backend:
+    def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
         direct = self.hosts if self.on_gloo(device) else self._native
         way = Fp8(direct, self._chain(device)) if fp8 and self.size > 1 else direct
         return Staged(way) if self.on_gloo(device) and is_staged(device) else way

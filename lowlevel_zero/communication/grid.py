@@ -120,7 +120,7 @@ class GridCommunicator(Communicator):
         self.inner.connect(shared, sums_in_fp32)
         super().connect(False, sums_in_fp32)
 
-    def _choose(self, device: torch.device, fp8: bool) -> Backend:
+    def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
         if self.on_gloo(device) and is_staged(device):
             return Staged(self._over_levels(_HOST, fp8))
         return self._over_levels(device, fp8)

@@ -109,9 +109,7 @@ class ShardGroup:
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """Start filling ``buffer`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
-        self._rows["gather"] += buffer.shape[1] * buffer.element_size()
-        backend = self.communicator.backend(buffer.device)
-        return self.progress.start(GATHER, None, (buffer,), backend.all_gather, buffer)
+        return self.gather([buffer[self.rank]], [buffer]).then(lambda _: buffer)
 
     def gather(
         self,
