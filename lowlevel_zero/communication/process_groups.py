@@ -31,9 +31,7 @@ class GroupContext:
     """What this process keeps for one process group, whoever uses it; it doesn't hold the group itself.
 
     Attributes:
-        side_group: a gloo group of the same ranks, once there is one.
-        data_group: a group of the same ranks for buffers on devices, once there is one.
-        unions: of the default group: groups of several levels, by their ranks.
+        beside: by name, groups that were made beside it.
         agreements: how the hosts agree, in one order for all optimizers; until they have met, each for itself.
         pool: memory that all ranks see; or why there is none; None: nobody has asked.
         abandoned: collectives under way that nobody will wait for.
@@ -45,9 +43,7 @@ class GroupContext:
     """
 
     def __init__(self) -> None:
-        self.side_group: dist.ProcessGroup | None = None
-        self.data_group: dist.ProcessGroup | None = None
-        self.unions: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.beside: dict[str, dist.ProcessGroup] = {}
         self.agreements: HostBackend = Alone(0, 1)
         self.pool: Memory | str | None = None
         self.abandoned: list[Work[Any]] = []
@@ -120,10 +116,7 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if dist.get_world_size(group) == 1 or is_fake(group) or group.group_name.startswith(_PREFIX):
         return group
-    context = context_of(group)
-    if context.side_group is None:
-        context.side_group = _group_beside(group, "side", "gloo")
-    return context.side_group
+    return _group_beside(group, "side", "gloo", dist.get_process_group_ranks(group))
 
 
 def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -141,32 +134,26 @@ def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     size = dist.get_world_size(group)
     if not devices or size == 1 or is_fake(group) or (splits and size < dist.get_world_size()):
         return group
-    context = context_of(group)
-    if context.data_group is None:
-        backends = ",".join(f"{device}:{backend}" for device, backend in devices.items())
-        context.data_group = _group_beside(group, "data", backends)
-    return context.data_group
+    backends = ",".join(f"{device}:{backend}" for device, backend in devices.items())
+    return _group_beside(group, "data", backends, dist.get_process_group_ranks(group))
 
 
 def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of these global ranks: the default one if it is of all, else one of gloo's, made by them alone."""
-    default = default_group()
+    default, members = default_group(), sorted(ranks)
     if len(ranks) == dist.get_world_size():
         return default
-    unions, members = context_of(default).unions, tuple(sorted(ranks))
-    if members not in unions:
-        name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-        unions[members] = _group_beside(default, f"union/{name}", "gloo", members)
-    return unions[members]
+    name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    return _group_beside(default, f"union/{name}", "gloo", members)
 
 
-def _group_beside(
-    like: dist.ProcessGroup, name: str, backend: str, members: Sequence[int] | None = None
-) -> dist.ProcessGroup:
-    """A group with the store and timeout of another, of its ranks or ``members``; ``name`` is theirs alone."""
+def _group_beside(like: dist.ProcessGroup, name: str, backend: str, ranks: list[int]) -> dist.ProcessGroup:
+    """A group of ``ranks`` with the store and timeout of another, made when first asked for; ``name`` is theirs."""
     torchs: Any = dist.distributed_c10d
-    ranks = dist.get_process_group_ranks(like) if members is None else list(members)
+    beside = context_of(like).beside
     name = f"{_PREFIX}{name}/{like.group_name}"
+    if name in beside:
+        return beside[name]
     made, _ = torchs._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
@@ -179,6 +166,7 @@ def _group_beside(
     )
     assert isinstance(made, dist.ProcessGroup)
     torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    beside[name] = made
     return made
 
 

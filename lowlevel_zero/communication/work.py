@@ -29,10 +29,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def _already() -> bool:
-    return True
-
-
 @dataclass(slots=True)
 class Work(Generic[T]):
     """A collective that is under way.
@@ -44,7 +40,7 @@ class Work(Generic[T]):
     """
 
     wait: Callable[[], T]
-    done: Callable[[], bool] = _already
+    done: Callable[[], bool] = lambda: True
     tensors: tuple[Tensor, ...] = ()
 
     def then(self, act: Callable[[T], S]) -> Work[S]:

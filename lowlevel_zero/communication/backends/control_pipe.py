@@ -70,7 +70,9 @@ class ControlPipe:
         self._readers = readers
         self._serials: defaultdict[int, count[int]] = defaultdict(count)
         self._received: dict[Key, dict[int, Place]] = {}
-        self._lock = Lock()
+        self._lock, self._sleeping = Lock(), Lock()
+        self._poll = select.poll()
+        self._poll.register(self.descriptor, select.POLLIN)
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = ()) -> Key:
         """Tell all peers of the next collective of a kind, and which of their blocks are finished with.
@@ -120,17 +122,18 @@ class ControlPipe:
         Raises:
             RuntimeError: a sender has ended, or ``timeout`` seconds are over.
         """
-        deadline, poll = monotonic() + timeout, select.poll()
-        poll.register(self.descriptor, select.POLLIN)
+        deadline = monotonic() + timeout
         while len(self._received.get(key, ())) < len(self.peers):
-            # Not for long: another thread may take in what this one waits for.
-            is_quiet = not poll.poll(_DOZE)
-            ended = {rank for rank, peer in self.peers.items() if peer.process.has_ended()} if is_quiet else set()
-            self.collect()  # also what who has ended has left
-            missing = self.peers.keys() - self._received.get(key, {}).keys()
-            if ended & missing:
+            with self._sleeping:  # one thread at a time: it takes in what others wait for, too
+                missing = self.peers.keys() - self._received.get(key, {}).keys()
+                is_quiet = bool(missing) and not self._poll.poll(_DOZE)
+                ended = [rank for rank in missing if self.peers[rank].process.has_ended()] if is_quiet else []
+                self.collect()  # also what who has ended has left
+            missing -= self._received.get(key, {}).keys()
+            if missing.intersection(ended):
                 raise RuntimeError(
-                    f"expected gradients or parameters of rank {min(ended & missing)}, whose process has ended"
+                    f"expected gradients or parameters of rank {min(missing.intersection(ended))}, whose process has "
+                    "ended"
                 )
             if missing and monotonic() > deadline:
                 raise RuntimeError(f"expected gradients or parameters of ranks {sorted(missing)} within {timeout:g} s")
