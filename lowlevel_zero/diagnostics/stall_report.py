@@ -52,7 +52,7 @@ class _Question(NamedTuple):
         place: what the host waits for; or where a device's queue ends, of which any part may be waited for.
         number: of the question.
         leads: this rank is to find out who is missing.
-        until: when to have answers.
+        until: when to have answers; for who doesn't lead, to have been told what they come to.
     """
 
     place: Collective
@@ -100,33 +100,26 @@ class Watch:
         if seen != self._seen:
             self._seen, self._since = seen, now
             self._question, self._reported, progress.missing = None, False, ""
-        else:
-            self._look_at_wait(now)
-        return True
-
-    def _look_at_wait(self, now: float) -> None:
-        """Nothing has moved since the last look."""
+            return True
         place = self._place() if not self._reported and now - self._since >= self.timeout else None
         try:
             found = None if place is None else self._found(place, now)
             self._answer()
         except Exception as error:  # stores raise what they like when the process that holds them has ended
-            if place is None or self._progress.waits_for is None:
-                return
+            if place is None or progress.waits_for is None:
+                return True
             found = str(place), f"Who is missing isn't known, since the store doesn't answer: {error}"
         if found is not None:
-            self._report(*found, now - self._since)
+            self._reported, (what, progress.missing) = True, found
+            if progress.missing:
+                waited = now - self._since
+                _log.warning("rank %d has waited %.3g s for the %s. %s", self._rank, waited, what, progress.missing)
+        return True
 
     def leave(self) -> None:
         """Answer what anybody may ask from now on: this rank begins no more collectives."""
         with suppress(RuntimeError):  # the process that holds the store has ended
             self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
-
-    def _report(self, place: str, missing: str, waited: float) -> None:
-        self._reported = True
-        self._progress.missing = missing
-        if missing:
-            _log.warning("rank %d has waited %.3g s for the %s. %s", self._rank, waited, place, missing)
 
     def _place(self) -> Collective | None:
         """What the host waits for, or the last that a device was given to wait for; None: nothing."""
@@ -150,26 +143,23 @@ class Watch:
     def _found(self, place: Collective, now: float) -> tuple[str, str] | None:
         """What is waited for, and who is missing there, in words (empty: nobody); None: not known yet."""
         if self._question is None:
-            self._question = self._ask(place, now + _PATIENCE * self.pause)
+            leader = self._store.compare_set(_key(place, "leader"), "", str(self._rank))
+            leads = str(leader, "ascii") == str(self._rank)
+            patience = (_PATIENCE if leads else 2 * _PATIENCE) * self.pause
+            self._question = _Question(place, self._store.add("questions", 1), leads, now + patience)
             return None
         question, key = self._question, _key(self._question.place, "found")
-        if not question.leads:
-            if self._store.check([key]):
-                what, missing = json.loads(self._store.get(key))
-                return what, missing
-            if now < question.until + _PATIENCE * self.pause:
-                return None
+        if not question.leads and self._store.check([key]):
+            what, missing = json.loads(self._store.get(key))
+            return what, missing
+        if not question.leads and now < question.until:
+            return None
         answers = [self._answer_of(rank, question.number) for rank in range(self._size)]
         if None in answers and now < question.until:
             return None
         found = self._in_words(question.place, answers)
         self._store.set(key, json.dumps(found))
         return found
-
-    def _ask(self, place: Collective, until: float) -> _Question:
-        leader = self._store.compare_set(_key(place, "leader"), "", str(self._rank))
-        number = self._store.add("questions", 1)
-        return _Question(place, number, str(leader, "ascii") == str(self._rank), until)
 
     def _answer_of(self, rank: int, question: int) -> dict[str, Any] | None:
         key = f"rank {rank}"
