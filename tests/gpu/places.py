@@ -42,7 +42,7 @@ def over_nccl(work: Callable[..., Any], *args: Any) -> None:
 
     def alone(rank: int, world_size: int) -> None:
         torch.backends.cudnn.allow_tf32 = False
-        patch_rank(Communicator, "_choose", lambda self, device, fp8: Native(dist.group.WORLD))
+        patch_rank(Communicator, "_choose", lambda self, device, fp8=False: Native(dist.group.WORLD))
         work(rank, world_size, *args)
         torch.cuda.synchronize()
 
