@@ -50,8 +50,6 @@ def monitored_barrier(
         store = _enter(group, name)
         outcome = _wait(store, group, timeout_of(group) if timeout is None else timeout)
         context_of(group).barriers[name] += 1
-        if not outcome:
-            _forget_earlier(group, name)
     if "lost" in outcome:
         raise lost_rank_error(outcome["lost"], doing or name)
     if "missing" in outcome:
@@ -80,7 +78,7 @@ def _wait(store: Any, group: dist.ProcessGroup, timeout: float) -> _Outcome:
         if gone:
             return _settle(store, {"lost": gone})
         if waited >= timeout:
-            came = [int(store.add(f"came/{word}", 0)) for word in range(_words(len(ranks)))]
+            came = [int(store.add(f"came/{word}", 0)) for word in range(-(-len(ranks) // _BITS))]
             missing = [rank for rank in range(len(ranks)) if not came[rank // _BITS] >> rank % _BITS & 1]
             return _settle(store, {"missing": missing, "seconds": timeout})
         time.sleep(min(max(_SHARE * waited, _FIRST_LOOK), _SLOWEST_LOOK, max(timeout - waited, _FIRST_LOOK)))
@@ -88,24 +86,10 @@ def _wait(store: Any, group: dist.ProcessGroup, timeout: float) -> _Outcome:
     return outcome
 
 
-def _words(size: int) -> int:
-    """Numbers that have a bit for each of so many ranks."""
-    return -(-size // _BITS)
-
-
 def _settle(store: Any, outcome: _Outcome) -> _Outcome:
     """Settle the attempt unless it has been; what was settled."""
     settled: _Outcome = json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
     return settled
-
-
-def _forget_earlier(group: dist.ProcessGroup, name: str) -> None:
-    """Remove the attempt before this one, to which all have come: nobody looks at it."""
-    earlier = context_of(group).barriers[name] - 2
-    if earlier >= 0 and dist.get_rank(group) == 0:
-        store = store_of(group, f"barrier/{name}/{earlier}")
-        for key in ("count", "outcome", *(f"came/{word}" for word in range(_words(dist.get_world_size(group))))):
-            store.delete_key(key)
 
 
 def _timed_out(size: int, outcome: _Outcome, doing: str) -> TimeoutError:
