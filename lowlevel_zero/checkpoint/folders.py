@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import time
@@ -73,7 +74,9 @@ def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
             seen = look()
         except (OSError, ValueError) as error:
             seen = error
-    told: T | OSError | ValueError = group.all_gather_object(seen)[0]
+    data = pickle.dumps(seen)
+    (length,) = group.from_rank_zero([len(data)])  # messages as many as the logarithm of the ranks
+    told: T | OSError | ValueError = pickle.loads(bytes(group.from_rank_zero([*data[:length].ljust(length)])))
     if isinstance(told, (OSError, ValueError)):
         raise told
     return told

@@ -1,0 +1,173 @@
+"""From 8 to 4,096 ranks, of which this process is the first: what it asks of stores, groups and other ranks.
+
+The others are nobody: a store that answers as if they had done what this one does, torch's fake process groups in the
+place of gloo's and NCCL's, and messages that come back as they were sent. What torch asks when it connects a group
+isn't counted, nor what it sends while it writes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.gpt import GPT
+from benchmarks.gpt import SIZES as SIZES_OF_GPT
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint, saving
+from lowlevel_zero.communication import communicator, failed_ranks, monitored_barrier, process_groups
+from lowlevel_zero.communication.backends.pairwise import Pairwise
+from lowlevel_zero.partition import EvenSplit
+from tests.support.patching import patch_rank
+from tests.support.ranks import run_ranks
+
+SIZES = (8, 64, 512, 1024, 4096)
+Counts: TypeAlias = dict[str, dict[int, dict[str, Counter[str]]]]  # by backend, ranks and phase
+
+
+class OthersDoTheSame:
+    """A store that counts requests; where ranks are counted, all others have been."""
+
+    def __init__(self, store: dist.Store, others: int, counts: Counter[str]) -> None:
+        self._store, self._others, self._counts = store, others, counts
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def request(*args: Any) -> Any:
+            self._counts["store requests"] += 1
+            return getattr(self._store, name)(*args)
+
+        return request
+
+    def add(self, key: str, amount: int) -> int:
+        """As many as there are ranks, in the end."""
+        self._counts["store requests"] += 1
+        return self._store.add(key, amount) + self._others
+
+
+@contextmanager
+def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
+    """A default group of so many ranks and as if of this backend; counts what it is asked for."""
+    counts: Counter[str] = Counter()
+    make = dist.distributed_c10d._new_process_group_helper
+
+    def make_fake(size: int, rank: int, members: list[int], asked: str, *args: Any, **kwargs: Any) -> Any:
+        counts["process groups"] += 1
+        return make(size, rank, members, dist.Backend("fake"), *args, **kwargs)
+
+    def echo(self: Pairwise, pairs: list[tuple[Tensor, Tensor]], kind: int, peers: Any = None) -> list[Any]:
+        counts["messages"] += len(pairs)
+        for mine, theirs in pairs:
+            theirs.copy_(mine)
+        return []
+
+    def store_of(group: dist.ProcessGroup, prefix: str) -> OthersDoTheSame:
+        return OthersDoTheSame(dist.PrefixStore(prefix, store), ranks - 1, counts)
+
+    store = dist.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(communicator.SWITCH, "0")
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", make_fake)
+        patch.setattr(dist, "get_backend", lambda group=None: backend)
+        for module in (process_groups, communicator):
+            patch.setattr(module, "backends_by_device", lambda group: {"cpu": backend})
+        for module in (monitored_barrier, failed_ranks):
+            patch.setattr(module, "store_of", store_of)
+        patch.setattr(Pairwise, "send_and_receive", echo)
+        yield counts
+    dist.destroy_process_group()
+
+
+def counted(ranks: int, backend: str, folder: Path) -> dict[str, Counter[str]]:
+    """What each phase asks for."""
+    with world(ranks, backend) as counts:
+        found: dict[str, Counter[str]] = {}
+
+        def phase(name: str, work: Callable[[], Any]) -> Any:
+            counts.clear()
+            result = work()
+            found[name] = counts.copy()
+            return result
+
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        inner = torch.optim.AdamW(model.parameters())
+        optimizer = phase("construction", lambda: LowLevelZeroOptimizer(inner, model=model, partition_grad=True))
+
+        def step() -> None:
+            for p in model.parameters():
+                p.data.fill_(0.01)
+            optimizer.backward(model(torch.ones(1, 8)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()  # the order of gradients is learnt
+        phase("step", step)
+        phase("save", lambda: save_checkpoint(folder / f"{ranks}", model, optimizer))
+        phase("load", lambda: load_checkpoint(folder / "alone", model, optimizer))
+        return found
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
+    folder = tmp_path_factory.mktemp("thousands")
+
+    def alone(rank: int, world_size: int) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        save_checkpoint(folder / "alone", model, LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters())))
+
+    def count(rank: int, world_size: int) -> Counts:
+        patch_rank(saving, "dcp_save", lambda *args, **options: None)  # which meets twice, by torch's collectives
+        return {
+            "gloo": {size: counted(size, "gloo", folder) for size in SIZES[:4]},
+            "nccl": {size: counted(size, "nccl", folder) for size in SIZES},
+        }
+
+    run_ranks(alone, 1)
+    (found,) = run_ranks(count, 1, init=False)
+    return found  # type: ignore[no-any-return]
+
+
+def test_the_store_is_asked_as_often_however_many_ranks_there_are(counts: Counts) -> None:
+    for by_size in counts.values():
+        for phases in by_size.values():
+            requests = {phase: asked["store requests"] for phase, asked in phases.items()}
+            assert requests == {"construction": 0, "step": 0, "save": 4, "load": 4}
+
+
+def test_there_are_at_most_two_process_groups_beyond_the_caller_s(counts: Counts) -> None:
+    for backend, groups in (("gloo", 1), ("nccl", 2)):
+        for phases in counts[backend].values():
+            made = {phase: asked["process groups"] for phase, asked in phases.items()}
+            assert made == {"construction": groups, "step": 0, "save": 0, "load": 0}
+
+
+def test_what_hosts_tell_each_other_grows_with_the_logarithm(counts: Counts) -> None:
+    """Buffers apart, which gloo's ranks send each other; and once each tells all others of its process."""
+    for size, phases in counts["nccl"].items():
+        messages = {phase: asked["messages"] / math.log2(size) for phase, asked in phases.items()}
+        messages["construction"] -= (size - 1) / math.log2(size)
+        assert all(
+            messages[phase] <= most for phase, most in {"construction": 6, "step": 2, "save": 5, "load": 8}.items()
+        )
+    for size, phases in counts["gloo"].items():
+        buffers = {
+            phase: asked["messages"] - counts["nccl"][size][phase]["messages"] for phase, asked in phases.items()
+        }
+        assert buffers["save"] == 0
+        assert buffers["load"] == 4 * (size - 1), "a gather of each parameter"
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_gpt_of_25_million_is_padded_by_less_than_2_percent(ranks: int) -> None:
+    with torch.device("meta"):
+        numels = [p.numel() for p in GPT(SIZES_OF_GPT["25m"]).parameters()]
+    padding = sum(EvenSplit(numel, ranks).padding for numel in numels)
+    assert padding <= 0.02 * sum(numels)
