@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpt import GPT
 from benchmarks.gpt import SIZES as SIZES_OF_GPT
@@ -72,7 +73,7 @@ def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
         return OthersDoTheSame(dist.PrefixStore(prefix, store), ranks - 1, counts)
 
     store = dist.HashStore()
-    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(communicator.SWITCH, "0")
         patch.setattr(dist.distributed_c10d, "_new_process_group_helper", make_fake)
