@@ -64,13 +64,6 @@ class LaterRead:
         return self._value.item()
 
 
-class _Packed(NamedTuple):
-    """The largest absolute value that this rank put into a bucket buffer, 0-d; NaN if there was one."""
-
-    records: Sequence[ShardedParameter]
-    largest: Tensor
-
-
 class BadNumbers(StepObserver):
     """Judges norms when they are there, without waiting for a device, and names what made one inf or NaN.
 
@@ -97,7 +90,8 @@ class BadNumbers(StepObserver):
         self._scaler = scaler
         self._on_host = parameters.on_host
         self._measures = scaler is not None or options.error_if_nonfinite
-        self._packed: list[_Packed] = []
+        # The largest absolute value that this rank put into each bucket buffer, 0-d; NaN if there was one.
+        self._packed: list[tuple[Sequence[ShardedParameter], Tensor]] = []
         self._later: LaterRead | None = None
         self._in_a_row = 0
         self._always_waits = self._on_host or options.verbose or options.cpu_offload
@@ -168,7 +162,7 @@ class BadNumbers(StepObserver):
         """Measure the buffer, where a step may be refused or skipped for what is in it."""
         if self._measures:
             dtype = torch.promote_types(buffer.dtype, torch.float32)
-            self._packed.append(_Packed(records, torch.linalg.vector_norm(buffer, math.inf, dtype=dtype)))
+            self._packed.append((records, torch.linalg.vector_norm(buffer, math.inf, dtype=dtype)))
 
     def cleared(self) -> None:
         """Forget what was measured."""
@@ -191,28 +185,25 @@ class BadNumbers(StepObserver):
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:
         """By its gradient, while that is there; then by its master."""
-        if at_hand:
-            for place, record in enumerate(self._parameters):
-                if record.worked and _is_bad(self._group_of(record).gradients.averaged(record)):
-                    return self._suspect(place, record)
-        bad = ((place, record) for place, record in enumerate(self._parameters) if _is_bad(record.p32))
-        return next((self._suspect(place, record) for place, record in bad), None)
+        gradients = (self._group_of(record).gradients.averaged(record) for record in self._parameters)
+        found = self._first_of(gradients) if at_hand else None
+        return found or self._first_of(record.p32 for record in self._parameters)
 
-    def _suspect(self, place: int, record: ShardedParameter) -> _Suspect:
-        plan = self._group_of(record).reducer.plan.whole
-        return _Suspect(place, record.name, plan.bucket_of[record.index])
+    def _first_of(self, tensors: Iterable[Tensor | None]) -> _Suspect | None:
+        """The first parameter of whose tensors, which these are, one holds an inf or NaN."""
+        for place, (record, tensor) in enumerate(zip(self._parameters, tensors, strict=True)):
+            if tensor is not None and not tensor.isfinite().all():
+                plan = self._group_of(record).reducer.plan.whole
+                return _Suspect(place, record.name, plan.bucket_of[record.index])
+        return None
 
     def _group_of(self, record: ShardedParameter) -> ShardedGroup:
         return next(group for group in self._groups if group.number == record.shard_group)
 
     def _sent(self) -> set[int]:
-        bad = {record for packed in self._packed if not packed.largest.isfinite() for record in packed.records}
+        bad = {record for records, largest in self._packed if not largest.isfinite() for record in records}
         return {place for place, record in enumerate(self._parameters) if record in bad}
 
     def _tell(self, text: str) -> None:
         if self._ranks.group_rank == 0:
             _log.warning("%s", text)
-
-
-def _is_bad(tensor: Tensor | None) -> bool:
-    return tensor is not None and not bool(tensor.isfinite().all())

@@ -162,10 +162,6 @@ def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients
     return found
 
 
-def _itself(tensors: list[ShardedGradient]) -> list[ShardedGradient]:
-    return tensors
-
-
 def _norm(
     tensors: list[ShardedGradient],
     norm_type: float = 2,
@@ -180,10 +176,6 @@ def _norm(
         of.update(zip(records, gradients.norms(records, float(norm_type)), strict=True))
     norms = [of[each._held()[0]] for each in tensors]
     return norms if dtype is None else [norm.to(dtype) for norm in norms]
-
-
-def _list_norm(tensors: list[ShardedGradient], norm_type: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return _norm(tensors, norm_type, dtype=dtype)
 
 
 def _multiply(tensors: list[ShardedGradient], factor: float | Tensor) -> list[ShardedGradient]:
@@ -206,10 +198,6 @@ def _clamp(
     return tensors
 
 
-def _clamp_most(tensors: list[ShardedGradient], most: float) -> list[ShardedGradient]:
-    return _clamp(tensors, None, most)
-
-
 def _zero(tensors: list[ShardedGradient]) -> list[ShardedGradient]:
     for gradients, records in _by_optimizer(tensors).items():
         gradients.zero(records)
@@ -218,9 +206,9 @@ def _zero(tensors: list[ShardedGradient]) -> list[ShardedGradient]:
 
 _ADD_, _ADD = _aten.add_.Tensor, _aten.add.Tensor
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _itself,
+    _aten.detach.default: lambda tensors: tensors,
     _aten.linalg_vector_norm.default: _norm,
-    _aten._foreach_norm.Scalar: _list_norm,
+    _aten._foreach_norm.Scalar: lambda tensors, norm_type=2, dtype=None: _norm(tensors, norm_type, dtype=dtype),
     _aten.mul_.Tensor: _multiply,
     _aten.mul_.Scalar: _multiply,
     _aten._foreach_mul_.Scalar: _multiply,
@@ -231,9 +219,9 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_div_.Tensor: _divide,
     _aten.clamp_.default: _clamp,
     _aten.clamp_min_.default: _clamp,
-    _aten.clamp_max_.default: _clamp_most,
+    _aten.clamp_max_.default: lambda tensors, most: _clamp(tensors, None, most),
     _aten._foreach_clamp_min_.Scalar: _clamp,
-    _aten._foreach_clamp_max_.Scalar: _clamp_most,
+    _aten._foreach_clamp_max_.Scalar: lambda tensors, most: _clamp(tensors, None, most),
     _aten.zero_.default: _zero,
     _aten._foreach_zero_.default: _zero,
 }
