@@ -346,8 +346,6 @@ class GroupMaker(NamedTuple):
         parameters: the records.
         options: the caller's choices.
         streams: what all of it happens on.
-        gradient_scale: makes what gradients as reductions leave them are to be multiplied with to be averaged and
-            unscaled.
         stepping: where shards and masters are.
         state: of the optimizer's step.
         observer: is told of each bucket buffer.
@@ -356,7 +354,6 @@ class GroupMaker(NamedTuple):
     parameters: ParameterStore
     options: ZeroOptions
     streams: Streams
-    gradient_scale: Callable[[], float | Tensor]
     stepping: StepOnDevice
     state: StepState
     observer: StepObserver
@@ -375,7 +372,7 @@ class GroupMaker(NamedTuple):
     def _new_group(self, number: int) -> ShardedGroup:
         parameters, options = self.parameters, self.options
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
-        gradients = GradientStore(records, self.gradient_scale, self.stepping.bucket_type(), self.state)
+        gradients = GradientStore(records, self.stepping.bucket_type(), self.state)
         how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.observer)
         buckets = BucketStore(records, how, self.stepping.bucket_type())
         reducer = Reducer(parameters, options, gradients, buckets, number, self.state)

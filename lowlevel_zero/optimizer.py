@@ -222,15 +222,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.streams = streams_of([self.device])
         self.sharded_groups: list[ShardedGroup] = []
         self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
-        self.step_state = StepState()
-        self._guard = self._rooms.guard(optimizer, parameters, model, self.step_state)
         average = options.unit(self.shard_group.ranks)
         scale = None if self.scaler is None else self.scaler.scale
-        self._gradient_scale = partial(float, average) if scale is None else partial(truediv, average, scale)
+        self.step_state = StepState(partial(float, average) if scale is None else partial(truediv, average, scale))
+        self._guard = self._rooms.guard(optimizer, parameters, model, self.step_state)
         stepping = self._rooms.step_on_host(self.streams) if options.cpu_offload else StepOnDevice()
-        self._maker = GroupMaker(
-            parameters, options, self.streams, self._gradient_scale, stepping, self.step_state, self._observer
-        )
+        self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer)
         self._maker.extend(self.sharded_groups)
         self.gradients = self._rooms.gradients(self)
         self.gradients.make_handles(parameters)
@@ -393,7 +390,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 "run the last backward, and synchronize(), after the with block"
             )
         self._finish_reductions(self.enter("synchronize"))
-        unit = self._gradient_scale()
+        unit = self.step_state.gradient_scale()
         if self.scaler is not None:
             self._overflow = ~self._measured(unit).value.isfinite()
         for each in self.sharded_groups:
@@ -425,7 +422,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         MAX_NORM("max_norm", max_norm)
         self._finish_reductions(self.enter("clip_grad_norm_"))
-        norm = self._measured(1.0 if self.step_state.synchronized else self._gradient_scale()).value
+        norm = self._measured(1.0 if self.step_state.synchronized else self.step_state.gradient_scale()).value
         factor = clip_factor(norm, max_norm)
         for each in self.sharded_groups:
             each.gradients.multiply([record for record in each.records if record.worked], factor)
@@ -489,7 +486,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self._rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
         for each in self.sharded_groups:
             each.reducer.finish(call)
-        unit = 1.0 if synchronized else self._gradient_scale()
+        unit = 1.0 if synchronized else self.step_state.gradient_scale()
         if self._norm_first:
             self._norm = self._step_by_norm(unit)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,6 @@ class GradientStore:
 
     Args:
         records: the parameters, by index.
-        gradient_scale: makes what a gradient as reductions leave it is to be multiplied with to be averaged and
-            unscaled.
         new_bucket: makes one, which keeps its shard where steps are taken. All arithmetic but the step's own is done
             where the parameters are.
         state: of the optimizer's step.
@@ -36,16 +34,10 @@ class GradientStore:
         taken_out: those whose sharded gradients a backward isn't to meet in ``p.grad``.
     """
 
-    def __init__(
-        self,
-        records: Sequence[ShardedParameter],
-        gradient_scale: Callable[[], float | Tensor],
-        new_bucket: NewBucket,
-        state: StepState,
-    ) -> None:
+    def __init__(self, records: Sequence[ShardedParameter], new_bucket: NewBucket, state: StepState) -> None:
         self._records = records
         self._rank = records[0].rank
-        self._gradient_scale = gradient_scale
+        self._gradient_scale = state.gradient_scale
         self._new_bucket = new_bucket
         self._state = state
         self._buckets: list[Bucket] = []
