@@ -63,18 +63,13 @@ class ShardedGradient(torch.Tensor):
         """All of the gradient, averaged and unscaled, of the parameter's shape and dtype. Every rank calls it."""
         record, gradients = self._held()
         whole = gradients.whole(record)
-        return self.new_zeros_of(record) if whole is None else whole
+        return torch.zeros_like(record.p, requires_grad=False) if whole is None else whole
 
     def to_local(self) -> Tensor:
         """This rank's slice, ``[s]`` with padding, fp32 at least, averaged and unscaled. Every rank calls it."""
         record, gradients = self._held()
         own = gradients.own(record)
         return torch.zeros(record.split.slice_size, device=self.device) if own is None else own
-
-    @staticmethod
-    def new_zeros_of(record: ShardedParameter) -> Tensor:
-        """The gradient of a parameter that no rank had one for."""
-        return torch.zeros_like(record.p, requires_grad=False)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Without its elements, of which this rank has a part."""
