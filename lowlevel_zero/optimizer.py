@@ -19,7 +19,7 @@ from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
-from .bookkeeping.step_state import StepState
+from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import CONSTRUCT, Call, agree_apart, together
 from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
@@ -336,7 +336,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
         self._guard.refuse_unfrozen()
-        if self.step_state.syncs and self.step_state.synchronized:
+        if self.step_state.syncs and self.step_state.phase is Phase.SYNCHRONIZED:
             self._rooms.refuse(self.shard_group, "run a backward")
         failed = True
         StepState.in_backward.append(self.step_state)
@@ -382,7 +382,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         Raises:
             RuntimeError: called again before ``step`` or ``zero_grad``, or under ``no_sync``.
         """
-        if self.step_state.synchronized:
+        if self.step_state.phase is Phase.SYNCHRONIZED:
             self._rooms.refuse(self.shard_group, "synchronize")
         if not self.step_state.syncs:
             raise RuntimeError(
@@ -395,7 +395,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self._overflow = ~self._measured(unit).value.isfinite()
         for each in self.sharded_groups:
             each.gradients.expose(float(unit) if self.options.cpu_offload else unit)
-        self.step_state.synchronized = True
+        self.step_state.phase = Phase.SYNCHRONIZED
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -408,7 +408,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def _conceal(self) -> None:
         """Gradients are their caller's no longer."""
-        self.step_state.synchronized = False
+        self.step_state.phase = Phase.COMPLETE
         for each in self.sharded_groups:
             each.gradients.conceal()
 
@@ -422,7 +422,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         MAX_NORM("max_norm", max_norm)
         self._finish_reductions(self.enter("clip_grad_norm_"))
-        norm = self._measured(1.0 if self.step_state.synchronized else self.step_state.gradient_scale()).value
+        state = self.step_state
+        norm = self._measured(1.0 if state.phase is Phase.SYNCHRONIZED else state.gradient_scale()).value
         factor = clip_factor(norm, max_norm)
         for each in self.sharded_groups:
             each.gradients.multiply([record for record in each.records if record.worked], factor)
@@ -431,7 +432,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def finish_for_callers(self, doing: str) -> None:
         """Complete all gradients for what callers do with ``p.grad``."""
         call = self.enter(doing)
-        if self.step_state.synchronized:
+        if self.step_state.phase is Phase.SYNCHRONIZED:
             self._rooms.refuse(self.shard_group, doing)
         self._finish_reductions(call)
 
@@ -481,11 +482,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             return loss
         call = self.enter("step")
         self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
-        synchronized = self.step_state.synchronized
+        synchronized = self.step_state.phase is Phase.SYNCHRONIZED
         if synchronized or self._skips_synchronize:
             self._rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
-        for each in self.sharded_groups:
-            each.reducer.finish(call)
+        self._finish_reductions(call)
         unit = 1.0 if synchronized else self.step_state.gradient_scale()
         if self._norm_first:
             self._norm = self._step_by_norm(unit)
@@ -516,7 +516,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         flag = None
         if self.scaler is not None:
             overflow = ~norm.value.isfinite()
-            if self.step_state.synchronized:
+            if self.step_state.phase is Phase.SYNCHRONIZED:
                 overflow |= self._overflow
             self.scaler.update(overflow)
             if self._stepper.skips_by_flag and not self._observer.waits:
@@ -541,7 +541,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
         self._guard.enter("zero_grad")
-        if self.step_state.synchronized:
+        if self.step_state.phase is Phase.SYNCHRONIZED:
             self._conceal()
         for each in self.sharded_groups:
             each.reducer.discard()

@@ -29,7 +29,7 @@ from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_state import StepState
+from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import Call, Progress
 from .communication.work import Work
 from .options import ZeroOptions
@@ -57,7 +57,6 @@ class Reducer:
     Attributes:
         buckets: as given.
         plan: the buckets that reductions follow, from the next sync on.
-        finished: nothing has come since all ranks completed their gradients together.
         remove_hooks: leaves the parameters as they were before.
     """
 
@@ -95,8 +94,6 @@ class Reducer:
         self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
         self._graph_task = -1
         self._warned = number > 0 or group.group_rank > 0
-        self._version_stepped = 0
-        self.finished = False
         self.extend()
 
     # ---- what is set up once, and again when parameters are added ----
@@ -159,7 +156,8 @@ class Reducer:
         record.arrived = True
         running = StepState.in_backward
         if not self._state.syncs or (running and running[-1] is not self._state):
-            self.finished = False
+            if self._state.phase is Phase.COMPLETE:
+                self._state.phase = Phase.COMING
             return
         if not self.buckets.is_open:
             self._open_plain(record)
@@ -174,7 +172,7 @@ class Reducer:
 
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
-        if self._state.synchronized:
+        if self._state.phase is Phase.SYNCHRONIZED:
             record.drop_unreduced()
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
         if self._half and self._state not in StepState.in_backward:  # the loss isn't scaled, and the step would unscale
@@ -204,7 +202,7 @@ class Reducer:
     def _open_sync(self, reached: set[int] | None = None) -> None:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
-        self.finished = False
+        self._state.phase = Phase.COMING
         if self.buckets.in_flight:
             self._finish_some(leave=0)
         self.buckets.open_sync(self.plan.whole if reached is None else None, reached)
@@ -212,7 +210,7 @@ class Reducer:
             self._announced = self._unused.announce_sync(reached.union(self._leftovers()))
         elif self._unused.detecting:
             self._unread.append(self._unused.announce_sync(None))
-        if self._gradients.steps and not self._warned and self._gradients.version == self._version_stepped:
+        if not self._warned and self._gradients.has_stepped:
             self._warn_of_old_gradients()
 
     def _join_sync(self, used: bytes | None = None) -> None:
@@ -241,12 +239,11 @@ class Reducer:
 
     def _warn_of_old_gradients(self) -> None:
         """Warn once that a backward adds to what has been stepped already: most often that isn't meant."""
-        if True in [record.worked for record in self._records]:
-            self._warned = True
-            _log.warning(
-                "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "
-                "model.zero_grad() was called"
-            )
+        self._warned = True
+        _log.warning(
+            "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "
+            "model.zero_grad() was called"
+        )
 
     def _leftovers(self) -> list[int]:
         """Indices of parameters whose ``p.grad`` holds what can be reduced."""
@@ -289,14 +286,13 @@ class Reducer:
         Raises:
             Exception: the ``call``'s error, or that of another rank's; nothing has been done then.
         """
-        synchronized = self._state.synchronized
+        synchronized = self._state.phase is Phase.SYNCHRONIZED
         with self._streams.home():
             present = self.even_out(call, with_leftovers=call.error is None and not synchronized)
             if synchronized:
                 self._gradients.absorb()
             elif present is not None:
                 self._gradients.resolve(present)
-        self.finished = True
 
     def even_out(self, call: Call, with_leftovers: bool = False) -> bytes | None:
         """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
@@ -374,7 +370,6 @@ class Reducer:
             self.plan.follow(self._unused.detecting)
         self._gradients.steps += 1
         self._gradients.version += 1
-        self._version_stepped = self._gradients.version
         self._group.progress.micro_batch = 0
         self._group.progress.step += 1
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_observer import CallGuard
+from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import Call
 from .communication.shard_group import ShardGroup
 from .construction import Rooms, ShardedGroup, parameter_names
@@ -46,6 +47,7 @@ class ShardedOptimizer(Optimizer):
 
     optim: Optimizer
     options: ZeroOptions
+    step_state: StepState
     model: nn.Module | None
     shard_group: ShardGroup
     sharded_parameters: ParameterStore
@@ -169,6 +171,8 @@ class ShardedOptimizer(Optimizer):
         """Complete all gradients, on all ranks alike, unless one of them can't do what it was called for."""
         for each in self.sharded_groups:
             each.reducer.finish(call)
+        if self.step_state.phase is Phase.COMING:
+            self.step_state.phase = Phase.COMPLETE
 
     def finish_syncs(self, doing: str) -> None:
         """Bring all ranks to the same gradient sync, with nothing in flight; ``p.grad`` stays. Communicates.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
-from .bookkeeping.bucket_store import Bucket
+from .bookkeeping.bucket_store import Bucket, BucketState
 from .bookkeeping.gather_store import PART
 from .bookkeeping.sharded_parameter import ShardedParameter, follow_edits
 from .communication.shard_group import ShardGroup
@@ -217,6 +217,7 @@ class Stepper:
         if norm is not None:
             norm.add(bucket.measured)
         row = bucket.to_step()
+        bucket.state = BucketState.STEPPED
         dtype = bucket.records[0].p32.dtype
         if row.dtype == dtype and scale.overflow is None:
             bucket.rows = None

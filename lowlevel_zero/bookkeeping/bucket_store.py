@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 from functools import partial
 from operator import is_
 from typing import NamedTuple, TypeAlias
@@ -23,6 +24,15 @@ from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
 from .sharded_parameter import ShardedParameter
 from .step_observer import StepObserver
+
+
+class BucketState(Enum):
+    """How far a bucket has come on its way."""
+
+    FILLING = "gradients are coming"
+    REDUCING = "its buffer is being reduced"
+    REDUCED = "its row holds sums over the ranks"
+    STEPPED = "its row holds gradients that a step has used"
 
 
 class Reduction(NamedTuple):
@@ -51,6 +61,7 @@ class Bucket:
     Attributes:
         planned: which parameters, and where in a row.
         records: of these parameters, in the row's order; one that no rank used has zeros there.
+        state: how far it has come.
         missing: gradients that it still waits for.
         work: its reduction, while that is in flight.
         row: this rank's row of the sum, ``[body]``, where steps are taken: of the buffer's dtype after one micro-batch,
@@ -68,6 +79,7 @@ class Bucket:
     def __init__(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         self.planned = planned
         self.records = records
+        self.state = BucketState.FILLING
         self.missing = len(records)
         self.rows: Tensor | None = None
         self.scale: float | Tensor | None = None
@@ -92,6 +104,7 @@ class Bucket:
         about = About(self.records, self.planned.position)
         start = how.group.reduce_scatter if how.keeps_row_only else how.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)
+        self.state = BucketState.REDUCING
         return True not in map(partial(is_, None), gradients)
 
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
@@ -126,6 +139,7 @@ class Bucket:
         """Keep a sum, which is where the parameters are: this rank's row, or all ranks'."""
         self.rows, self.row = (total, total[self.records[0].rank]) if total.dim() > 1 else (None, total)
         self.measured = self.row
+        self.state = BucketState.REDUCED
 
     def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bucket_plan import PlannedBucket
-from .bucket_store import Bucket, NewBucket
+from .bucket_store import Bucket, BucketState, NewBucket
 from .sharded_parameter import ShardedParameter
-from .step_state import StepState
+from .step_state import Phase, StepState
 
 
 class GradientStore:
@@ -112,12 +112,17 @@ class GradientStore:
 
         Of what has been scaled, others' rows are let go: to multiply them too would take ``world_size`` times as long.
         """
-        if not self._state.synchronized:
+        if self._state.phase is not Phase.SYNCHRONIZED:
             for bucket in self._buckets:
                 if bucket.scale is not None:
                     bucket.rows = None
                     bucket.hold(self._raw(bucket))
         return list(self._buckets)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether gradients are here that a step has used."""
+        return any(bucket.state is BucketState.STEPPED for bucket in self._buckets)
 
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
         """The bucket that ``g`` is a part of, or None: there is no ``g``."""
@@ -128,7 +133,7 @@ class GradientStore:
         none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
         found: dict[int, Tensor] = {}
         for bucket in self._buckets:
-            scale = 1.0 if self._state.synchronized else self._scale(bucket)
+            scale = 1.0 if self._state.phase is Phase.SYNCHRONIZED else self._scale(bucket)
             parts = list(bucket.split(bucket.fetch(bucket.row)))
             norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=dtype)) * scale
             found.update(zip(bucket.planned.members, norms.unbind(), strict=True))
@@ -137,7 +142,7 @@ class GradientStore:
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
         """Multiply some parameters' gradients; those of a whole bucket when they are next used, if they can be."""
         for bucket, some in self._by_bucket(records).items():
-            if self._state.synchronized:
+            if self._state.phase is Phase.SYNCHRONIZED:
                 for record in some:  # where steps are taken
                     part = bucket.part_of(record, bucket.row)
                     part.mul_(factor.to(part.device) if isinstance(factor, Tensor) else factor)
@@ -166,7 +171,7 @@ class GradientStore:
 
     def overwrite(self, record: ShardedParameter, own: Tensor) -> None:
         """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``."""
-        if self._state.synchronized:
+        if self._state.phase is Phase.SYNCHRONIZED:
             self.version += 1
             bucket = self._bucket_of[record.index]
             bucket.part_of(record, bucket.row).copy_(own)
@@ -220,7 +225,7 @@ class GradientStore:
 
         There may be what a backward has left since. Those ``in_flight`` are dropped when they have come.
         """
-        if self._state.synchronized:
+        if self._state.phase is Phase.SYNCHRONIZED:
             return []
         shown = [record for record in self._records if record.shown is not None]
         replaced = [record for record in shown if record.p.grad is not record.shown]

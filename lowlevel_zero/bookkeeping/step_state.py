@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import ClassVar
 
 from torch import Tensor
+
+
+class Phase(Enum):
+    """How far the gradients of the step that is to come are."""
+
+    COMING = "backwards reduce them as they come"
+    COMPLETE = "each g is complete on all ranks, and no gradient has come since"
+    SYNCHRONIZED = "each g is averaged, unscaled and its caller's to edit as p32.grad, since synchronize"
 
 
 class StepState:
@@ -17,15 +26,14 @@ class StepState:
 
     Attributes:
         gradient_scale: as given.
-        in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
+        phase: how far gradients are.
         syncs: gradients are reduced (False under ``no_sync``: hooks do nothing).
-        synchronized: each ``g`` is complete, averaged and unscaled, and its caller's to edit as ``p32.grad``, since
-            ``synchronize``.
+        in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
     """
 
     in_backward: ClassVar[list[StepState]] = []
 
     def __init__(self, gradient_scale: Callable[[], float | Tensor]) -> None:
         self.gradient_scale = gradient_scale
+        self.phase = Phase.COMING
         self.syncs = True
-        self.synchronized = False

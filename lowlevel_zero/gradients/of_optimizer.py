@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..bookkeeping.step_state import Phase
 from ..communication.agreement import NORMS
 from .sharded_gradient import ShardedGradient
 
@@ -141,7 +142,7 @@ class OptimizerGradients:
     @property
     def _finished(self) -> bool:
         """Whether nothing has come since all ranks finished their reductions together."""
-        return all(each.reducer.finished for each in self._groups) and not self._alive.step_state.synchronized
+        return self._alive.step_state.phase is Phase.COMPLETE
 
     @property
     def _versions(self) -> tuple[int, ...]:
