@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..partition import ELEMENTWISE
 from .probe import NoProbe, probe
-from .quantised import is_known
-from .whole_steps import WHOLE_STEPS, full_name
+from .quantised import check_unstepped, is_known
+from .whole_steps import WHOLE_STEPS, check_matrices, full_name
 
 # Elementwise classes of others, by their full names: they hold compiled kernels, which a probe can't make again.
 _ELSEWHERE = {
@@ -27,7 +29,6 @@ _ELSEWHERE = {
 }
 # The base of all classes of bitsandbytes, whatever their states.
 _32_BITS_TOO = "Optimizer8bit"
-_ANY_OTHER = "an elementwise optimizer, such as torch.optim.AdamW"
 
 
 class _Refused(NamedTuple):
@@ -37,22 +38,23 @@ class _Refused(NamedTuple):
         names: of the class, of its package or of one of its bases, in any case, matched whole.
         reason: why not.
         remedy: what to use instead.
+        never: not even where the caller assumes that they can.
     """
 
     names: str
     reason: str
-    remedy: str = _ANY_OTHER
+    remedy: str = "an elementwise optimizer, such as torch.optim.AdamW"
+    never: bool = False
 
 
-_NEVER = (
-    _Refused(r"lbfgs", "it needs a closure and takes inner products over the whole model"),
-    _Refused(r"sparseadam", "it needs sparse gradients, and slices of gradients are dense"),
+_REFUSED = (
+    _Refused("lbfgs", "it needs a closure and takes inner products over the whole model", never=True),
+    _Refused("sparseadam", "it needs sparse gradients, and slices of gradients are dense", never=True),
     _Refused(
         r"zeroredundancyoptimizer|lowlevelzerooptimizer|deepspeedzerooptimizer.*",
         "it shards its state itself: wrap the optimizer inside it instead",
+        never=True,
     ),
-)
-_NOT_ELEMENTWISE = (
     _Refused(
         r".*adafactor.*|came|sm3.*|adalomo",
         "it factors second moments of a matrix into those of rows and columns, and a slice ends inside a row",
@@ -84,6 +86,15 @@ _NOT_ELEMENTWISE = (
 )
 
 
+def check_steps_slices(
+    optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str], assume_elementwise: bool
+) -> None:
+    """Raise unless ``optimizer`` may be stepped on slices of ``parameters``, which are named in ``names``."""
+    check_matrices(optimizer, parameters, names)
+    check_unstepped(optimizer, parameters, names)
+    check_elementwise(optimizer, assume_elementwise=assume_elementwise)
+
+
 def check_elementwise(optimizer: Optimizer, *, assume_elementwise: bool = False) -> None:
     """Return if ``optimizer`` may be stepped on flat slices of its parameters, raise if not.
 
@@ -104,32 +115,42 @@ def check_elementwise(optimizer: Optimizer, *, assume_elementwise: bool = False)
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    never = _listed(optimizer, _NEVER)
-    if never is not None:
-        raise TypeError(_refusal(optimizer, never.reason, can_assume=False))
+    refused = _why_not(optimizer, assume_elementwise)
+    if refused is not None:
+        remedy = f"Use {refused.remedy}"
+        if not refused.never:
+            remedy += (
+                ", or pass assume_elementwise=True if you know that an element's update depends on that element "
+                "and its own gradients alone, or accept that this optimizer trains differently on slices"
+            )
+        name = full_name(optimizer)
+        raise TypeError(f"{name} cannot be stepped on slices of its parameters: {refused.reason}. {remedy}.")
+
+
+def _why_not(optimizer: Optimizer, assume_elementwise: bool) -> _Refused | None:
+    listed = _listed(optimizer)
+    if listed is not None and listed.never:
+        return listed
     if any(group.get("differentiable") for group in optimizer.param_groups):
         reason = "it is differentiable=True, and no autograd graph leads from its slices to the model"
-        raise TypeError(_refusal(optimizer, reason, can_assume=False))
+        return _Refused("", reason, never=True)
     known = type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE | WHOLE_STEPS.keys()
-    if not (assume_elementwise or known or is_known(optimizer)):
-        _refuse_what_is_not_elementwise(optimizer)
+    if assume_elementwise or known or is_known(optimizer):
+        return None
+    return listed or _probed(optimizer)
 
 
-def _refuse_what_is_not_elementwise(optimizer: Optimizer) -> None:
-    listed = _listed(optimizer, _NOT_ELEMENTWISE)
-    if listed is not None:
-        raise TypeError(_refusal(optimizer, listed.reason, listed.remedy))
+def _probed(optimizer: Optimizer) -> _Refused | None:
     try:
         difference = probe(optimizer)
     except NoProbe as failure:
-        raise TypeError(_refusal(optimizer, f"it could not be tried ({failure})")) from failure
-    if difference is not None:
-        raise TypeError(_refusal(optimizer, difference))
+        difference = f"it could not be tried ({failure})"
+    return None if difference is None else _Refused("", difference)
 
 
-def _listed(optimizer: Optimizer, table: tuple[_Refused, ...]) -> _Refused | None:
+def _listed(optimizer: Optimizer) -> _Refused | None:
     """The entry that a class is in, by its name or the name of one of its bases."""
-    for cls, entry in itertools.product(type(optimizer).__mro__, table):
+    for cls, entry in itertools.product(type(optimizer).__mro__, _REFUSED):
         if cls.__name__ == _32_BITS_TOO:
             continue
         package = cls.__module__.partition(".")[0]
@@ -137,13 +158,3 @@ def _listed(optimizer: Optimizer, table: tuple[_Refused, ...]) -> _Refused | Non
             inherited = f"it is a {cls.__name__}, and {entry.reason}"
             return entry if cls is type(optimizer) else entry._replace(reason=inherited)
     return None
-
-
-def _refusal(optimizer: Optimizer, reason: str, remedy: str = _ANY_OTHER, *, can_assume: bool = True) -> str:
-    remedy = f"Use {remedy}"
-    if can_assume:
-        remedy += (
-            ", or pass assume_elementwise=True if you know that an element's update depends on that element "
-            "and its own gradients alone, or accept that this optimizer trains differently on slices"
-        )
-    return f"{full_name(optimizer)} cannot be stepped on slices of its parameters: {reason}. {remedy}."

@@ -74,6 +74,7 @@ class Lamb(Optimizer):
         min_coeff: float = 0.0,
         max_coeff: float | None = None,
     ) -> None:
+        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("min_coeff", min_coeff)):
             if not value >= 0:
                 raise ValueError(f"{name}: expected a number >= 0, got {value}")
@@ -81,18 +82,6 @@ class Lamb(Optimizer):
             raise ValueError(f"betas: expected two numbers from 0 to below 1, got {betas}")
         if max_coeff is not None and not max_coeff >= min_coeff:
             raise ValueError(f"max_coeff: expected at least min_coeff, {min_coeff}, or None, got {max_coeff}")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": adam_w_mode,
-            "grad_averaging": grad_averaging,
-            "use_nvlamb": use_nvlamb,
-            "min_coeff": min_coeff,
-            "max_coeff": max_coeff,
-        }
         super().__init__(params, defaults)
 
     @torch.no_grad()

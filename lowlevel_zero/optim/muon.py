@@ -7,10 +7,10 @@ each matrix has one owner for this is as in Dion's Muon; here owners are found a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.shard_group import ShardGroup
-from ..communication.work import Work
 from .work_shares import WorkItem, share_out
 
 with suppress(ImportError):  # torch's own arithmetic, which it has along with Muon, from 2.9 on
@@ -31,6 +30,9 @@ DTYPE = torch.bfloat16  # in which a matrix is orthogonalised
 
 # Elements of a batch for each rank; three batches are held at a time.
 MOST = 2**22
+
+# Matrices that travel together: for each rank those that it owns.
+_ByOwner: TypeAlias = Sequence[Sequence[ShardedParameter]]
 
 
 class MuonStep:
@@ -45,7 +47,7 @@ class MuonStep:
         self._optim = optim
         self._shard_groups = parameters.shard_groups
         self._planned: list[ShardedParameter] = []
-        self._batches: list[_Batch] = []
+        self._batches: list[tuple[ShardGroup, _ByOwner]] = []
 
     def __call__(self, records: Sequence[ShardedParameter]) -> None:
         """Step ``records``, whose ``p32`` have gradients: by shard group, each alike on the ranks that share it.
@@ -55,73 +57,46 @@ class MuonStep:
         if self._planned != records:
             self._planned = list(records)
             self._batches = self._plan(self._planned)
-        batches = self._batches
+        batches = [_stages(self._optim, *batch) for batch in self._batches]
         for at in range(len(batches) + 2):
-            for batch in batches[at : at + 1]:
-                batch.start()
-            for batch in batches[max(0, at - 1) : at]:
-                batch.turn()
-            for batch in batches[max(0, at - 2) : max(0, at - 1)]:
-                batch.finish()
+            for batch in reversed(batches[max(0, at - 2) : at + 1]):
+                next(batch, None)
 
-    def _plan(self, records: Sequence[ShardedParameter]) -> list[_Batch]:
+    def _plan(self, records: Sequence[ShardedParameter]) -> list[tuple[ShardGroup, _ByOwner]]:
         """Batches of matrices by their owners; each batch is of one shard group and on one device."""
-        batches: list[_Batch] = []
+        batches: list[tuple[ShardGroup, _ByOwner]] = []
         for place in dict.fromkeys(_place(record) for record in records):
             group = self._shard_groups[place[0]]
             members = [record for record in records if _place(record) == place]
             items = [WorkItem(flops(record.p.shape), record.split.numel) for record in members]
             for batch in share_out(items, group.size, MOST):
-                by_owner = [[members[number] for number in numbers] for numbers in batch]
-                batches.append(_Batch(self._optim, group, by_owner))
+                batches.append((group, [[members[number] for number in numbers] for numbers in batch]))
         return batches
 
 
-class _Batch:
-    """Updates of some matrices, sent to their owners and back: ``start``, ``turn`` and ``finish``, on every rank.
+def _stages(optim: Optimizer, group: ShardGroup, by_owner: _ByOwner) -> Iterator[None]:
+    """Step some matrices in three stages, on every rank: send their updates to the owners, back, and move the slices.
 
     Two buffers: the way there fills one from the other, and the way back the other from the one.
     """
-
-    def __init__(self, optim: Optimizer, group: ShardGroup, by_owner: Sequence[Sequence[ShardedParameter]]) -> None:
-        self._optim = optim
-        self._group = group
-        self._records = list(chain.from_iterable(by_owner))
-        self._owned = by_owner[group.rank]
-        self._sizes = [sum(record.split.slice_size for record in owned) for owned in by_owner]
-        self._owned_sizes = [self._sizes[group.rank]] * group.size
-        self._slices: Tensor | None = None  # of all matrices, owner by owner
-        self._under_way: Work[Tensor] | None = None
-
-    def start(self) -> None:
-        """Advance the momenta and hand slices of the updates to the owners."""
-        self._slices = torch.empty(sum(self._sizes), dtype=DTYPE, device=self._records[0].padded.device)
-        for record, part in self._parts(self._slices):
-            part.copy_(_update(self._optim, record))
-        rows = self._slices.new_empty(sum(self._owned_sizes))
-        self._under_way = self._group.all_to_all(self._slices, self._sizes, rows, self._owned_sizes)
-
-    def turn(self) -> None:
-        """Orthogonalise the matrices that are this rank's, and hand their slices back."""
-        assert self._under_way is not None, "not started"
-        assert self._slices is not None, "not started"
-        rows = self._under_way.wait()
-        columns = rows.view(self._group.size, self._owned_sizes[0])
-        sizes = [record.split.slice_size for record in self._owned]
-        for record, own in zip(self._owned, columns.split_with_sizes(sizes, dim=1), strict=True):
-            _orthogonalise_rows(own, record, self._optim.param_groups[record.group])
-        self._under_way = self._group.all_to_all(rows, self._owned_sizes, self._slices, self._sizes)
-
-    def finish(self) -> None:
-        """Move the slices by what has come back."""
-        assert self._under_way is not None, "not turned"
-        for record, part in self._parts(self._under_way.wait()):
-            _move(record, part, self._optim.param_groups[record.group])
-        self._slices = self._under_way = None
-
-    def _parts(self, slices: Tensor) -> list[tuple[ShardedParameter, Tensor]]:
-        parts = slices.split_with_sizes([record.split.slice_size for record in self._records])
-        return list(zip(self._records, parts, strict=True))
+    records, owned = list(chain.from_iterable(by_owner)), by_owner[group.rank]
+    sizes = [sum(record.split.slice_size for record in each) for each in by_owner]
+    own_sizes = [sizes[group.rank]] * group.size
+    slices = torch.empty(sum(sizes), dtype=DTYPE, device=records[0].padded.device)  # owner by owner
+    parts = slices.split_with_sizes([record.split.slice_size for record in records])
+    for record, part in zip(records, parts, strict=True):
+        part.copy_(_update(optim, record))
+    there = group.all_to_all(slices, sizes, slices.new_empty(sum(own_sizes)), own_sizes)
+    yield
+    rows = there.wait()
+    columns = rows.view(group.size, own_sizes[0]).split_with_sizes([each.split.slice_size for each in owned], dim=1)
+    for record, own in zip(owned, columns, strict=True):
+        _orthogonalise_rows(own, record, optim.param_groups[record.group])
+    back = group.all_to_all(rows, own_sizes, slices, sizes)
+    yield
+    back.wait()
+    for record, part in zip(records, parts, strict=True):
+        _move(record, part, optim.param_groups[record.group])
 
 
 def _place(record: ShardedParameter) -> tuple[int, torch.device]:

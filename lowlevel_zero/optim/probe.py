@@ -1,16 +1,16 @@
-"""A probe: fresh optimizers of a class step small parameters, whole and in flat slices, and must arrive at the same.
+"""A probe: two fresh optimizers of a class step small parameters and flat slices of them, and must arrive at the same.
 
 They are made by the class's constructor, with the options that the optimizer has recorded.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -23,12 +23,16 @@ Options: TypeAlias = dict[str, Any]
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
 _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
-_RANKS = 3  # so slices end inside rows
+_RANKS = 3  # of which the first one's slices are tried; they end inside rows
+_LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
 _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
 _TOLERANCE = 1e-5  # of the largest movement since the start
 _ROUNDINGS = len(_SIZES) * torch.finfo(torch.float32).eps  # of the element: each step rounds it
 _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
-_LEAST_LR, _PROBE_LR = 1e-6, 1e-3  # a schedule that warms up from 0 has not begun yet
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    _torch_optimizer._global_optimizer_pre_hooks,
+    _torch_optimizer._global_optimizer_post_hooks,
+)
 
 
 class NoProbe(Exception):
@@ -73,7 +77,7 @@ def first_states(
             with _undisturbed():
                 options = [_own_options(group) for group in optimizer.param_groups]
                 other = make([p for (p,) in params]) if make else _fresh(optimizer, options, params)
-                _step(other, [torch.zeros_like(p) for (p,) in params])
+                _step(other, chain(*params), [torch.zeros_like(p) for (p,) in params])
             return [_flat(other.state.get(p, {}), shape) for (p,) in params]
         except Exception as error:  # whatever another's class raises
             failure = error
@@ -131,12 +135,11 @@ def _own_options(group: Options) -> Options:
 
 
 def _options_to_try(optimizer: Optimizer) -> list[Options]:
-    """Those of groups that differ in more than the size of a number; a learning rate of next to nothing is raised."""
+    """Those of groups that differ in more than the size of a number."""
     kinds: dict[str, Options] = {}
     for group in map(_own_options, optimizer.param_groups):
-        lr = group.get("lr", 1.0)
-        if lr < _LEAST_LR:
-            group["lr"] = torch.full_like(lr, _PROBE_LR) if isinstance(lr, Tensor) else _PROBE_LR
+        if "lr" in group:
+            group["lr"] = 0 * group["lr"] + _LR  # a tensor, where it is one
         kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in group.items()}
         kinds.setdefault(repr(sorted(kind.items())), group)
     return list(kinds.values())
@@ -149,18 +152,18 @@ def _first_difference(optimizer: Optimizer) -> str | None:
     options = _options_to_try(optimizer)
     generator = torch.Generator().manual_seed(0)
     starts = [0.02 * _randn(shape, generator) for _ in options for shape in _SHAPES]
-    whole = _made(optimizer, options, starts)
-    ranks = [_made(optimizer, options, [_rows(start)[rank] for start in starts]) for rank in range(_RANKS)]
+    wholes = [torch.nn.Parameter(start.clone()) for start in starts]
+    slices = [torch.nn.Parameter(_first_slice(start).clone()) for start in starts]
+    whole, sliced = _made(optimizer, wholes), _made(optimizer, slices)
     for grads in _gradients(starts, generator):
-        _step(whole, grads)
-        for rank, one in enumerate(ranks):
-            _step(one, [_rows(grad)[rank] for grad in grads])
-    for param, start, *slices in zip(_params(whole), starts, *map(_params, ranks), strict=True):
-        joined = torch.cat(slices)[: param.numel()].view_as(param)
-        movement, gap = (param - start).abs().amax(), (param - joined).abs()
+        _step(whole, wholes, grads)
+        _step(sliced, slices, map(_first_slice, grads))
+    for start, param, own in zip(starts, wholes, slices, strict=True):
+        expected = _first_slice(param.detach())
+        movement, gap = (param - start).abs().amax(), (expected - own).abs()
         if not (movement + gap.amax()).isfinite():
             raise NoProbe("a probe's parameters became infinite or NaN")
-        if (gap > _TOLERANCE * movement + _ROUNDINGS * param.abs()).any():
+        if (gap > _TOLERANCE * movement + _ROUNDINGS * expected.abs()).any():
             return (
                 f"a {tuple(param.shape)} parameter and its {_RANKS} flat slices differ by {gap.amax() / movement:.1e} "
                 "of the update in a probe, so its updates depend on the other elements, on the shape, or on random "
@@ -171,26 +174,19 @@ def _first_difference(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _made(optimizer: Optimizer, options: list[Options], values: list[Tensor]) -> Optimizer:
-    params = [torch.nn.Parameter(value.clone()) for value in values]
-    own = [params[first : first + len(_SHAPES)] for first in range(0, len(params), len(_SHAPES))]
-    return _fresh(optimizer, copy.deepcopy(options), own)
+def _made(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
+    groups = [params[first : first + len(_SHAPES)] for first in range(0, len(params), len(_SHAPES))]
+    return _fresh(optimizer, _options_to_try(optimizer), groups)
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
-
-
-def _step(optimizer: Optimizer, grads: list[Tensor]) -> None:
-    members = [p for group in optimizer.param_groups for p in group["params"]]
-    for param, grad in zip(members, grads, strict=True):
+def _step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()  # some optimizers write into it
     optimizer.step()
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """``[_RANKS, s]``: one flat slice a rank, the last one padded with zeros."""
-    return torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % _RANKS)).view(_RANKS, -1)
+def _first_slice(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[: -(-tensor.numel() // _RANKS)]
 
 
 def _gradients(starts: list[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
@@ -211,21 +207,17 @@ def _randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def _undisturbed() -> Iterator[None]:
     """Puts back the random number generators; keeps out warnings, global step hooks, a default device, compilers."""
     python_state = random.getstate()
-    hooks: list[dict[int, Any]] = [
-        _torch_optimizer._global_optimizer_pre_hooks,
-        _torch_optimizer._global_optimizer_post_hooks,
-    ]
-    kept = [dict(each) for each in hooks]
+    kept = [dict(hooks) for hooks in _GLOBAL_HOOKS]
     with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), _eager():
         warnings.simplefilter("ignore")
-        for each in hooks:
-            each.clear()
+        for hooks in _GLOBAL_HOOKS:
+            hooks.clear()
         try:
             yield
         finally:
             random.setstate(python_state)
-            for each, own in zip(hooks, kept, strict=True):
-                each.update(own)
+            for hooks, own in zip(_GLOBAL_HOOKS, kept, strict=True):
+                hooks.update(own)
 
 
 def _eager() -> AbstractContextManager[object]:
