@@ -6,7 +6,6 @@ arithmetic on small tensors: an overflow is counted and answered, and the host n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,19 +14,18 @@ from torch import Tensor
 
 _FP32 = torch.finfo(torch.float32)
 
-# One update is counts * keep + add, one row for a clean step and one for an overflow.
-# The columns:       growth_step, hysteresis_step, skipped_in_a_row, skipped
-_KEEP_IF_CLEAN = (1, 1, 0, 1)
-_ADD_IF_CLEAN = (1, 0, 0, 0)
-_KEEP_IF_OVERFLOW = (0, 1, 1, 1)
-_ADD_IF_OVERFLOW = (0, 1, 1, 1)
-
-_NEEDED_KEYS = ("scale", "growth_factor", "backoff_factor", "hysteresis")
-_COUNT_KEYS = ("growth_step", "hysteresis_step", "skipped_in_a_row", "skipped")
-_OPTIONS = (
-    *("initial_scale", "min_scale", "growth_factor", "backoff_factor"),
-    *("growth_interval", "hysteresis", "max_scale"),
+# One update is counts * keep + add, with one pair of rows for a clean step and one for an overflow.
+# The columns: growth_step, hysteresis_step, skipped_in_a_row, skipped
+_RULES = (
+    ((1, 1, 0, 1), (1, 0, 0, 0)),
+    ((0, 1, 1, 1), (0, 1, 1, 1)),
 )
+_COUNT_KEYS = ("growth_step", "hysteresis_step", "skipped_in_a_row", "skipped")
+_NEEDED_KEYS = ("scale", "growth_factor", "backoff_factor", "hysteresis")
+_SCALES = ("min_scale", "initial_scale", "max_scale")
+_OPTIONS = (*_SCALES, "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+# What is an integer, with the least that it may be.
+_LEAST = {"growth_interval": 1, "hysteresis": 0, **dict.fromkeys(_COUNT_KEYS, 0)}
 
 
 class LossScaler:
@@ -67,16 +65,13 @@ class LossScaler:
         max_scale: float = 2**24,
         device: torch.device | str = "cpu",
     ) -> None:
-        _check_scales(min_scale, initial_scale, max_scale)
-        _check_factors(growth_factor, backoff_factor)
-        _check_count("growth_interval", growth_interval, least=1)
-        _check_count("hysteresis", hysteresis, least=0)
+        keywords = locals()
+        _check({name: keywords[name] for name in _OPTIONS})
         self.min_scale, self.max_scale = float(min_scale), float(max_scale)
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.scale = torch.tensor(float(initial_scale), dtype=torch.float32, device=device)  # 0-d
-        self._counts = _int64(len(_COUNT_KEYS) * (0,), device)
-        self._clean = _int64(_KEEP_IF_CLEAN, device), _int64(_ADD_IF_CLEAN, device)
-        self._overflow = _int64(_KEEP_IF_OVERFLOW, device), _int64(_ADD_IF_OVERFLOW, device)
+        self._counts = torch.zeros(len(_COUNT_KEYS), dtype=torch.int64, device=device)
+        self._clean, self._overflow = torch.tensor(_RULES, dtype=torch.int64, device=device)  # [keep or add, counts]
         self._set_factors(growth_factor, backoff_factor)
 
     @classmethod
@@ -98,17 +93,15 @@ class LossScaler:
                 all else: it overflowed and was skipped. All ranks must bring the same value.
         """
         overflow = found_inf.reshape(()) != 0
-        keep, add = self._overflow
-        counts_if_overflow = torch.addcmul(add, self._counts, keep)
-        keep, add = self._clean
-        counts_if_clean = torch.addcmul(add, self._counts, keep)
-        torch.where(overflow, counts_if_overflow, counts_if_clean, out=self._counts)
-        growth_step, hysteresis_step = self._counts[0], self._counts[1]
+        keep, add = torch.where(overflow, self._overflow, self._clean)
+        self._counts.mul_(keep).add_(add)
+        of_this_scale = self._counts[:2]
+        growth_step, hysteresis_step = of_this_scale.unbind()
         backs_off = overflow & (hysteresis_step >= self.hysteresis)
         grows = growth_step == self.growth_interval
         factor = torch.where(backs_off, self._backoff, torch.where(grows, self._growth, self._stay))
         self.scale.mul_(factor).clamp_(self.min_scale, self.max_scale)
-        self._counts[:2].masked_fill_(grows, 0)
+        of_this_scale.masked_fill_(grows, 0)
 
     @property
     def skipped_in_a_row(self) -> Tensor:
@@ -127,11 +120,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the 0-d tensors, and the numbers; ColossalAI's four keys and the counts."""
-        numbers = {
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "hysteresis": self.hysteresis,
-        }
+        numbers = {key: getattr(self, key) for key in _NEEDED_KEYS[1:]}
         counts = dict(zip(_COUNT_KEYS, self._counts.clone().unbind(), strict=True))
         return {"scale": self.scale.clone(), **numbers, **counts}
 
@@ -145,11 +134,8 @@ class LossScaler:
             ValueError: a key is missing or unknown, or a value is out of its range; nothing has changed then.
         """
         _check_keys(state_dict)
-        state = {key: _as_number(value) for key, value in state_dict.items()}
-        _check_number("scale", state["scale"])
-        _check_factors(state["growth_factor"], state["backoff_factor"])
-        for key in ("hysteresis", *_COUNT_KEYS):
-            _check_count(key, state.setdefault(key, 0), least=0)
+        state = dict.fromkeys(_COUNT_KEYS, 0) | {key: _as_number(value) for key, value in state_dict.items()}
+        _check(state)
         self._counts.copy_(torch.tensor([state[key] for key in _COUNT_KEYS], device="cpu"))
         self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
         self.hysteresis = state["hysteresis"]
@@ -161,43 +147,28 @@ class LossScaler:
         self._growth, self._backoff, self._stay = factors.unbind()  # 0-d float32 each
 
 
-def _int64(values: tuple[int, ...], device: torch.device | str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
 def _as_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _check_scales(min_scale: float, initial_scale: float, max_scale: float) -> None:
-    _check_number("min_scale", min_scale)
-    _check_number("initial_scale", initial_scale)
-    _check_number("max_scale", max_scale)
-    if not min_scale <= initial_scale <= max_scale:
+def _check(values: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a value that isn't in the range of its keyword, or of its key in a state."""
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in _LEAST and not (is_number and isinstance(value, int) and value >= _LEAST[name]):
+            raise ValueError(f"expected {name} to be an integer of at least {_LEAST[name]}, got {value!r}")
+        if name not in _LEAST and not (is_number and _FP32.tiny <= value <= _FP32.max):
+            raise ValueError(f"expected {name} to be a positive number within float32's range, got {value!r}")
+    if not values["growth_factor"] > 1:
+        raise ValueError(f"expected growth_factor > 1, got {values['growth_factor']!r}")
+    if not values["backoff_factor"] < 1:
+        raise ValueError(f"expected 0 < backoff_factor < 1, got {values['backoff_factor']!r}")
+    scales = [values[name] for name in _SCALES if name in values]
+    if scales != sorted(scales):
         raise ValueError(
-            f"expected min_scale <= initial_scale <= max_scale, got min_scale={min_scale!r}, "
-            f"initial_scale={initial_scale!r}, max_scale={max_scale!r}"
+            "expected min_scale <= initial_scale <= max_scale, got "
+            + ", ".join(f"{name}={values[name]!r}" for name in _SCALES)
         )
-
-
-def _check_factors(growth_factor: float, backoff_factor: float) -> None:
-    _check_number("growth_factor", growth_factor)
-    if not growth_factor > 1:
-        raise ValueError(f"expected growth_factor > 1, got {growth_factor!r}")
-    _check_number("backoff_factor", backoff_factor)
-    if not backoff_factor < 1:
-        raise ValueError(f"expected 0 < backoff_factor < 1, got {backoff_factor!r}")
-
-
-def _check_number(keyword: str, value: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not _FP32.tiny <= value <= _FP32.max:
-        raise ValueError(f"expected {keyword} to be a positive number within float32's range, got {value!r}")
-
-
-def _check_count(keyword: str, value: int, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"expected {keyword} to be an integer of at least {least}, got {value!r}")
 
 
 def _check_keys(state_dict: Mapping[str, Any]) -> None:

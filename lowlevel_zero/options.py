@@ -53,8 +53,7 @@ class Number:
             raise ValueError(f"{keyword}: expected {self.within}, got {value}")
 
 
-BUCKET_SIZE = Number("an int (elements)", "at least 1 element", lambda size: size >= 1, whole=True)
-MULTIPLE = Number("an int (elements)", "at least 1 element", lambda multiple: multiple >= 1, whole=True)
+ELEMENTS = Number("an int (elements)", "at least 1 element", lambda numel: numel >= 1, whole=True)
 MIN_NUMEL = Number("an int (elements)", "0 or more elements", lambda numel: numel >= 0, whole=True)
 STEPS = Number("an int (steps)", "at least 0 steps (0 switches it off)", lambda steps: steps >= 0, whole=True)
 SECONDS = Number(
@@ -104,7 +103,7 @@ class ZeroOptions:
 
     partition_grad: bool = False
     reduce_scatter: bool = False
-    reduce_bucket_size: int = field(default=1024 * 1024, metadata={"check": BUCKET_SIZE})
+    reduce_bucket_size: int = field(default=1024 * 1024, metadata={"check": ELEMENTS})
     communication_dtype: torch.dtype | None = field(default=None, metadata={"check": check_floating})
     forced_dtype: torch.dtype | None = field(default=None, metadata={"check": check_floating})
     overlap_communication: bool = True
@@ -120,7 +119,7 @@ class ZeroOptions:
     gradient_predivide_factor: float = field(default=1.0, metadata={"check": FACTOR})
     reduction: str = field(default="mean", metadata={"check": check_reduction})
     pad_buckets_for_high_nccl_busbw: bool = False
-    slice_multiple: int = field(default=1, metadata={"check": MULTIPLE})
+    slice_multiple: int = field(default=1, metadata={"check": ELEMENTS})
     backward_context: BackwardContext | None = field(default=None, metadata={"check": check_context, **_MAY_DIFFER})
     verbose: bool = field(default=False, metadata=_MAY_DIFFER)
     stall_timeout: float = field(default=60.0, metadata={"check": SECONDS})

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Mark(Protocol):
-    """A point in a stream's work."""
+class Mark:
+    """A point in a stream's work; the host's own, which has been reached by the time there is one."""
 
     def wait(self) -> None:
         """Let the current stream, not the host, wait for it."""
@@ -29,19 +29,6 @@ class Mark(Protocol):
 
     def query(self) -> bool:
         """Whether it has been reached."""
-
-
-class Passed:
-    """A point in the host's work: by the time there is such a thing, it has been reached."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Yes."""
         return True
 
 
@@ -72,7 +59,7 @@ class Streams:
 
     def mark(self) -> Mark:
         """Where the current stream is now."""
-        return Passed()
+        return Mark()
 
 
 class DeviceStreams(Streams):
@@ -146,12 +133,13 @@ class DeviceStreams(Streams):
         return self._api.current_stream(self._device)
 
 
-class _DeviceMark(NamedTuple):
-    streams: DeviceStreams
-    event: Any
+class _DeviceMark(Mark):
+    def __init__(self, streams: DeviceStreams, event: Any) -> None:
+        self._streams = streams
+        self.event = event
 
     def wait(self) -> None:
-        self.streams.current().wait_event(self.event)
+        self._streams.current().wait_event(self.event)
 
     def synchronize(self) -> None:
         self.event.synchronize()

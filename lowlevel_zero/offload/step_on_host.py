@@ -19,7 +19,7 @@ from ..bookkeeping.bucket_plan import PlannedBucket
 from ..bookkeeping.bucket_store import Bucket, NewBucket, StepOnDevice
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.flat_buffers import lay_end_to_end
-from ..streams import Mark, Passed, Streams
+from ..streams import Mark, Streams
 
 HOST = torch.device("cpu")
 
@@ -46,7 +46,7 @@ class HostBucket(Bucket):
     def hold_for_step(self, row: Tensor) -> None:
         """It is there."""
         super().hold_for_step(row)
-        self._arrived = Passed()
+        self._arrived = Mark()
         self.measured = _l2_norm(row).to(self._device)
 
     def sums(self) -> Tensor:

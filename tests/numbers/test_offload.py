@@ -221,7 +221,7 @@ class Late(Streams):
         return LateMark(self.copies_due) if self._copying else super().mark()
 
 
-class LateMark:
+class LateMark(Mark):
     def __init__(self, due: deque[Callable[[], object]]) -> None:
         self._due = due
         self._last = due[-1] if due else None
