@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from torch.optim import Optimizer
 
+from ..construction import parameter_names
 from ..loss_scaler import LossScaler
 from ..options import ZeroOptions
 from .boosted import BoostedModel, BoostedOptimizer, is_boosted
@@ -234,16 +235,10 @@ def _check_pair(model: object, optimizer: object) -> None:
             f"model: expected one that isn't boosted yet, got a {type(model).__name__} that another boosted "
             "optimizer trains: boost each model once, or let go of the other pair first"
         )
-    for place in _foreign(model, optimizer):
-        raise ValueError(
-            f"optimizer: expected parameters of the model, got others, first {place}: make the optimizer with "
-            "model.parameters() of the very model that is boosted, not of a copy"
-        )
-
-
-def _foreign(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     own = set(model.parameters())
-    for at, group in enumerate(optimizer.param_groups):
-        for place, p in enumerate(group["params"]):
-            if p not in own:
-                yield f"param_groups[{at}]['params'][{place}], {tuple(p.shape)}"
+    for p, name in parameter_names((group["params"] for group in optimizer.param_groups), model).items():
+        if p not in own:
+            raise ValueError(
+                f"optimizer: expected parameters of the model, got others, first {name}, {tuple(p.shape)}: make the "
+                "optimizer with model.parameters() of the very model that is boosted, not of a copy"
+            )

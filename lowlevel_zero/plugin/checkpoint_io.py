@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -29,7 +29,7 @@ from colossalai.checkpoint_io.utils import (
 from colossalai.utils import get_current_device
 from colossalai.utils.safetensors import _flatten_optim_state_dict
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..state.whole import load_state_shards, packed_groups, scale_as_numbers
@@ -48,7 +48,10 @@ from .files import (
     check_folder_target,
     file_beside,
     files_beside,
-    folder_beside,
+    free_tag,
+    remove_shards,
+    shards_in,
+    tagged,
 )
 
 # Among an index's metadata, of which ColossalAI reads its own keys alone.
@@ -120,10 +123,10 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> None:
         """Save a model: to a file, or with ``shard`` to a directory in pieces of ``size_per_shard`` MiB."""
         use_safetensors = use_safetensors or use_async
-        weights_name, index_name = get_model_base_filenames(prefix, use_safetensors)
+        names = get_model_base_filenames(prefix, use_safetensors)
         with all_or_none("save its model"):
             check_boosted(model, BoostedModel, "model")
-            self._check_target(checkpoint, index_name if shard else None, use_safetensors, use_async)
+            self._check_target(checkpoint, names[1] if shard else None, use_safetensors, use_async)
         model.finish_gathers()
         with all_or_none("save its model"):
             if self.coordinator.is_master():
@@ -132,8 +135,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
                 write = partial(_write_file, state_dict, checkpoint, form)
                 if shard:
                     pieces = shard_model_checkpoint(state_dict, size_per_shard)
-                    config = partial(save_config_file, model.unwrap())
-                    write = partial(_write_folder, pieces, checkpoint, weights_name, index_name, form, config, {})
+                    config = partial(_save_config, model.unwrap())
+                    write = partial(_write_folder, pieces, checkpoint, names, form, config)
                 self._do(write, use_async)
 
     def load_model(
@@ -212,15 +215,13 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def _save_pieces(
         self, optimizer: BoostedOptimizer, checkpoint: str, names: tuple[str, str, str], size: int, use_async: bool
     ) -> None:
-        states_name, index_name, groups_name = names
         pieces = optimizer.state_dict_shard(size, {} if use_async else None, only_on_master=True)
         with all_or_none("save its optimizer"):
             try:
                 if self.coordinator.is_master():
                     taken, form = list(pieces) if use_async else pieces, _optimizer_form(use_async)
-                    groups = partial(_save_groups, packed_groups(optimizer), groups_name)
-                    told = {"param_groups": groups_name, **_metadata(optimizer)}
-                    write = partial(_write_folder, taken, checkpoint, states_name, index_name, form, groups, told)
+                    groups = partial(_save_groups, packed_groups(optimizer), names[2], _metadata(optimizer))
+                    write = partial(_write_folder, taken, checkpoint, names, form, groups)
                     self._do(write, use_async)
             finally:
                 for _ in pieces:  # to the end even after an error: the other ranks gather too
@@ -284,6 +285,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
 # Writes one state dict to a path.
 _Form: TypeAlias = Callable[[dict[Any, Any], str], None]
+# Writes what belongs to the pieces into a folder, with a tag in names of shards; returns what the index tells of it.
+_Others: TypeAlias = Callable[[str, str], dict[str, Any]]
 
 
 def _write_file(state_dict: dict[Any, Any], checkpoint: str, form: _Form) -> None:
@@ -294,26 +297,44 @@ def _write_file(state_dict: dict[Any, Any], checkpoint: str, form: _Form) -> Non
 def _write_folder(
     pieces: Iterable[tuple[dict[Any, Any], float]],
     checkpoint: str,
-    base_name: str,
-    index_name: str,
+    names: Sequence[str],
     form: _Form,
-    others: Callable[[str], None],
-    metadata: Mapping[str, Any],
+    others: _Others,
 ) -> None:
-    """Pieces, each with its size, what ``others`` writes into the directory, and the index with its ``metadata``."""
-    with folder_beside(checkpoint, index_name) as folder:
+    """Pieces, each with its size, what ``others`` writes, and, as the last, the index of them all.
+
+    ``names`` are what pieces' begin with, the index's, and those of the others. The files get names that the index
+    there doesn't tell of, until this one replaces it; then the former ones go.
+    """
+    base_name, index_name, *more = names
+    old = shards_in(checkpoint, index_name)
+    tag = free_tag([get_shard_filename(base_name, 0), *more], old)
+    with files_beside(checkpoint, index_name) as folder:
         index = CheckpointIndexFile(folder)
         total = 0.0
         for at, (piece, size) in enumerate(pieces):
-            file = get_shard_filename(base_name, at)
+            file = tagged(get_shard_filename(base_name, at), tag)
             for key in piece:
                 index.append_weight_map(str(key), file)
             form(piece, os.path.join(folder, file))
             total += size
-        others(folder)
-        for key, value in {"total_size": total, **metadata}.items():
+        for key, value in {"total_size": total, **others(folder, tag)}.items():
             index.append_meta_data(key, value)
         index.write_index_file(index_name)
+    remove_shards(checkpoint, shards_in(checkpoint, index_name), old)
+
+
+def _save_config(model: nn.Module, folder: str, tag: str) -> dict[str, Any]:
+    save_config_file(model, folder)
+    return {}
+
+
+def _save_groups(
+    groups: list[dict[str, Any]], name: str, metadata: dict[str, Any], folder: str, tag: str
+) -> dict[str, Any]:
+    file = tagged(name, tag)
+    save_param_groups({"param_groups": groups}, os.path.join(folder, file))
+    return {"param_groups": file, **metadata}
 
 
 def _save_flat(state_dict: dict[Any, Any], path: str) -> None:
@@ -324,10 +345,6 @@ def _save_flat(state_dict: dict[Any, Any], path: str) -> None:
 
 def _optimizer_form(use_async: bool) -> _Form:
     return _save_flat if use_async else partial(save_state_dict, use_safetensors=False)
-
-
-def _save_groups(groups: list[dict[str, Any]], name: str, folder: str) -> None:
-    save_param_groups({"param_groups": groups}, os.path.join(folder, name))
 
 
 def _to_write(model: BoostedModel, use_safetensors: bool, use_async: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,58 +74,26 @@ def file_beside(path: str) -> Iterator[str]:
 
 
 @contextmanager
-def folder_beside(path: str, index_name: str) -> Iterator[str]:
-    """A directory to write shards and their index to, whose files move to the directory ``path`` at the end.
-
-    For one process. Until the new index replaces the old one, in one rename, the old checkpoint is whole; from then
-    on the new one is. So the new shards get names that the old index doesn't name. Shards that the new index
-    doesn't name are removed, other files stay. What a crash leaves is removed by the next save.
-    """
-    with _beside(Path(path)) as beside:
-        yield str(beside)
-        _publish(beside, Path(path), index_name)
-
-
-@contextmanager
-def files_beside(path: str) -> Iterator[str]:
+def files_beside(path: str, last: str | None = None) -> Iterator[str]:
     """A directory to write files to, each of which replaces its namesake in the directory ``path`` at the end.
 
-    For one process. None is ever half there; a crash may leave some of the old ones beside new ones.
+    For one process. None is ever half there; a crash may leave some of the old ones beside new ones. An index of
+    them is the ``last`` one: if it names files of new names, the old checkpoint is whole until the new one is.
     """
-    with _beside(Path(path)) as beside:
-        yield str(beside)
-        for file in sorted(file for file in beside.rglob("*") if file.is_file()):
-            target = Path(path) / file.relative_to(beside)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _replace(file, target)
-            sync(target.absolute().parent)
-
-
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """An empty directory beside ``target``, gone at the end."""
+    target = Path(path)
     beside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        yield beside
+        yield str(beside)
+        files = (file for file in beside.rglob("*") if file.is_file())
+        for file in sorted(files, key=lambda file: (file.name == last, file)):
+            place = target / file.relative_to(beside)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _replace(file, place)
+            sync(place.absolute().parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _publish(beside: Path, target: Path, index_name: str) -> None:
-    target.mkdir(exist_ok=True)
-    old = _shards(_read_index(target / index_name))
-    index = _read_index(beside / index_name)
-    names = _free_names(_shards(index), old)
-    for place in sorted(beside.iterdir()):
-        if place.name != index_name:
-            _replace(place, target / names.get(place.name, place.name))
-    (beside / index_name).write_text(json.dumps(_renamed(index, names), indent=2) + "\n", encoding="utf-8")
-    sync(target)
-    _replace(beside / index_name, target / index_name)
-    sync(target)
-    _remove_others(target, set(names.values()), old)
 
 
 def _replace(source: Path, target: Path) -> None:
@@ -134,38 +102,35 @@ def _replace(source: Path, target: Path) -> None:
     os.replace(source, target)
 
 
-def _read_index(path: Path) -> dict[str, Any]:
-    """A sharded checkpoint's index; an empty one where there is none, or half of one."""
+# ---- shards and their index ----
+
+
+def shards_in(path: str, index_name: str) -> set[str]:
+    """The names of a sharded checkpoint's files; none where there is no index, or half of one."""
     try:
-        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        index: dict[str, Any] = json.loads(Path(path, index_name).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return {}
-    return index
-
-
-def _shards(index: dict[str, Any]) -> set[str]:
-    """The names of all files of a checkpoint."""
+        return set()
     groups = index.get("metadata", {}).get(_GROUPS)
     return {*index.get("weight_map", {}).values(), *([groups] if groups else [])}
 
 
-def _free_names(shards: set[str], taken: set[str]) -> dict[str, str]:
-    """For all ``shards`` their own names, or, where one is taken, all with one more number."""
+def tagged(name: str, tag: str) -> str:
+    """The name of a shard with one more number, ``tag``."""
+    stem, suffix = os.path.splitext(name)
+    return f"{stem}{tag}{suffix}"
+
+
+def free_tag(names: Iterable[str], taken: set[str]) -> str:
+    """The first tag, or none, with which no one of ``names`` is ``taken``."""
     tags = itertools.chain([""], (f"-{number:05d}" for number in itertools.count(2)))
-    tried = ({name: f"{Path(name).stem}{tag}{Path(name).suffix}" for name in shards} for tag in tags)
-    return next(names for names in tried if taken.isdisjoint(names.values()))
+    return next(tag for tag in tags if taken.isdisjoint(tagged(name, tag) for name in names))
 
 
-def _renamed(index: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """``index`` with its files' names replaced."""
-    metadata = {key: names[value] if key == _GROUPS else value for key, value in index["metadata"].items()}
-    return {"metadata": metadata, "weight_map": {key: names[name] for key, name in index["weight_map"].items()}}
-
-
-def _remove_others(folder: Path, kept: set[str], old: set[str]) -> None:
-    """Remove the ``old`` shards but for those ``kept``, and what broken-off saves have left of such."""
+def remove_shards(path: str, kept: set[str], old: set[str]) -> None:
+    """Remove the ``old`` shards but for those ``kept``, and what broken-off saves have left of such; no other file."""
     kinds = {_NUMBERS.sub("", name) for name in kept}
-    for place in folder.iterdir():
+    for place in Path(path).iterdir():
         left = _NUMBERS.search(place.name) and _NUMBERS.sub("", place.name) in kinds
         if place.name not in kept and (left or place.name in old):
             place.unlink()

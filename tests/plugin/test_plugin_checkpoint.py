@@ -541,10 +541,14 @@ def test_hybrid_adam_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
     def rank(rank: int, world_size: int) -> None:
         pair = boost(ours, precision="fp32")
+        unstepped = str(tmp_path / "unstepped")
+        pair.booster.save_optimizer(pair.optimizer, unstepped, shard=True)
         pair.train(rank, 0, 1)
+        pair.booster.save_optimizer(pair.optimizer, unstepped, shard=True)
         folder = str(tmp_path / "optimizer")
         pair.booster.save_optimizer(pair.optimizer, folder, shard=True, size_per_shard=SMALL)
         dist.barrier()
+        assert (Path(unstepped) / "pytorch_optim_group-00002.bin").exists(), "the old one is whole without states, too"
         many = len(list(Path(folder).iterdir()))
         (Path(folder) / "notes.txt").write_text("mine") if rank == 0 else None
         dist.barrier()
