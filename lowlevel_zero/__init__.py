@@ -1,9 +1,9 @@
 """Per-parameter, evenly-split ZeRO stage 1 and 2 for PyTorch."""
 
+from . import rooms  # noqa: F401  # before the core, which it imports, and which looks into it
 from .deepspeed.config import options_from_deepspeed
 from .gradients.clipping import clip_grad_norm_, clip_grad_value_
 from .optimizer import LowLevelZeroOptimizer
-from .version import __version__
 
 __all__ = [
     "LowLevelZeroOptimizer",
@@ -12,3 +12,5 @@ __all__ = [
     "clip_grad_value_",
     "options_from_deepspeed",
 ]
+
+__version__ = "0.1.0"

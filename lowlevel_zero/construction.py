@@ -1,4 +1,4 @@
-"""Construction: what must hold beforehand, on this rank and between ranks, and which rooms an optimizer is made of."""
+"""Construction: what must hold beforehand, on this rank and between ranks, and the parts that a step is made of."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import rooms
 from .bookkeeping.bucket_store import BucketStore, Reduction, StepOnDevice
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
@@ -29,56 +30,6 @@ from .reducer import Reducer
 from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")
-
-
-class Rooms:
-    """What rooms do for an optimizer: the one place where the core names them.
-
-    They are imported when the first optimizer is made, since they import the optimizer.
-    """
-
-    def __init__(self) -> None:
-        from .diagnostics.bad_numbers import BadNumbers
-        from .diagnostics.debug_checks import checked
-        from .diagnostics.guards import Guard
-        from .diagnostics.stall_report import watch
-        from .diagnostics.verification import verify
-        from .experts.assignment import assign, data_parallel_group, make_groups
-        from .gradients.edits import check_edits, refuse
-        from .gradients.of_optimizer import OptimizerGradients
-        from .offload.step_on_host import StepOnHost
-        from .optim.elementwise import check_elementwise
-        from .optim.modes import switch
-        from .optim.quantised import check_unstepped, slice_multiple
-        from .optim.whole_steps import check_matrices, whole_step
-        from .planning.of_optimizer import layout, memory_held
-        from .state.values import whole_gradients
-        from .state.whole import load_state_dict, state_dict, state_dict_shard
-
-        self.data_parallel_group = data_parallel_group
-        self.assign = assign
-        self.make_groups = make_groups
-        self.step_on_host = StepOnHost
-        self.check_elementwise = check_elementwise
-        self.check_matrices = check_matrices
-        self.whole_step = whole_step
-        self.check_unstepped = check_unstepped
-        self.slice_multiple = slice_multiple
-        self.switch = switch
-        self.gradients = OptimizerGradients
-        self.check_edits = check_edits
-        self.refuse = refuse
-        self.observer = BadNumbers
-        self.guard = Guard
-        self.watch = watch
-        self.checked = checked
-        self.verify = verify
-        self.state_dict = state_dict
-        self.state_dict_shard = state_dict_shard
-        self.load_state_dict = load_state_dict
-        self.whole_gradients = whole_gradients
-        self.layout = layout
-        self.memory_held = memory_held
 
 
 # ---- checks on this rank, which change nothing ----
@@ -133,7 +84,7 @@ def check_new_parameters(
     model: nn.Module | None = None,
     known: Mapping[Tensor, str] | None = None,
 ) -> None:
-    """Raise for the first parameter that can't be sharded.
+    """Raise for the first parameter that can't be sharded, and for an ``optimizer`` that can't step slices.
 
     Args:
         optimizer: has them in its groups.
@@ -155,6 +106,7 @@ def check_new_parameters(
     _check_dense_gradients(model, names)
     if options.cpu_offload:
         _check_steps_on_host(optimizer)
+    rooms.check_steps_slices(optimizer, new, names, options.assume_elementwise)
 
 
 def check_group(param_group: Any, parameters: ParameterStore) -> None:
@@ -270,7 +222,6 @@ def describe(
     The optimizer's class and the settings of its groups have to be on all ranks: they are the first group's. So has
     the type of the device that is trained on.
     """
-    described = _Descriptions()
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if number == 0:
         yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -280,12 +231,12 @@ def describe(
         if number == 0:
             yield from (f"{key} of group {at}: {_setting(group[key])}" for key in sorted(group) if key != "params")
         for p in (p for p in group["params"] if number_of(p) == number):
-            state = ", ".join(f"{key} {described(value)}" for key, value in optimizer.state.get(p, {}).items())
+            state = ", ".join(f"{key} {_described(value)}" for key, value in optimizer.state.get(p, {}).items())
             kind = "trainable" if p.requires_grad else "frozen"
-            yield f"parameter {names[p]} of group {at}: {kind}, {described(p)}" + (f", state {state}" if state else "")
+            yield f"parameter {names[p]} of group {at}: {kind}, {_described(p)}" + (f", state {state}" if state else "")
     for tensor, name in own_names(model).items():
         if number_of(tensor) == number:
-            yield f"tensor {name} of the model: {described(tensor)}"
+            yield f"tensor {name} of the model: {_described(tensor)}"
 
 
 def _setting(value: object) -> str:
@@ -298,19 +249,11 @@ def _setting(value: object) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, NoneType)) else type(value).__name__
 
 
-class _Descriptions:
-    """Tensors in words: shape, dtype and device, whose number is that in which this rank's devices come."""
-
-    def __init__(self) -> None:
-        self._devices: dict[torch.device, str] = {}
-
-    def __call__(self, value: object) -> str:
-        if not isinstance(value, Tensor):
-            return type(value).__name__
-        if value.device not in self._devices:
-            others = sum(device.type == value.device.type for device in self._devices)
-            self._devices[value.device] = value.device.type + (f" (device {others + 1} of this rank)" if others else "")
-        return f"on {self._devices[value.device]}, {tuple(value.shape)} {value.dtype}"
+def _described(value: object) -> str:
+    """A state, or a tensor by what has to be alike; which of a rank's devices it is on may differ."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"on {value.device.type}, {tuple(value.shape)} {value.dtype}"
 
 
 # ---- what a step is made of: parameters by the ranks that share them ----

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import rooms
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharding import Sharding, convert
@@ -24,7 +25,6 @@ from .communication.agreement import CONSTRUCT, Call, agree_apart, together
 from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
     GroupMaker,
-    Rooms,
     ShardedGroup,
     check_group,
     check_new_parameters,
@@ -152,23 +152,22 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         error_if_nonfinite: bool = False,
     ) -> None:
         keywords = locals()
-        self._rooms = Rooms()
-        ranks = self._rooms.data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
+        ranks = rooms.data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
         self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard)
         with together(self.shard_group, CONSTRUCT) as agreed:
             self.options = ZeroOptions.chosen(keywords)
-            self._rooms.watch(self.shard_group, self.options.stall_timeout)
+            rooms.watch(self.shard_group, self.options.stall_timeout)
             scaling = LossScaler.chosen(keywords)
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             names = self._check(optimizer, model)
-            assignment = self._rooms.assign(pg_to_param_list, self.shard_group, names, model)
+            assignment = rooms.assign(pg_to_param_list, self.shard_group, names, model)
             lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
             agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
             agreed += assignment.in_common(names, self.options)
         # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
         self.options = replace(self.options, verbose=bool(self.shard_group.all_reduce_max([verbose])[0]))
-        made = self._rooms.make_groups(self.shard_group, assignment.groups, lines[1:])
-        groups = [self._rooms.checked(each, self.options) for each in made]
+        made = rooms.make_groups(self.shard_group, assignment.groups, lines[1:])
+        groups = [rooms.checked(each, self.options) for each in made]
         self.shard_group = groups[0]
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
         for group in groups:
@@ -186,17 +185,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         refuse_wrapped(optimizer)
         check_optimizer(optimizer, model)
         names = parameter_names((group["params"] for group in optimizer.param_groups), model)
-        self._check_parameters(optimizer, [p for p in names if p.requires_grad], names, model=model)
+        trained = [p for p in names if p.requires_grad]
+        check_new_parameters(optimizer, trained, names, self.shard_group, self.options, model=model)
         return names
-
-    def _check_parameters(
-        self, optimizer: Optimizer, new: list[Tensor], names: dict[Tensor, str], **others: Any
-    ) -> None:
-        """Raise unless ``optimizer`` can step slices of ``new``; ``others``: as ``check_new_parameters`` takes them."""
-        self._rooms.check_matrices(optimizer, new, names)
-        self._rooms.check_unstepped(optimizer, new, names)
-        check_new_parameters(optimizer, new, names, self.shard_group, self.options, **others)
-        self._rooms.check_elementwise(optimizer, assume_elementwise=self.options.assume_elementwise)
 
     def _shard(
         self, optimizer: Optimizer, names: dict[Tensor, str], doing: str, model: nn.Module | None = None
@@ -205,7 +196,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         parameters, options = self.sharded_parameters, self.options
         with together(self.shard_group, doing):
             convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
-            multiple = partial(self._rooms.slice_multiple, optimizer)
+            multiple = partial(rooms.slice_multiple, optimizer)
             sharding = Sharding(optimizer, parameters, options, names, multiple)
             sharding.include_untrained(model)
         sharding.start_alike()
@@ -221,17 +212,17 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.scaler = LossScaler(**scaling, device=self.device) if half else None
         self.streams = streams_of([self.device])
         self.sharded_groups: list[ShardedGroup] = []
-        self._observer: StepObserver = self._rooms.observer(parameters, self.sharded_groups, options, self.scaler)
+        self._observer: StepObserver = rooms.BadNumbers(parameters, self.sharded_groups, options, self.scaler)
         average = options.unit(self.shard_group.ranks)
         scale = None if self.scaler is None else self.scaler.scale
         self.step_state = StepState(partial(float, average) if scale is None else partial(truediv, average, scale))
-        self._guard = self._rooms.guard(optimizer, parameters, model, self.step_state)
-        stepping = self._rooms.step_on_host(self.streams) if options.cpu_offload else StepOnDevice()
+        self._guard = rooms.Guard(optimizer, parameters, model, self.step_state)
+        stepping = rooms.StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer)
         self._maker.extend(self.sharded_groups)
-        self.gradients = self._rooms.gradients(self)
+        self.gradients = rooms.OptimizerGradients(self)
         self.gradients.make_handles(parameters)
-        step_whole = self._rooms.whole_step(optimizer, parameters)
+        step_whole = rooms.whole_step(optimizer, parameters)
         self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=options.cpu_offload)
         self._norm_first = options.clip_grad_norm > 0 or half or options.error_if_nonfinite
         self._tells_norm = self._norm_first or not options.overlap_allgather
@@ -337,7 +328,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
         self._guard.refuse_unfrozen()
         if self.step_state.syncs and self.step_state.phase is Phase.SYNCHRONIZED:
-            self._rooms.refuse(self.shard_group, "run a backward")
+            rooms.refuse(self.shard_group, "run a backward")
         failed = True
         StepState.in_backward.append(self.step_state)
         try:
@@ -383,7 +374,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             RuntimeError: called again before ``step`` or ``zero_grad``, or under ``no_sync``.
         """
         if self.step_state.phase is Phase.SYNCHRONIZED:
-            self._rooms.refuse(self.shard_group, "synchronize")
+            rooms.refuse(self.shard_group, "synchronize")
         if not self.step_state.syncs:
             raise RuntimeError(
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
@@ -433,7 +424,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """Complete all gradients for what callers do with ``p.grad``."""
         call = self.enter(doing)
         if self.step_state.phase is Phase.SYNCHRONIZED:
-            self._rooms.refuse(self.shard_group, doing)
+            rooms.refuse(self.shard_group, doing)
         self._finish_reductions(call)
 
     def enter(self, doing: str) -> Call:
@@ -484,7 +475,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
         synchronized = self.step_state.phase is Phase.SYNCHRONIZED
         if synchronized or self._skips_synchronize:
-            self._rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
+            rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
         self._finish_reductions(call)
         unit = 1.0 if synchronized else self.step_state.gradient_scale()
         if self._norm_first:
@@ -577,7 +568,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def _switching(self, mode: str, back: str) -> Callable[[], None]:
         _ = getattr(self.optim, mode)  # AttributeError where it has none
-        return partial(self._rooms.switch, self, mode, back)
+        return partial(rooms.switch, self, mode, back)
 
     # ---- param groups, of which an optimizer is made ----
 
@@ -608,7 +599,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self.optim.add_param_group(param_group)
             names = parameter_names((group["params"] for group in self.optim.param_groups), self.model)
             new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
-            self._check_parameters(self.optim, new, names, known={record.p: record.name for record in parameters})
+            known: dict[Tensor, str] = {record.p: record.name for record in parameters}
+            check_new_parameters(self.optim, new, names, self.shard_group, self.options, known=known)
             forced = self.options.forced_dtype
             if self.scaler is None and any((forced or p.dtype) == torch.float16 for p in new):
                 raise ValueError(

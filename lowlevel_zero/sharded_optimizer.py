@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import rooms
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_observer import CallGuard
 from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import Call
 from .communication.shard_group import ShardGroup
-from .construction import Rooms, ShardedGroup, parameter_names
+from .construction import ShardedGroup, parameter_names
 from .loss_scaler import LossScaler
 from .options import ZeroOptions
 from .stepper import GlobalNorm
@@ -31,33 +32,20 @@ class ShardedOptimizer(Optimizer):
     It is what can be asked, saved and loaded of a sharded optimizer; ``LowLevelZeroOptimizer`` trains. Schedulers and
     trainers accept it, and what one of the two loads or changes the other has. Step hooks that are registered on it run
     once a step. Rooms read its attributes, and call nothing but its methods.
-
-    Attributes:
-        optim: the wrapped optimizer.
-        options: the caller's choices.
-        model: the module that was given.
-        shard_group: all data-parallel ranks, who call the methods together.
-        sharded_parameters: the records of the trained parameters, and the parameters of all groups.
-        sharded_groups: the records by the ranks that share them, with what takes their gradients to new values.
-        scaler: the dynamic loss scale; None unless a parameter is fp16.
-        device: where the parameters are.
-        streams: those of the device that work is done on.
-        runs: for checkpoints in files: the run that this optimizer is of, and then those that it went on from.
     """
 
-    optim: Optimizer
-    options: ZeroOptions
-    step_state: StepState
-    model: nn.Module | None
-    shard_group: ShardGroup
-    sharded_parameters: ParameterStore
-    sharded_groups: Sequence[ShardedGroup]
-    scaler: LossScaler | None
-    device: torch.device
-    streams: Streams
-    runs: tuple[str, ...] = ()
+    optim: Optimizer  # the wrapped one
+    options: ZeroOptions  # the caller's choices
+    model: nn.Module | None  # the module that was given
+    shard_group: ShardGroup  # all data-parallel ranks, who call the methods together
+    sharded_parameters: ParameterStore  # the records of the trained parameters, and the parameters of all groups
+    sharded_groups: Sequence[ShardedGroup]  # the records by the ranks that share them, with what gives them new values
+    step_state: StepState  # how far the step that is to come is
+    scaler: LossScaler | None  # the dynamic loss scale; None unless a parameter is fp16
+    device: torch.device  # where the parameters are
+    streams: Streams  # those of the device that work is done on
+    runs: tuple[str, ...] = ()  # for checkpoints in files: this optimizer's run, and then those that it went on from
 
-    _rooms: Rooms
     _guard: CallGuard
     _norm: GlobalNorm | None = None  # the last step's
 
@@ -130,7 +118,7 @@ class ShardedOptimizer(Optimizer):
             only_on_master: leave the states empty on all ranks but the first.
         """
         self.finish_syncs("state_dict")
-        return self._rooms.state_dict(self, pinned_state_dicts, only_on_master)
+        return rooms.state_dict(self, pinned_state_dicts, only_on_master)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -145,7 +133,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._guard.enter("load_state_dict")
         self.finish_syncs("load_state_dict")
-        self._rooms.load_state_dict(self, state_dict)
+        rooms.load_state_dict(self, state_dict)
 
     # ---- what rooms ask for, beside the attributes ----
 
@@ -200,18 +188,18 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: the first parameter that differs, and on which ranks; on all of them.
         """
         self.finish_gathers()
-        self._rooms.verify(self, buffers)
+        rooms.verify(self, buffers)
 
     def memory_held(self) -> dict[str, int]:
         """Bytes held on this rank now, by owner, every storage counted once. No communication."""
-        return self._rooms.memory_held(self)
+        return rooms.memory_held(self)
 
     def layout(self) -> Any:
         """Who owns what: each parameter's slices, place in bucket buffers and bytes, as this rank has them now.
 
         No communication. See ``lowlevel_zero.planning.layout.Layout`` for its ``table()`` and ``json()``.
         """
-        return self._rooms.layout(self)
+        return rooms.layout(self)
 
     def traffic(self) -> dict[str, int]:
         """Bytes of bucket buffers that this rank has sent so far, by purpose: "reduce", "gather", and Muon's "step".
@@ -246,33 +234,32 @@ class ShardedOptimizer(Optimizer):
         record = self.sharded_parameters[working_param]
         self._guard.enter("get_param_grad")
         self._finish_reductions(Call("get_param_grad"))
-        (whole,) = self._rooms.whole_gradients([record], self.sharded_group_of(record))
+        (whole,) = rooms.whole_gradients([record], self.sharded_group_of(record))
         return None if whole is None else whole.to(record.p.dtype)
 
     def get_working_grads_by_group_id(self, group_id: int) -> list[Tensor]:
         """This rank's slices ``[s]`` of the averaged gradients of one param group; dropped layers are left out."""
-        return [own for record, own in self._own_gradients() if record.group == group_id]
+        return [own for _, own in self._own_gradients(lambda record: record.group == group_id)]
 
     def get_working_grad_by_param_id(self, param_id: int) -> Tensor | None:
         """This rank's slice ``[s]`` of the averaged gradient of the parameter with that ``id()``, or None."""
-        return next((own for record, own in self._own_gradients() if id(record.p) == param_id), None)
+        return next((own for _, own in self._own_gradients(lambda record: id(record.p) == param_id)), None)
 
     def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[Tensor]:
         """The averaged gradient's slices that this rank holds: every rank's in stage 1, its own in stage 2.
 
         Stage 1 has the others' until a step or a second ``clip_grad_norm_``.
         """
-        for record, own in self._own_gradients():
-            if record.group == group_id and id(record.p) == param_id:
-                rows = self.sharded_group_of(record).gradients.averaged_rows(record)
-                return [own] if rows is None else list(rows.to(record.p.dtype).unbind())
+        for record, own in self._own_gradients(lambda each: each.group == group_id and id(each.p) == param_id):
+            rows = self.sharded_group_of(record).gradients.averaged_rows(record)
+            return [own] if rows is None else list(rows.to(record.p.dtype).unbind())
         return []
 
-    def _own_gradients(self) -> Iterator[tuple[ShardedParameter, Tensor]]:
+    def _own_gradients(self, wanted: Callable[[ShardedParameter], bool]) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """This rank's slices of the averaged gradients, in their parameters' dtype. Communicates before the first."""
         self._guard.enter("look at gradients")
         self.finish_gradients()
-        for record in self.sharded_parameters.working():
+        for record in filter(wanted, self.sharded_parameters.working()):
             own = self.sharded_group_of(record).gradients.averaged(record)
             if own is not None:
                 yield record, own.to(record.p.dtype)
@@ -282,23 +269,16 @@ class ShardedOptimizer(Optimizer):
         """The loss scale; 1 unless a parameter is fp16. Waits for the device."""
         return 1.0 if self.scaler is None else self.scaler.loss_scale
 
-    @property
-    def working_to_master_param(self) -> dict[int, Tensor]:
+    def get_working_to_master_map(self) -> dict[int, Tensor]:
         """``id(p)`` to ``p32``, the slice of ``[s]`` elements that this rank's optimizer steps."""
         return {id(record.p): record.p32 for record in self.sharded_parameters}
 
-    @property
-    def master_to_working_param(self) -> dict[int, Tensor]:
+    def get_master_to_working_map(self) -> dict[int, Tensor]:
         """``id(p32)`` to ``p``."""
         return {id(record.p32): record.p for record in self.sharded_parameters}
 
-    def get_working_to_master_map(self) -> dict[int, Tensor]:
-        """``working_to_master_param``."""
-        return self.working_to_master_param
-
-    def get_master_to_working_map(self) -> dict[int, Tensor]:
-        """``master_to_working_param``."""
-        return self.master_to_working_param
+    working_to_master_param = property(get_working_to_master_map)
+    master_to_working_param = property(get_master_to_working_map)
 
     def get_param_padding_map(self) -> dict[int, int]:
         """``id(p)`` to the number of elements that its storage is padded with."""
@@ -319,7 +299,7 @@ class ShardedOptimizer(Optimizer):
         Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
         """
         self.finish_syncs("state_dict")
-        return self._rooms.state_dict_shard(self, max_shard_size, pinned_state_dicts, only_on_master)
+        return rooms.state_dict_shard(self, max_shard_size, pinned_state_dicts, only_on_master)
 
     def unwrap(self) -> Optimizer:
         """The wrapped optimizer, which holds slices."""
@@ -353,13 +333,8 @@ def alive() -> dict[int, ShardedOptimizer]:
 
 def refuse_wrapped(optimizer: object) -> None:
     """Raise for an optimizer over slices, or one that holds them."""
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, ShardedOptimizer) or any(other.optim is optimizer for other in alive().values()):
         raise TypeError(
-            f"optimizer: expected a plain optimizer, got {type(optimizer).__name__}, which shards one already: "
-            "wrap each optimizer once"
-        )
-    if any(other.optim is optimizer for other in alive().values()):
-        raise TypeError(
-            f"optimizer: expected a plain optimizer, got the {type(optimizer).__name__} that another one "
-            "wraps, and which holds slices by now: wrap each optimizer once"
+            f"optimizer: expected a plain optimizer, got {type(optimizer).__name__} that is sharded already, or shards "
+            "another one: wrap each optimizer once"
         )

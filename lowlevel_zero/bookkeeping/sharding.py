@@ -62,9 +62,8 @@ class Sharding:
                     counts[number] += 1
         self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
         for record in self._records:
-            self._alike[record.shard_group].append(record.padded)
-        for record in self._records:
-            self._alike[record.shard_group] += _state_tensors(optimizer, record.p)
+            states = optimizer.state.get(record.p, {}).values()
+            self._alike[record.shard_group] += [record.padded, *(each for each in states if isinstance(each, Tensor))]
 
     def _record(self, p: nn.Parameter, place: Place) -> ShardedParameter:
         ranks, options = self._parameters.shard_groups[place.shard_group], self._options
@@ -117,14 +116,19 @@ class Sharding:
     def take_slices(self) -> None:
         """Enter the records; put slices, and their state, where the optimizer has whole parameters."""
         optimizer, parameters = self._optimizer, self._parameters
-        for settings in optimizer.param_groups[self._known :]:
+        groups = optimizer.param_groups[self._known :]
+        for settings in groups:
             parameters.move_to_new_group(list(settings["params"]))
         for record in self._records:
             record.make_master(precise=self._options.master_weights, on_host=self._options.cpu_offload)
             parameters.add(record)
             if record.p in optimizer.state:
                 optimizer.state[record.p32] = slice_state(optimizer.state.pop(record.p), record)
-        _leave_slices(optimizer, parameters, self._known)
+        for settings in groups:
+            records = [parameters.find(p) for p in settings["params"]]
+            for p in settings["params"]:
+                optimizer.state.pop(p, None)  # a frozen one's
+            settings["params"] = [record.p32 for record in records if record is not None]
 
 
 def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:
@@ -142,19 +146,6 @@ def _distinct(tensor: Tensor) -> Tensor:
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def _leave_slices(optimizer: Optimizer, parameters: ParameterStore, known: int) -> None:
-    for settings, members in zip(optimizer.param_groups[known:], parameters.groups[known:], strict=True):
-        sharded = [record for p in members if (record := parameters.find(p)) is not None]
-        for p in members:
-            if parameters.find(p) is None:
-                optimizer.state.pop(p, None)
-        settings["params"] = [record.p32 for record in sharded]
-
-
-def _state_tensors(optimizer: Optimizer, p: Tensor) -> Iterator[Tensor]:
-    return (value for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor))
 
 
 def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> dict[str, Any]:

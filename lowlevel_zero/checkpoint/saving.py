@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.utils._pytree import tree_map_only
 
+from .. import __version__
 from ..communication.agreement import together
 from ..communication.failed_ranks import explained
 from ..communication.monitored_barrier import monitored_barrier
@@ -27,7 +28,6 @@ from ..communication.process_groups import context_of
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.sharded import States
-from ..version import __version__
 from .contents import Contents
 from .folders import check_target
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
