@@ -86,12 +86,13 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> None:
+        for each in optimizers.values():
+            each.finish_gathers()
         self._optimizers = optimizers
         first = next(iter(optimizers.values()))
         self.group, self._device = first.shard_group, first.device
         apart = (group for each in optimizers.values() for group in each.sharded_parameters.shard_groups[1:])
         self.groups = [self.group, *{group.group: group for group in apart}.values()]
-        self.excluded: dict[str, SavedTensor] = {}
         self.entries: dict[str, Entry] = {}
         self.tied: dict[str, str] = {}
         number_of = self._enter(model)
@@ -129,12 +130,13 @@ class Contents:
                 )
         return number_of
 
-    def meet(self, doing: str, saved: Iterable[str] = ()) -> None:
+    def meet(self, doing: str, saved: Iterable[str] = (), exclude_frozen: bool = False) -> None:
         """Learn what other ranks have, where they have different experts. Communicates then: every rank calls it.
 
         Args:
             doing: what for, as ``agree`` has it.
             saved: the names in the checkpoint that is to be loaded.
+            exclude_frozen: leave frozen parameters out.
 
         Raises:
             ValueError: ranks that share experts differ in them; on all ranks alike, as ``agree`` does.
@@ -153,6 +155,7 @@ class Contents:
             {names[alias]: names[name] for alias, name in self.tied.items()},
             names.of(self.extra_states),
         )
+        self.excluded = {n: each for n, each in self.saved.items() if exclude_frozen and each.kind == FROZEN}
 
     def lines(self, number: int = 0) -> list[str]:
         """What has to be alike on all ranks of the shard group of this index."""
@@ -160,10 +163,6 @@ class Contents:
         return first + [f"{name} {entry.saved}" for name, entry in self.entries.items() if entry.shard_group == number]
 
     # ---- what is saved ----
-
-    def exclude_frozen(self) -> None:
-        """Leave frozen parameters out."""
-        self.excluded = {name: tensor for name, tensor in self.saved.items() if tensor.kind == FROZEN}
 
     def model(self) -> dict[str, Tensor]:
         """This rank's boxes of the model's tensors, by name; they share memory with them."""
@@ -173,21 +172,17 @@ class Contents:
         """This rank's tensors of the optimizers' states; they share memory with them."""
         return {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
 
-    def state_lines(self, states: States) -> list[str]:
-        """Which states all ranks should have."""
-        shared = {name: state for name, state in states.items() if self.entries[name].shard_group == 0}
-        return [f"{name}.{key}" for name, state in shared.items() for key in state]
-
     # ---- whether it is the same model ----
 
     def check_same(self, manifest: Manifest) -> None:
         """Raise ``ValueError`` for the first missing, wrong-shaped or unexpected tensor of a checkpoint."""
         saved = {**manifest.tensors, **manifest.excluded}
         check_same_experts(self.experts, manifest.experts)
-        for name, ours in self.saved.items():
-            if name not in saved:
-                raise ValueError(f"{name}: the model has it, the checkpoint doesn't: it is another model's")
-            theirs = saved[name]
+        for name in (*self.saved, *saved):
+            if name not in saved or name not in self.saved:
+                one, other = ("model", "checkpoint") if name in self.saved else ("checkpoint", "model")
+                raise ValueError(f"{name}: the {one} has it, the {other} doesn't: it is another model's")
+            ours, theirs = self.saved[name], saved[name]
             if ours.shape != theirs.shape:
                 raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: another model's")
             if ours.torch_dtype.is_floating_point != theirs.torch_dtype.is_floating_point:
@@ -197,14 +192,10 @@ class Contents:
                     f"{name}: expected it frozen, since the checkpoint was saved without it (exclude_frozen=True), "
                     "found that it is trained: freeze it, or load a checkpoint that has it"
                 )
-        for name in saved:
-            if name not in self.saved:
-                raise ValueError(f"{name}: the checkpoint has it, the model doesn't: it is another model's")
         for name in sorted(self.tied.keys() ^ manifest.tied.keys()):
             here, there = ("model", "checkpoint") if name in self.tied else ("checkpoint", "model")
-            raise ValueError(
-                f"{name}: shared with another name in the {here}, not in the {there}: it is another model's"
-            )
+            told = f"{name}: shared with another name in the {here}, not in the {there}: it is another model's"
+            raise ValueError(told)
 
     # ---- what is loaded ----
 
@@ -278,13 +269,12 @@ def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _O
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """Every name of every parameter and then of every persistent buffer, and whether it is a buffer."""
     everywhere = list(places(model))
-    for place in everywhere:
-        own = place.module._parameters.items()
-        yield from ((joined(place.name, name), p, False) for name, p in own if p is not None)
-    for place in everywhere:
-        for name, buffer in place.module._buffers.items():
-            if buffer is not None and name not in place.module._non_persistent_buffers_set:
-                yield joined(place.name, name), buffer, True
+    for name, _, module in everywhere:
+        yield from ((joined(name, own), p, False) for own, p in module._parameters.items() if p is not None)
+    for name, _, module in everywhere:
+        for own, buffer in module._buffers.items():
+            if buffer is not None and own not in module._non_persistent_buffers_set:
+                yield joined(name, own), buffer, True
 
 
 def _described(name: str, tensor: Tensor, owner: _Owner, is_buffer: bool) -> SavedTensor:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
 
 def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
     """What the first rank's ``look`` returns, or raises of what files and their content may raise, on every rank."""
-    seen: T | OSError | ValueError | None = None
+    seen: Any = None
     if group.group_rank == 0:
         try:
             seen = look()

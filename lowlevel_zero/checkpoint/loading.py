@@ -77,22 +77,19 @@ def load_checkpoint(
     group = group_of(optimizer)
     wait_for_last(group)
     monitored_barrier(group.group, "load_checkpoint", timeout)
-    doing = f"load the checkpoint {path}"
+    doing, place = f"load the checkpoint {path}", Path(os.path.abspath(path))
+    folder = seen_by_first(group, lambda: locate(place))
     with together(group, doing) as lines:
         optimizers = check_optimizers(model, optimizer)
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
         before = {name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()}
         check_rank_state(rank_state)
         lines += [f"path {path}", f"{told(optimizers, 'optimizer')}, {told(schedulers, 'scheduler')}"]
-    folder = seen_by_first(group, lambda: locate(Path(os.path.abspath(path))))
-    with together(group, doing) as lines:
         saved = SavedCheckpoint(folder)
         manifest = saved.manifest
         manifest.check_files(folder, sorted(manifest.files)[group.group_rank :: group.ranks], verify)
         check_same_optimizers(optimizers, saved.objects.optimizers)
         own = {} if rank_state is None else _state_of(folder, manifest, group.group_rank)
-        for each in optimizers.values():
-            each.finish_gathers()
         contents = Contents(model, optimizers)
         lines += [f"serial {manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing, saved.names)

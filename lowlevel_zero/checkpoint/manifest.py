@@ -123,7 +123,6 @@ class Manifest:
     def to_text(self) -> str:
         """The manifest as JSON, with a digest of itself."""
         content = asdict(self)
-        content["files"] = {name: list(file) for name, file in self.files.items()}
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
         return json.dumps({**content, "digest": _digest(content)})
 

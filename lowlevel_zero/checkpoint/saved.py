@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from ..bookkeeping.sharding import SCALARS
 from ..bookkeeping.storages import flat_in_memory_order
@@ -24,6 +25,13 @@ from .objects import Objects, Settings, read_metadata, read_objects
 MODEL, STATE = "model.", "optim.state."
 # Format 1, of versions before this one: tensors were stored flat, in memory order, and states by other names.
 _STATE_1 = "optimizer."
+
+
+class _TensorPlanner(DefaultLoadPlanner):
+    """Loads tensors alone: torch's own unpickles all else, whatever it is."""
+
+    def load_bytes(self, read_item: ReadItem, value: object) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn}: expected a tensor, got a pickle")
 
 
 class SavedCheckpoint:
@@ -53,18 +61,8 @@ class SavedCheckpoint:
 
     @cached_property
     def model(self) -> dict[str, Tensor]:
-        """The model's tensors without their values; ``ValueError`` unless all have the shapes that the manifest tells.
-
-        They are on the meta device, in the memory order of what was saved.
-        """
-        found = {}
-        for name, entry in self.manifest.tensors.items():
-            described = self.metadata.state_dict_metadata.get(f"{MODEL}{name}")
-            if isinstance(described, TensorStorageMetadata):
-                found[name] = self._without_values(described, name)
-            if name not in found or found[name].shape != entry.shape:
-                raise ValueError(f"{self.path / METADATA}: damaged: expected {MODEL}{name} of {entry.shape} in it")
-        return found
+        """The model's tensors without their values, on the meta device, in the memory order of what was saved."""
+        return {name: _like(entry, entry.torch_dtype) for name, entry in self.manifest.tensors.items()}
 
     @cached_property
     def states(self) -> dict[str, dict[str, Tensor]]:
@@ -74,16 +72,16 @@ class SavedCheckpoint:
         for full, described in self.metadata.state_dict_metadata.items():
             if full.startswith(prefix) and isinstance(described, TensorStorageMetadata):
                 name, _, key = full.removeprefix(prefix).rpartition(".")
-                found.setdefault(name, {})[key] = self._without_values(described, name, key)
+                found.setdefault(name, {})[key] = self._state(described, name, key)
         order = {name: sorted(state, key=lambda key: (key not in SCALARS, key)) for name, state in found.items()}
         return {name: {key: state[key] for key in order[name]} for name, state in found.items()}
 
-    def _without_values(self, described: TensorStorageMetadata, name: str, key: str = "") -> Tensor:
-        """The model's ``name``, or its state ``key``, in its own shape also where it lies flat, in format 1."""
+    def _state(self, described: TensorStorageMetadata, name: str, key: str) -> Tensor:
+        """A state without its values, in the parameter's shape also where it lies flat, in format 1."""
         entry, size, dtype = self.manifest.tensors.get(name), tuple(described.size), described.properties.dtype
         if entry is None or key in SCALARS or size != (entry.shape if self.manifest.format > 1 else (entry.numel,)):
             return torch.empty(size, dtype=dtype, device="meta")
-        return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
+        return _like(entry, dtype)
 
     def trained(self, settings: Settings) -> list[str]:
         """The parameters that the optimizer of these settings trains, in order of registration."""
@@ -117,7 +115,7 @@ class SavedCheckpoint:
             raise ValueError(f"{self.path}: {names}, ... can't be read: {error!r}") from error
 
     def _read(self, into: dict[str, Any]) -> None:
-        planner, reader = DefaultLoadPlanner(), FileSystemReader(self.path)
+        planner, reader = _TensorPlanner(), FileSystemReader(self.path)
         planner.set_up_planner(into, self.metadata, is_coordinator=False)
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         reader.read_data(planner.create_local_plan(), planner).wait()
@@ -133,6 +131,10 @@ class SavedCheckpoint:
         self._read({prefix: {**tensors, **whole}})
         for key, flat in whole.items():
             fill(tensors[key], flat, entry)
+
+
+def _like(entry: SavedTensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
 
 
 def fill(tensor: Tensor, flat: Tensor, entry: SavedTensor) -> None:

@@ -107,22 +107,17 @@ def save_checkpoint(
         schedulers = check_schedulers(scheduler, optimizers)
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [told(optimizers, "optimizer")]
-        for each in optimizers.values():
-            each.finish_gathers()
-            for record in each.sharded_parameters:
-                record.follow_edits()
         contents = Contents(model, optimizers)
         lines += contents.lines()
-    contents.meet(doing)
-    if exclude_frozen:
-        contents.exclude_frozen()
+    contents.meet(doing, exclude_frozen=exclude_frozen)
     _tell_untrained(contents)
     with together(group, doing) as lines:
         files = {} if rank_state is None else {RANK_STATE.format(group.group_rank): packed(rank_state, "rank_state")}
         settings = {name: _settings(contents, name, each, schedulers[name]) for name, each in optimizers.items()}
         data = Objects(settings, contents.extra_states, extra).packed()
         states = contents.states()
-        lines += contents.state_lines(states)
+        shared = [name for name in states if contents.entries[name].shard_group == 0]
+        lines += [f"{name}.{key}" for name in shared for key in states[name]]
         state = _as_torch_has_it(contents.model(), states, Objects(**unpacked(data)))
         if async_save:
             state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
@@ -134,9 +129,9 @@ def save_checkpoint(
     write = partial(_write, target, state, writer, group.side_group())
     saving = Saving(target)
     if async_save:
-        context_of(group.group).writing = saving
         saving.add_done_callback(_log_error)  # maybe nobody waits
         threading.Thread(target=saving.run, args=(write,), name="lowlevel_zero checkpoint").start()
+        context_of(group.group).writing = saving
     else:
         saving.run(write)
         saving.wait()

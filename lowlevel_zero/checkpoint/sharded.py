@@ -50,12 +50,9 @@ class Sharded(Stateful):
             TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
             ValueError: a state's name has a dot in it.
         """
-        optimizer = self.optimizer
-        optimizer.finish_gathers()
-        for record in optimizer.sharded_parameters:
-            record.follow_edits()
-        sharded = ShardedState(optimizer, _names(optimizer))
-        settings = {**sharded.settings(), "present": sharded.present, FP8: optimizer.options.fp8_communication}
+        sharded = ShardedState(self.optimizer, _names(self.optimizer))
+        fp8 = self.optimizer.options.fp8_communication
+        settings = {**sharded.settings(), "present": sharded.present, FP8: fp8}
         groups = settings.pop("param_groups")
         own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()
         self._own = f"{_MARK}{own}"

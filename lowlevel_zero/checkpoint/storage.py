@@ -60,9 +60,7 @@ class CommittingWriter(FileSystemWriter):
         super().__init__(self._written)
         self._path = path
         self._token = token
-        # Once destroy_process_group has been called, torch takes each rank for the only one, whose slices alone would
-        # be a checkpoint.
-        self._rank, self._size = group.group_rank, group.ranks
+        self._size = group.ranks
         self._manifest = manifest
         self._own = own
         self._keep = keep
@@ -77,8 +75,6 @@ class CommittingWriter(FileSystemWriter):
     # ---- what torch.distributed.checkpoint calls ----
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator and self._rank != 0:
-            raise RuntimeError(f"rank {self._rank} is alone")
         if is_coordinator:
             self._claim = claim(self._written)
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -93,7 +89,7 @@ class CommittingWriter(FileSystemWriter):
         return told
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        if len(results) != self._size:
+        if len(results) != self._size:  # after destroy_process_group torch takes each rank for the only one
             raise RuntimeError(f"expected what {self._size} ranks wrote, got what {len(results)} did")
         sums = {name: each for written in results for name, each in written.sums.items()}
         super().finish(metadata, [*results, *self._aliases(metadata, results)])

@@ -39,21 +39,18 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((), ())
         return
     row = math.prod(shape[1:])
-    (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
-    if first == last:
-        yield from _in_row(first, shape, begin, end)
-        return
-    if begin:
-        yield from _in_row(first, shape, begin, row)
-        first += 1
-    if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _in_row(last, shape, 0, end)
+    head = min(stop, -(-start // row) * row)
+    tail = max(head, stop // row * row)
+    yield from _in_row(shape, start, head)
+    if head < tail:
+        yield Box((head // row, *(0 for _ in shape[1:])), ((tail - head) // row, *shape[1:]))
+    yield from _in_row(shape, tail, stop)
 
 
-def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    for box in boxes_of(shape[1:], start, stop):
-        yield Box((row, *box.offsets), (1, *box.sizes))
+def _in_row(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    at, first = divmod(start, math.prod(shape[1:]))
+    for box in boxes_of(shape[1:], first, first + stop - start):
+        yield Box((at, *box.offsets), (1, *box.sizes))
 
 
 class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.bucket_plan import PlanState
-from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter, follow_edits
 from ..bookkeeping.sharding import SCALARS
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
@@ -37,7 +37,8 @@ class ShardedState:
     experts) and ``states`` (those that aren't tensors). They are the same on all ranks, and tell of all ranks' experts;
     tensors are this rank's alone.
 
-    Communicates when it is made, where there are several shard groups: all ranks make it together.
+    When it is made, gathers are over, and masters follow what others wrote into parameters. It communicates then, where
+    there are several shard groups: all ranks make it together.
 
     Args:
         optimizer: whose state it is.
@@ -48,6 +49,8 @@ class ShardedState:
     """
 
     def __init__(self, optimizer: ShardedOptimizer, names: Mapping[Tensor, str]) -> None:
+        optimizer.finish_gathers()
+        follow_edits(optimizer.sharded_parameters)
         self._optimizer = optimizer
         self._optim = optimizer.optim
         self._records = {names[record.p]: record for record in optimizer.sharded_parameters}

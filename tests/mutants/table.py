@@ -337,7 +337,7 @@ MUTANTS = [
         RECORDS,
         "settled = torch.where(_rounds_to(row, each),",
         "settled = torch.where(row == row,",
-        "tests/checkpoint/test_sharded_state.py",
+        "tests/communication/test_compression.py",
     ),
     Mutant(
         "a stepped parameter looks edited",
