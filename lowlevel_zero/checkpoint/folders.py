@@ -98,7 +98,9 @@ def locate(path: Path) -> Path:
     if newest is not None:
         return newest
     if path.is_dir():
-        raise ValueError(f"{path}: {_instead(path)}")
+        dcp = "torch.distributed.checkpoint's own: use dcp.load, with Sharded(optimizer)"
+        got = dcp if (path / METADATA).exists() else "none"
+        raise ValueError(f"{path}: expected a checkpoint of lowlevel_zero, with a {MANIFEST}, got {got}")
     newest = latest(path.parent)
     told = "finds none either" if newest is None else f"finds {newest}"
     raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing; latest({str(path.parent)!r}) {told}")
@@ -213,13 +215,3 @@ def _is_abandoned(written: Path) -> bool:
             return True
     except OSError:  # it is locked, or can't be, or isn't there
         return not any(written.glob("*"))
-
-
-def _instead(path: Path) -> str:
-    """What a directory without a manifest, and without checkpoints in it, is."""
-    if (path / METADATA).exists():
-        return (
-            f"expected a checkpoint with a {MANIFEST}, got torch.distributed.checkpoint's own: use dcp.load, with "
-            "Sharded(optimizer)"
-        )
-    return f"expected a checkpoint of lowlevel_zero, with a {MANIFEST}, found none"
