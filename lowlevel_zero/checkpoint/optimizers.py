@@ -36,11 +36,19 @@ def group_of(given: Any) -> ShardGroup:
 
     Raises:
         TypeError: there is no optimizer of this package's.
+        NotImplementedError: torch can't do it for their ranks; on all of them alike.
     """
-    for each in by_name(given).values():
-        if isinstance(each, LowLevelZeroOptimizer):
-            return each.shard_group
-    raise _not_ours("optimizer", given)
+    ours = [each for each in by_name(given).values() if isinstance(each, LowLevelZeroOptimizer)]
+    if not ours:
+        raise _not_ours("optimizer", given)
+    group = ours[0].shard_group
+    first, *others = dist.get_process_group_ranks(group.group)
+    if not LED_BY_ANY_RANK and others and first != 0:
+        raise NotImplementedError(
+            f"optimizer: expected a process group whose first rank is rank 0, got one that rank {first} leads, "
+            f"which torch.distributed.checkpoint of torch {torch.__version__} can't save or load for: use a later torch"
+        )
+    return group
 
 
 def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
@@ -49,7 +57,6 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
     Raises:
         TypeError: something isn't a module, an optimizer of this package's, or its name.
         ValueError: they aren't of the same ranks.
-        NotImplementedError: torch can't do it for their ranks; on all of them alike.
     """
     optimizers = by_name(given)
     if not isinstance(model, nn.Module):
@@ -66,11 +73,6 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
             raise ValueError(
                 "optimizer: expected optimizers over the same ranks, got some over others: save them apart"
             )
-    if not LED_BY_ANY_RANK and len(ranks) > 1 and ranks[0] != 0:
-        raise NotImplementedError(
-            f"optimizer: expected a process group whose first rank is rank 0, got one that rank {ranks[0]} leads, "
-            f"which torch.distributed.checkpoint of torch {torch.__version__} can't save or load for: use a later torch"
-        )
     return optimizers
 
 
