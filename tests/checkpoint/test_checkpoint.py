@@ -45,6 +45,8 @@ def test_what_any_world_size_saved_loads_at_any_other(world_size: int, saved: di
         for before, (folder, wholes) in saved.items():
             for number, training in enumerate(TRAININGS):
                 same = before == world_size
+                if not same and (before + world_size + number) % 2:
+                    continue  # of others each loads one
                 other = Training(3 - training.stage, training.dtype, bucket=20)
                 pair = (training if same else other).start(seed=5 + rank)
                 load_checkpoint(folder / str(number), pair.model, pair.optimizer)

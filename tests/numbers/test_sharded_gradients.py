@@ -189,8 +189,12 @@ def train(rank: int, world_size: int, case: Case) -> None:
         torch.testing.assert_close(p, q, **close)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+# Each at two ranks or at three, and some of them at one.
+AT = {1: CASES[::5], 2: CASES[::2], 3: CASES[1::2]}
+
+
+@pytest.mark.parametrize("world_size", AT)
 def test_torch_clips_and_clears_as_without_sharding(world_size: int, subtests: pytest.Subtests) -> None:
-    for (case,), ran in run_cases(train, world_size, [(case,) for case in CASES]):
+    for (case,), ran in run_cases(train, world_size, [(case,) for case in AT[world_size]]):
         with subtests.test(case.what):
             ran.values()

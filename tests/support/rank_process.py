@@ -1,4 +1,4 @@
-"""What a started rank does: one case after another, each in a process group of its own, and nothing left of any."""
+"""What a started rank does: one case after another, in one process group, and nothing left of any."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class Job(NamedTuple):
     timeout: float  # of each case
     backend: str | None  # None: no process group
     stays: bool = True  # a rank that is done waits until all are
+    own_groups: bool = False  # each case has a process group of its own
 
 
 def live(rank: int, job: Job, pipe: Connection, folder: Path) -> None:
@@ -61,33 +62,35 @@ def live(rank: int, job: Job, pipe: Connection, folder: Path) -> None:
         gc.freeze()  # what the parent made needs no looking at
         for number, case in enumerate(job.cases):
             before = state()
-            pipe.send_bytes(_work(rank, job, case, folder / f"rendezvous-{number}"))
+            outcome, returned = _work(rank, job, case, folder / f"rendezvous-{number}")
+            pipe.send_bytes(outcome)
             if not job.stays:
                 return
             pipe.recv_bytes()
             if number + 1 < len(job.cases):
-                pipe.send_bytes(_pack(_leave(before)))
+                pipe.send_bytes(_pack(_leave(before, keeps_group=returned and not job.own_groups)))
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _work(rank: int, job: Job, case: tuple[Any, ...], rendezvous: Path) -> bytes:
+def _work(rank: int, job: Job, case: tuple[Any, ...], rendezvous: Path) -> tuple[bytes, bool]:
+    """The outcome of a case, and whether it returned."""
     try:
-        if job.backend is not None:
+        if job.backend is not None and not dist.is_initialized():
             _join_group(rank, job, job.backend, rendezvous)
-        return _pack(Outcome(job.fn(rank, job.world_size, *case), None))
+        return _pack(Outcome(job.fn(rank, job.world_size, *case), None)), True
     except BaseException as error:  # SystemExit and pytest's skip as well: the parent must hear of each
-        return _pack(Outcome(None, Raised(type(error).__name__, str(error), traceback.format_exc())))
+        return _pack(Outcome(None, Raised(type(error).__name__, str(error), traceback.format_exc()))), False
 
 
-def _leave(before: dict[str, Any]) -> Outcome:
-    """End a case: without its group, and with nothing left of it."""
+def _leave(before: dict[str, Any], keeps_group: bool) -> Outcome:
+    """End a case, with nothing left of it but a group in which nothing went wrong: to make one takes long."""
     gc.collect()
     deadline = time.monotonic() + PATIENCE
     while threading.active_count() > len(before["threads"]) and time.monotonic() < deadline:
         time.sleep(0.01)
         gc.collect()  # what held a thread's last task may have been let go by now
-    if dist.is_initialized():  # after the threads: one that asks its store then would wait for a file that is gone
+    if dist.is_initialized() and not keeps_group:  # after the threads, which may be asking its store
         dist.destroy_process_group()
     after = state()
     left = [f"{what}: {before[what]} became {now}" for what, now in after.items() if now != before[what]]

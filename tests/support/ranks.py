@@ -134,6 +134,7 @@ def run_cases(
     timeout: float = 60.0,
     backend: str = "gloo",
     init: bool = True,
+    own_groups: bool = False,
 ) -> list[tuple[Case, Ran]]:
     """Run ``fn(rank, world_size, *case)`` for each case, in one launch of ranks; return each with what became of it.
 
@@ -143,14 +144,16 @@ def run_cases(
             with subtests.test(stage=stage, size=size):
                 assert ran.values() == ...
 
-    A case has the process group to itself, and begins with the seeds that a test begins with. What it leaves behind
+    A case begins with the seeds that a test begins with, in the process group of the case before. What it leaves behind
     in the process (see ``rank_process.state``) is its failure. After a case in which some ranks failed, the others
-    run in a fresh launch.
+    run in a fresh launch; after one in which all failed, in a new group.
 
     Args:
         timeout: seconds for each case.
+        own_groups: each case has a process group of its own: where it changes how one works.
     """
-    return _run_all(Job(_seeded(fn), world_size, [], timeout, backend if init else None), list(cases))
+    job = Job(_seeded(fn), world_size, [], timeout, backend if init else None, own_groups=own_groups)
+    return _run_all(job, list(cases))
 
 
 def run_cases_expecting(
