@@ -168,7 +168,14 @@ def in_both_stages(runs: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def test_gradients_are_one_process_s(subtests: pytest.Subtests) -> None:
-    for name, run, ran in trained(in_both_stages(WAYS), read_gradients):
+    """Of micro-batches in both stages, of the others in one."""
+    others = {"one-rank, stage 1", "bare-drop, stage 2", "offload-total-drop, stage 2", "overlapped, stage 1"}
+    runs = {
+        name: run
+        for name, run in in_both_stages(WAYS).items()
+        if name in others or name.startswith(("accumulation-drop", "no_sync"))
+    }
+    for name, run, ran in trained(runs, read_gradients):
         with subtests.test(name):
             check_gradients(run, ran.values(), 1e-5)
 
