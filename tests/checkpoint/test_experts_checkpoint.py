@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +68,26 @@ def saved(path: Path, run: Run, **options: Any) -> None:
         save_checkpoint(path, trained.model, trained.optimizer, **options).wait()
 
     run_ranks(rank, run.world_size)
+
+
+Kept = Callable[[int, int, bool], Path]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    """Checkpoints to be read: of so many ranks, so many of which share the experts out, whose names are numbers or not.
+
+    Each is saved when somebody first asks for it.
+    """
+    folder = tmp_path_factory.mktemp("kept")
+
+    def of(world_size: int, size: int, numbered: bool) -> Path:
+        path = folder / f"{world_size}-{size}-{numbered}"
+        if not path.exists():
+            saved(path, a_run(world_size, size, numbered=numbered))
+        return path
+
+    return of
 
 
 def alone(first: Run, then: Run) -> dict[str, Tensor]:
@@ -135,13 +156,13 @@ MOVES = [
 
 
 @pytest.mark.parametrize("move", MOVES, ids=str)
-def test_other_layouts_go_on_as_in_one_process(move: Move, tmp_path: Path) -> None:
+def test_other_layouts_go_on_as_in_one_process(move: Move, kept: Kept) -> None:
     first, then = (a_run(*layout, numbered=move.numbered) for layout in (move.before, move.after))
-    saved(tmp_path / "it", first)
+    path = kept(*move.before, move.numbered)
 
     def rank(rank: int, world_size: int) -> dict[str, Tensor]:
         trained = emptied(rank, then)
-        load_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
+        load_checkpoint(path, trained.model, trained.optimizer)
         return whole(train(trained, then, AFTER, rank), then)
 
     check_close(alone(first, then), run_ranks(rank, then.world_size))
@@ -202,17 +223,15 @@ def test_in_ones_own_checkpoint(tmp_path: Path) -> None:
 # ---- what is written ----
 
 
-def test_each_expert_is_written_once_and_the_manifest_tells_whose_it_is(tmp_path: Path) -> None:
-    saved(tmp_path / "places", a_run(4, 2))
-    saved(tmp_path / "numbers", a_run(4, 2, numbered=True))
-    places, numbers = (read_manifest(tmp_path / name) for name in ("places", "numbers"))
+def test_each_expert_is_written_once_and_the_manifest_tells_whose_it_is(kept: Kept) -> None:
+    places, numbers = (read_manifest(kept(4, 2, numbered)) for numbered in (False, True))
     assert {name: expert for name, expert in places.experts.items() if expert.name == "experts.0.up.bias"} == {
         "experts.0.up.bias@0": ("experts.0.up.bias", (0, 2)),
         "experts.0.up.bias@1": ("experts.0.up.bias", (1, 3)),
     }
     assert numbers.experts["experts.3.frozen.weight"] == ("experts.3.frozen.weight", (1, 3))
     assert numbers.tensors.keys() == Mixture(numbered=True).state_dict().keys()
-    metadata = read_metadata(tmp_path / "numbers").state_dict_metadata
+    metadata = read_metadata(kept(4, 2, True)).state_dict_metadata
     with_state = {full.split("state.")[1].rpartition(".")[0] for full in metadata if full.startswith("optim.state.")}
     assert with_state == {name for name, tensor in numbers.tensors.items() if tensor.kind == "trainable"}
     elements = sum(tensor.numel() for tensor in Mixture().state_dict().values())
@@ -220,10 +239,9 @@ def test_each_expert_is_written_once_and_the_manifest_tells_whose_it_is(tmp_path
         assert sum(tensor.numel for tensor in manifest.tensors.values()) == elements
 
 
-def test_consolidated_they_are_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_consolidated_they_are_one_model(kept: Kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_run(4, 2, numbered=True)
-    saved(tmp_path / "it", run)
-    assert main(["consolidate", str(tmp_path / "it"), str(tmp_path / "out")]) == 0
+    assert main(["consolidate", str(kept(4, 2, True)), str(tmp_path / "out")]) == 0
     model = Mixture(numbered=True)
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     optimizer = run.optimizer([p for p in model.parameters() if p.requires_grad])
@@ -235,20 +253,19 @@ def test_consolidated_they_are_one_model(tmp_path: Path, capsys: pytest.CaptureF
         optimizer.step()
         optimizer.zero_grad()
     check_close(alone(run, run), [model.state_dict()])
-    saved(tmp_path / "places", a_run(4, 2))
-    assert main(["consolidate", str(tmp_path / "places"), str(tmp_path / "other")]) != 0
+    assert main(["consolidate", str(kept(4, 2, False)), str(tmp_path / "other")]) != 0
     assert "several groups of ranks have a experts.0.up.weight of their own" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("numbered", [False, True], ids=["places", "numbers"])
-def test_inspected_they_have_their_ranks(numbered: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(tmp_path / "it", a_run(4, 2, numbered=numbered))
-    assert main(["inspect", str(tmp_path / "it")]) == 0
+def test_inspected_they_have_their_ranks(numbered: bool, kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(kept(4, 2, numbered))
+    assert main(["inspect", path]) == 0
     text = capsys.readouterr().out
     assert "experts  12 tensors of ranks 0,2" in text
     assert "experts  12 tensors of ranks 1,3" in text
-    assert main(["inspect", str(tmp_path / "it"), "--json"]) == 0
+    assert main(["inspect", path, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     shared = {line["name"]: line["process_group"] for line in told["layout"]["parameters"]}
     assert shared["inward.weight"] == [0, 1, 2, 3]
@@ -256,7 +273,7 @@ def test_inspected_they_have_their_ranks(numbered: bool, tmp_path: Path, capsys:
     assert [line["ranks"] for line in told["model"] if line["name"].endswith("inward.bias")] == [None]
     held = sum(sum(line["bytes"].values()) for line in told["layout"]["parameters"] if 0 in line["process_group"])
     assert sum(told["layout"]["bytes"].values()) == held
-    assert main(["inspect", str(tmp_path / "it"), "--world-size", "2"]) != 0
+    assert main(["inspect", path, "--world-size", "2"]) != 0
     assert "world size: expected 4" in capsys.readouterr().err
 
 
@@ -345,15 +362,15 @@ def test_several_kinds_of_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [((4, 4), (4, 2)), ((2, 1), (2, 2)), ((2, 2), (2, 1))])
 def test_experts_of_the_same_name_want_as_many_groups(
-    before: tuple[int, int], after: tuple[int, int], tmp_path: Path
+    before: tuple[int, int], after: tuple[int, int], kept: Kept
 ) -> None:
-    saved(tmp_path / "it", a_run(*before))
+    path = kept(*before, False)
 
     def load(rank: int, world_size: int) -> str:
         trained = prepare(rank, a_run(*after))
         held = whole(trained, a_run(*after))
         with pytest.raises(ValueError, match=r"experts\.0\.up\.weight: expected one of") as caught:
-            load_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
+            load_checkpoint(path, trained.model, trained.optimizer)
         assert differences(held, whole(trained, a_run(*after))) == []
         return str(caught.value)
 
@@ -362,8 +379,8 @@ def test_experts_of_the_same_name_want_as_many_groups(
     assert f"{after[1]} groups' own, the checkpoint has {before[1]} groups'" in told[0]
 
 
-def test_a_model_of_other_experts_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    saved(tmp_path / "it", a_run(2, 2))
+def test_a_model_of_other_experts_is_refused_on_all_ranks(kept: Kept) -> None:
+    path = kept(2, 2, False)
 
     def load(rank: int, world_size: int) -> None:
         trained = prepare(rank, a_run(2, 2))
@@ -371,7 +388,7 @@ def test_a_model_of_other_experts_is_refused_on_all_ranks(tmp_path: Path) -> Non
         if rank == 1:
             model.experts[1].more = nn.Linear(2, 2)
             model.experts[1].more.requires_grad_(False)
-        load_checkpoint(tmp_path / "it", model, trained.optimizer)
+        load_checkpoint(path, model, trained.optimizer)
 
     for raised in run_ranks_expecting(load, 2, timeout=20):
         assert raised.type in ("ValueError", "RuntimeError")
