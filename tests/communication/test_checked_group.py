@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.diagnostics.debug_checks import CheckedProgress, check
 from tests.support.judging import check_run
+from tests.support.numbers import trained
 from tests.support.oracle import Result, Run, check_close, train_rank, train_sharded
 from tests.support.ranks import Raised, run_ranks, run_ranks_expecting
 
@@ -56,12 +58,15 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("way", LEGAL)
-def test_legal_training_is_as_ever(way: str, world_size: int) -> None:
-    run = replace(Run(world_size=world_size, steps=3), **LEGAL[way])
-    run = run.with_options(reduce_bucket_size=30, debug=True)
-    check_run(run, run_ranks(train_sharded, world_size, run))
+def test_legal_training_is_as_ever(subtests: pytest.Subtests) -> None:
+    def of(way: str, world_size: int) -> Run:
+        run = replace(Run(world_size=world_size, steps=3), **LEGAL[way])
+        return run.with_options(reduce_bucket_size=30, debug=True)
+
+    runs = {way: of(way, world_size) for way, world_size in zip(LEGAL, cycle([2, 3]), strict=False)}
+    for way, run, ran in trained(runs):
+        with subtests.test(way):
+            check_run(run, ran.values())
 
 
 @pytest.mark.usefixtures("forecasting")

@@ -179,7 +179,7 @@ def test_drop_in_buckets_of_any_size(subtests: pytest.Subtests) -> None:
         options = {"partition_grad": True, "reduce_bucket_size": size, "overlap_communication": overlap}
         return Training(PATTERNS["different"], 3, options=options)
 
-    cases = product((1, 2**20), (True, False))
+    cases = [(1, True), (2**20, False)]
     check({f"{size}, overlap {overlap}": of(size, overlap) for size, overlap in cases}, subtests)
 
 
@@ -187,7 +187,7 @@ def test_drop_with_clip(subtests: pytest.Subtests) -> None:
     def of(way: str, stage: str) -> Training:
         return Training(PATTERNS["one-rank-all-layers"], 2, bare=WAYS[way], clip=0.2, options=STAGES[stage])
 
-    check({f"{stage}, {way}": of(way, stage) for way, stage in product(WAYS, STAGES)}, subtests)
+    check({f"{stage}, {way}": of(way, stage) for way, stage in zip(cycle(WAYS), STAGES)}, subtests)
 
 
 def test_drop_under_accumulation(subtests: pytest.Subtests) -> None:
@@ -195,7 +195,8 @@ def test_drop_under_accumulation(subtests: pytest.Subtests) -> None:
         run = Run(3, micro_batches=3, no_sync=no_sync, drop=lambda step, rank: {(step + rank) % LAYERS, 1})
         return run.with_options(**STAGES[stage], reduce_bucket_size=40)
 
-    runs = {f"{stage}, no_sync {no_sync}": of(stage, no_sync) for stage, no_sync in product(STAGES, (True, False))}
+    cases = [("stage1", True), ("stage1-scatter", False), ("stage2", True), ("stage2", False)]
+    runs = {f"{stage}, no_sync {no_sync}": of(stage, no_sync) for stage, no_sync in cases}
     for name, run, ran in trained(runs):
         with subtests.test(name):
             check_run(run, ran.values())
@@ -382,7 +383,7 @@ def test_a_layer_that_nobody_used_stays_bit_for_bit(subtests: pytest.Subtests) -
             kind=ADAMW,
         )
 
-    places = [(1, "stage2"), (2, "stage1"), (3, "stage1-scatter"), (3, "stage2"), (4, "stage1")]
+    places = [(1, "stage2"), (2, "stage1"), (3, "stage1-scatter"), (3, "stage2")]
     cases = zip(places, cycle((torch.float32, torch.bfloat16)))
     runs = {f"{size} ranks, {stage}, {dtype}": of(size, stage, dtype) for (size, stage), dtype in cases}
     for name, _, ran in trained(runs, train_and_watch, "layers.1", timeout=TIMEOUT):
@@ -405,7 +406,7 @@ def test_a_layer_that_was_never_used_has_no_state(subtests: pytest.Subtests) -> 
         rounds: Rounds = lambda step, rank: [{2}, {2, rank}]  # noqa: E731
         return Training(rounds, 2, bare=WAYS[way], weight_decay=0.5, options=STAGES[stage])
 
-    runs = {f"{stage}, {way}": of(way, stage) for way, stage in product(WAYS, STAGES)}
+    runs = {f"{stage}, {way}": of(way, stage) for way, stage in zip(cycle(WAYS), STAGES)}
     for name, _, ran in trained(runs, train_and_watch, "layers.2", timeout=TIMEOUT):
         with subtests.test(name):
             for start, held in ((seen[0], held) for seen in ran.values() for held in seen):

@@ -70,7 +70,7 @@ def train(rank: int, steps: int, overlap: bool, dtype: torch.dtype, stage: int) 
     return [p.detach().clone() for p in model.parameters()], awaited
 
 
-@pytest.mark.parametrize(("world_size", "shared"), [(1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("world_size", "shared"), [(2, False), (3, True)])
 def test_training_ends_in_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, shared: bool, world_size: int, subtests: pytest.Subtests
 ) -> None:

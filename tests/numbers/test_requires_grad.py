@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.covering import covering
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -99,7 +99,8 @@ def test_a_gan_whose_optimizers_take_turns(world_size: int, subtests: pytest.Sub
         plain = Gan()
         own = {"generator": sgd(plain.generator), "critic": sgd(plain.critic)}
         expected[micro] = train_gan(plain, own, by_itself, range(world_size), micro)
-    for (options, way, micro), ran in run_cases(train, world_size, product(OPTIONS, (by_itself, through_it), (1, 2))):
+    cases = covering(OPTIONS, (by_itself, through_it), (1, 2))
+    for (options, way, micro), ran in run_cases(train, world_size, cases):
         with subtests.test(options=options, way=way.__name__, micro=micro):
             for got in ran.values():
                 for name, value in expected[micro].items():

@@ -51,7 +51,7 @@ def trained(
     """
     for world_size in sorted({run.world_size for run in runs.values()}):
         named = [(name, run) for name, run in runs.items() if run.world_size == world_size]
-        done = run_cases(by, world_size, [(run, *args) for _, run in named], timeout=timeout)
+        done = run_cases(by, world_size, [(run, *args) for _, run in named], timeout=timeout, one_group=True)
         yield from ((name, run, ran) for (name, run), (_, ran) in zip(named, done, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What a started rank does: one case after another, in one process group, and nothing left of any."""
+"""What a started rank does: one case after another, each in a process group of its own, and nothing left of any."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Job(NamedTuple):
     timeout: float  # of each case
     backend: str | None  # None: no process group
     stays: bool = True  # a rank that is done waits until all are
-    own_groups: bool = False  # each case has a process group of its own
+    one_group: bool = False  # a case that has returned leaves its process group to the next one
 
 
 def live(rank: int, job: Job, pipe: Connection, folder: Path) -> None:
@@ -68,7 +68,7 @@ def live(rank: int, job: Job, pipe: Connection, folder: Path) -> None:
                 return
             pipe.recv_bytes()
             if number + 1 < len(job.cases):
-                pipe.send_bytes(_pack(_leave(before, keeps_group=returned and not job.own_groups)))
+                pipe.send_bytes(_pack(_leave(before, keeps_group=returned and job.one_group)))
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -84,7 +84,7 @@ def _work(rank: int, job: Job, case: tuple[Any, ...], rendezvous: Path) -> tuple
 
 
 def _leave(before: dict[str, Any], keeps_group: bool) -> Outcome:
-    """End a case, with nothing left of it but a group in which nothing went wrong: to make one takes long."""
+    """End a case: with nothing left of it, but its group where that is wanted."""
     gc.collect()
     deadline = time.monotonic() + PATIENCE
     while threading.active_count() > len(before["threads"]) and time.monotonic() < deadline:

@@ -134,7 +134,7 @@ def run_cases(
     timeout: float = 60.0,
     backend: str = "gloo",
     init: bool = True,
-    own_groups: bool = False,
+    one_group: bool = False,
 ) -> list[tuple[Case, Ran]]:
     """Run ``fn(rank, world_size, *case)`` for each case, in one launch of ranks; return each with what became of it.
 
@@ -144,15 +144,16 @@ def run_cases(
             with subtests.test(stage=stage, size=size):
                 assert ran.values() == ...
 
-    A case begins with the seeds that a test begins with, in the process group of the case before. What it leaves behind
+    A case has the process group to itself, and begins with the seeds that a test begins with. What it leaves behind
     in the process (see ``rank_process.state``) is its failure. After a case in which some ranks failed, the others
-    run in a fresh launch; after one in which all failed, in a new group.
+    run in a fresh launch.
 
     Args:
         timeout: seconds for each case.
-        own_groups: each case has a process group of its own: where it changes how one works.
+        one_group: of cases that train as they should: each begins in the group of the one before, whose ranks know
+            each other already, and takes a third of the time.
     """
-    job = Job(_seeded(fn), world_size, [], timeout, backend if init else None, own_groups=own_groups)
+    job = Job(_seeded(fn), world_size, [], timeout, backend if init else None, one_group=one_group)
     return _run_all(job, list(cases))
 
 
