@@ -206,7 +206,7 @@ MULTIPLES: dict[str, dict[str, Any]] = {
 def test_wider_slices_change_no_number(world_size: int, subtests: pytest.Subtests) -> None:
     run = of_each_kind(world_size).with_options(reduce_bucket_size=60)
     cases = [(run.with_options(**options),) for options in MULTIPLES.values()]
-    for (case,), ran in run_cases(train_sharded, world_size, cases):
+    for (case,), ran in run_cases(train_sharded, world_size, cases, one_group=True):
         with subtests.test(**case.options):
             check_run(case, ran.values())
 

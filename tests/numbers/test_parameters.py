@@ -137,7 +137,7 @@ def train_kinds(rank: int, world_size: int, stage: str, bucket: int) -> tuple[Pa
 def test_every_kind_trains_and_keeps_its_strides(world_size: int, subtests: pytest.Subtests) -> None:
     alone = train_kinds_alone(world_size)
     cases = [case for size, *case in covering((1, 2, 3, 4), STAGES, (1, 40, 2**20)) if size == world_size]
-    for (stage, bucket), ran in run_cases(train_kinds, world_size, map(tuple, cases)):
+    for (stage, bucket), ran in run_cases(train_kinds, world_size, map(tuple, cases), one_group=True):
         with subtests.test(stage=stage, bucket=bucket):
             ranks = ran.values()
             check_close(alone, [parameters for parameters, _ in ranks], 2e-6)
@@ -305,7 +305,7 @@ def test_freezing_and_thawing_in_mid_run_is_followed(subtests: pytest.Subtests) 
     for step in range(5):
         thaw(alone, step)
         step_alone(alone, optimizer, step, 3)
-    for (stage, bare), ran in run_cases(train, 3, product(STAGES, (True, False))):
+    for (stage, bare), ran in run_cases(train, 3, product(STAGES, (True, False)), one_group=True):
         with subtests.test(stage=stage, bare=bare):
             check_close(values(alone), ran.values(), 2e-6)
 
@@ -387,7 +387,7 @@ def test_an_added_group_trains(subtests: pytest.Subtests) -> None:
             optimizer.add_param_group({"params": alone[2].parameters(), "weight_decay": 0.3})
         step_alone(alone, optimizer, step, 3)
     expected = {name: p for name, p in values(alone).items() if name[0] in "02"}
-    for (stage, way), ran in run_cases(train, 3, product(STAGES, WAYS_TO_ADD)):
+    for (stage, way), ran in run_cases(train, 3, product(STAGES, WAYS_TO_ADD), one_group=True):
         with subtests.test(stage=stage, way=way):
             check_close(expected, ran.values(), 2e-6)
 
@@ -487,7 +487,7 @@ def test_adapters_of_a_frozen_model(subtests: pytest.Subtests) -> None:
     for step in range(4):
         step_alone(alone, optimizer, step, 2)
     adapters = [p.numel() for p in alone.parameters() if p.requires_grad]
-    for (stage, all_handed_over), ran in run_cases(train, 2, product(STAGES, (True, False))):
+    for (stage, all_handed_over), ran in run_cases(train, 2, product(STAGES, (True, False)), one_group=True):
         with subtests.test(stage=stage, all_handed_over=all_handed_over):
             ranks = ran.values()
             check_close(values(alone), [parameters for parameters, _ in ranks], 2e-6)
@@ -572,7 +572,7 @@ def test_an_optimizer_that_has_trained_goes_on(world_size: int, stage: str, subt
             step_sharded(model, optimizer, step, rank)
         return values(model)
 
-    for (make,), ran in run_cases(train, world_size, [(make,) for make in BEFORE]):
+    for (make,), ran in run_cases(train, world_size, [(make,) for make in BEFORE], one_group=True):
         with subtests.test(make):
             alone = net()
             optimizer = BEFORE[make](alone.parameters())
@@ -628,7 +628,7 @@ def test_a_forced_dtype_is_as_if_the_model_had_it(subtests: pytest.Subtests) -> 
             optimizer.zero_grad()
         return {p.dtype for p in model.parameters()}, values(model), values(train_rank(rank, world_size, run).model)
 
-    for (stage, dtype), ran in run_cases(train, 2, product(STAGES, (torch.bfloat16, torch.float16))):
+    for (stage, dtype), ran in run_cases(train, 2, product(STAGES, (torch.bfloat16, torch.float16)), one_group=True):
         with subtests.test(stage=stage, dtype=dtype):
             ranks = ran.values()
             assert [dtypes for dtypes, _, _ in ranks] == [{dtype}] * 2
@@ -689,7 +689,7 @@ def test_edits_of_an_fp32_model_are_followed(subtests: pytest.Subtests) -> None:
             step_sharded(model, optimizer, step, rank)
         return values(model)
 
-    for (stage, edit), ran in run_cases(train, 3, zip(cycle(STAGES), EDITS, strict=False)):
+    for (stage, edit), ran in run_cases(train, 3, zip(cycle(STAGES), EDITS, strict=False), one_group=True):
         with subtests.test(stage=stage, edit=edit):
             alone = net()
             optimizer = momentum(alone.parameters())
@@ -734,7 +734,7 @@ def test_edits_of_a_sixteen_bit_model_reach_the_masters_and_leave_the_rest_its_l
         step_sharded(model, optimizer, 1, rank)
         return list(zip(before, edited, slices, strict=True))
 
-    for (edit,), ran in run_cases(train, world_size, [(edit,) for edit in SEEN_BY_AUTOGRAD]):
+    for (edit,), ran in run_cases(train, world_size, [(edit,) for edit in SEEN_BY_AUTOGRAD], one_group=True):
         with subtests.test(edit):
             for parts in zip(*ran.values(), strict=True):
                 edited = parts[0][1].flatten()

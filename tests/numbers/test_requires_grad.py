@@ -100,7 +100,7 @@ def test_a_gan_whose_optimizers_take_turns(world_size: int, subtests: pytest.Sub
         own = {"generator": sgd(plain.generator), "critic": sgd(plain.critic)}
         expected[micro] = train_gan(plain, own, by_itself, range(world_size), micro)
     cases = covering(OPTIONS, (by_itself, through_it), (1, 2))
-    for (options, way, micro), ran in run_cases(train, world_size, cases):
+    for (options, way, micro), ran in run_cases(train, world_size, cases, one_group=True):
         with subtests.test(options=options, way=way.__name__, micro=micro):
             for got in ran.values():
                 for name, value in expected[micro].items():

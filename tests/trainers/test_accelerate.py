@@ -174,7 +174,7 @@ def check_alike(one: Result, other: Result, exact: float = 1e-6) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_as_accelerates_ddp_does(world_size: int, subtests: pytest.Subtests) -> None:
     names = [name for name in RUNS if (name in IN_THREE) == (world_size == 3)]
-    for (name,), ran in run_cases(both, world_size, [(name,) for name in names]):
+    for (name,), ran in run_cases(both, world_size, [(name,) for name in names], one_group=True):
         with subtests.test(name):
             for theirs, own in ran.values():
                 check_alike(theirs, own, 2e-3 if name in BF16 else 1e-6)
@@ -292,7 +292,7 @@ LOOPS = {2: (adversaries, bare), 3: (two_over_one_model, by_no_sync)}
 @pytest.mark.parametrize("world_size", LOOPS)
 def test_other_loops_train_as_under_ddp(world_size: int, subtests: pytest.Subtests) -> None:
     cases = [(train,) for train in LOOPS[world_size]]
-    for (train,), ran in run_cases(each_way, world_size, cases):
+    for (train,), ran in run_cases(each_way, world_size, cases, one_group=True):
         with subtests.test(train.__name__):
             for theirs, own in ran.values():
                 check_alike(theirs, own)

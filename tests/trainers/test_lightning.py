@@ -329,7 +329,7 @@ ON_3_RANKS = (
     ("world_size", "names"), [(2, [name for name in RUNS if name not in ON_3_RANKS]), (3, ON_3_RANKS)], ids=["2", "3"]
 )
 def test_losses_and_weights_are_those_of_ddp(world_size: int, names: Sequence[str], subtests: pytest.Subtests) -> None:
-    for (name,), ran in run_cases(as_by_ddp, world_size, [(name,) for name in names]):
+    for (name,), ran in run_cases(as_by_ddp, world_size, [(name,) for name in names], one_group=True):
         with subtests.test(name):
             ran.values()
 
@@ -437,7 +437,7 @@ def schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for (_, name), ran in run_cases(save_and_resume, 2, [(tmp_path / name, name) for name in RESUMED]):
+    for (_, name), ran in run_cases(save_and_resume, 2, [(tmp_path / name, name) for name in RESUMED], one_group=True):
         with subtests.test(name):
             ran.values()
 

@@ -167,6 +167,6 @@ ON_3_RANKS = ("moving average", "cleared by the model")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_loops_are_those_of_plain_torch(world_size: int, subtests: pytest.Subtests) -> None:
     names = [name for name in LOOPS if (name in ON_3_RANKS) == (world_size == 3)]
-    for (name,), ran in run_cases(as_plain, world_size, [(name,) for name in names]):
+    for (name,), ran in run_cases(as_plain, world_size, [(name,) for name in names], one_group=True):
         with subtests.test(name):
             ran.values()

@@ -83,7 +83,7 @@ def test_numbers_are_those_of_one_process(world_size: int, subtests: pytest.Subt
         optimizer = LowLevelZeroOptimizer(OPTIMIZERS[which](model.parameters()), model=model, **OPTIONS[how])
         return train(model, optimizer, lambda step: optimizer.backward(loss_of(model, step, rank)), range(7))
 
-    for (which, how), ran in run_cases(work, world_size, WAYS[world_size % 2 :: 2]):
+    for (which, how), ran in run_cases(work, world_size, WAYS[world_size % 2 :: 2], one_group=True):
         with subtests.test(which=which, how=how):
             expected = alone(OPTIMIZERS[which], world_size, range(7))
             for at, value in enumerate(expected):

@@ -161,7 +161,7 @@ def check_alike(one: Result, other: Result, exact: float = 1e-6) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_as_transformers_ddp_does(world_size: int, tmp_path: Path, subtests: pytest.Subtests) -> None:
     names = [name for name in RUNS if (name in IN_THREE) == (world_size == 3)]
-    for (name, _), ran in run_cases(both, world_size, [(name, str(tmp_path)) for name in names]):
+    for (name, _), ran in run_cases(both, world_size, [(name, str(tmp_path)) for name in names], one_group=True):
         with subtests.test(name):
             for theirs, own in ran.values():
                 check_alike(theirs, own, 2e-3 if name in BF16 else 1e-6)
