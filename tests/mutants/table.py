@@ -290,10 +290,10 @@ MUTANTS = [
     ),
     # p.grad after backward
     Mutant(
-        "a bucket is multiplied for what no rank used",
-        "gradients/of_optimizer.py",
-        "record.shard_group == each.number and record.worked",
-        "record.shard_group == each.number",
+        "a whole bucket isn't multiplied",
+        "bookkeeping/gradient_store.py",
+        "bucket.scale = self._scale(bucket) * factor",
+        "bucket.scale = self._scale(bucket)",
         HANDLES,
     ),
     Mutant(
