@@ -171,17 +171,28 @@ class Wrong:
 
 
 def try_out(wrongs: Iterable[Wrong], world_size: int, subtests: pytest.Subtests, timeout: float = 30.0) -> None:
-    """Train a little, do it wrong, see to what must happen, and train on: parameters end as plain torch has them."""
+    """Train a little, do it wrong, see to what must happen, and train on: parameters end as plain torch has them.
+
+    Those after which training goes on follow each other in one process group, the others have one of their own.
+    """
     cases = [(wrong, _must(wrong, world_size)) for wrong in wrongs]
-    for (wrong, must), ran in run_cases(_try_rank, world_size, cases, timeout=timeout):
+    going_on = [case for case in cases if not _ends(case[1])]
+    ending = [case for case in cases if _ends(case[1])]
+    tried = run_cases(_try_rank, world_size, going_on, timeout=timeout, one_group=True)
+    tried += run_cases(_try_rank, world_size, ending, timeout=timeout)
+    for (wrong, must), ran in tried:
         with subtests.test(wrong.what):
             got = ran.values()
-            if not (isinstance(must, Refused) and must.ends):
+            if not _ends(must):
                 _check(wrong, _plainly(wrong, must, world_size), got)
 
 
 def _must(wrong: Wrong, world_size: int) -> Refused | Alone | Right:
     return wrong.by_itself if wrong.by_itself is not None and world_size == 1 else wrong.must
+
+
+def _ends(must: Refused | Alone | Right) -> bool:
+    return isinstance(must, Refused) and must.ends
 
 
 def _check(wrong: Wrong, expected: dict[str, Tensor], got: list[dict[str, Tensor]]) -> None:
@@ -203,7 +214,7 @@ def _try_rank(rank: int, world_size: int, wrong: Wrong, must: Refused | Alone | 
             wrong.do(work)
         pattern = must.others if told_of_another else must.says
         assert re.search(str(pattern), str(caught.value)), f"no {pattern!r} in {caught.value!r}"
-    if not (isinstance(must, Refused) and must.ends):
+    if not _ends(must):
         work.optimizer.zero_grad()
         work.steps(*AFTER)
     return work.values()
