@@ -215,7 +215,7 @@ def test_a_gradient_that_is_set_is_stepped(subtests: pytest.Subtests) -> None:
             ):
                 torch.testing.assert_close(p.detach(), before[name] - 0.5 * gradient)
 
-    for (stage_2,), ran in run_cases(rank, 3, [(False,), (True,)]):
+    for (stage_2,), ran in run_cases(rank, 3, [(False,), (True,)], one_group=True):
         with subtests.test(stage_2=stage_2):
             ran.values()
 
@@ -249,7 +249,7 @@ def test_masters_are_whole_and_round_to_the_parameter(subtests: pytest.Subtests)
         return found
 
     ways: list[dict[str, Any]] = [{}, {"overlap_allgather": True}, {"cpu_offload": True}, {"master_weights": False}]
-    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways)):
+    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways), one_group=True):
         with subtests.test(dtype=dtype, options=options):
             slices = ran.values()
             for name, p in build(Run()).named_parameters():
@@ -299,7 +299,7 @@ def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(subtests: pytes
         assert not safe_get_local_fp32_param(model.inward)[slice(*_padding(model.inward, rank, world_size))].any()
 
     ways: list[dict[str, Any]] = [{}, {"overlap_allgather": True, "partition_grad": True}, {"cpu_offload": True}]
-    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways)):
+    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways), one_group=True):
         with subtests.test(dtype=dtype, options=options):
             ran.values()
 
@@ -353,7 +353,7 @@ def test_states_are_the_state_dict_s(subtests: pytest.Subtests) -> None:
         return {"local": local, "full": full_optimizer_states(model, "exp_avg")}
 
     ways: list[dict[str, Any]] = [{}, {"cpu_offload": True}]
-    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways)):
+    for (dtype, options), ran in run_cases(rank, 3, product(DTYPES, ways), one_group=True):
         with subtests.test(dtype=dtype, options=options):
             ranks = ran.values()
             full = ranks[0]["full"]
