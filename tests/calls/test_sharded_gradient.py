@@ -486,6 +486,6 @@ def test_gradients_after_backward(world_size: int, subtests: pytest.Subtests) ->
     def work(rank: int, world_size: int, name: str) -> None:
         next(each for each in works if each.__name__ == name)(rank, world_size)
 
-    for (name,), ran in run_cases(work, world_size, [(each.__name__,) for each in works]):
+    for (name,), ran in run_cases(work, world_size, [(each.__name__,) for each in works], one_group=True):
         with subtests.test(name):
             ran.values()
