@@ -260,13 +260,13 @@ def test_a_mistake_is_seen_in_parameters_and_in_states(
             compare(case, expected, mixed)
 
 
-@drawn(12)
+@drawn(8)
 @given(cases())
 def test_calls_in_any_order(case: Case) -> None:
     check(case)
 
 
-@drawn(6)
+@drawn(4)
 @given(cases())
 def test_calls_in_any_order_with_unused_parameters_detected(forecasting: None, case: Case) -> None:
     check(case)
