@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import io
 import sys
 import textwrap
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint
+import torch.distributed.tensor  # here once, not in every forked rank  # noqa: F401
 
-ROOT = Path(__file__).parents[2]
+from tests.support.ranks import run_ranks
 
 # All modules but those of other packages' plugins, and programs.
 EVERYTHING = """
@@ -37,34 +39,13 @@ ONLY_WHERE_THERE_IS_POSIX = """
 """
 
 
-# One interpreter imports torch, whose forks import the package, as it takes seconds.
-FORKED = """
-import os, runpy, sys
-import torch, torch.distributed, torch.distributed.checkpoint, torch.distributed.tensor
-torch.set_num_threads(1)
-torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports torch's compiler
-for number in range(int(sys.argv[2])):
-    if os.fork() == 0:
-        output = os.open(f"{sys.argv[1]}/{number}.out", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        runpy.run_path(f"{sys.argv[1]}/{number}.py")
-        sys.exit()
-failed = [number for number in range(int(sys.argv[2])) if os.wait()[1]]
-sys.exit(len(failed))
-"""
-
-
-def outputs(sources: list[str], folder: Path) -> list[str]:
-    """What each prints where nobody has imported the package."""
-    for number, source in enumerate(sources):
-        (folder / f"{number}.py").write_text(textwrap.dedent(source))
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error::UserWarning:lowlevel_zero", "-c", FORKED, str(folder), str(len(sources))]
-    done = subprocess.run(command, env=own, timeout=100, check=False)
-    printed = [(folder / f"{number}.out").read_text() for number in range(len(sources))]
-    assert done.returncode == 0, printed
-    return printed
+def output_of(source: str) -> str:
+    """What it prints, in this process, a forked rank, as if nobody had imported the package."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "lowlevel_zero"]:
+        del sys.modules[name]
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(textwrap.dedent(source), {"__name__": "__main__"})
+    return printed.getvalue()
 
 
 def leaving_filters(folder: Path) -> str:
@@ -94,7 +75,7 @@ def training_without_posix(folder: Path, rank: int) -> str:
     return f"""
     {ONLY_WHERE_THERE_IS_POSIX}
     import logging
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     {EVERYTHING}
     for name in names:
         importlib.import_module(name)
@@ -117,7 +98,8 @@ def training_without_posix(folder: Path, rank: int) -> str:
 
 def test_it_changes_nothing_and_trains_where_there_is_no_posix(tmp_path: Path, subtests: pytest.Subtests) -> None:
     ranks = [training_without_posix(tmp_path, rank) for rank in range(2)]
-    told, first, second = outputs([leaving_filters(tmp_path), *ranks], tmp_path)
+    sources = [leaving_filters(tmp_path), *ranks]
+    told, first, second = run_ranks(lambda rank, _: output_of(sources[rank]), len(sources), init=False)
     with subtests.test("the filters of warnings are as they were"):
         assert int(told.split()[-1]) > 90  # torch 2.5 warns before
     with subtests.test("two ranks train where there is no POSIX"):
