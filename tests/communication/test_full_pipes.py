@@ -18,7 +18,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks, run_ranks_losing
 
-BUCKETS = 600
+BUCKETS = 300
 
 
 @pytest.fixture(autouse=True)
