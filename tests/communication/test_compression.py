@@ -286,9 +286,14 @@ def whole_masters(trained: Trained) -> dict[str, Tensor]:
 SHARE = 0.05  # of the way that masters go, they may be off; so rounded, they are off by 0.02 to 0.03
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_training_is_near_a_run_without_and_alike_on_all_ranks(case: Case) -> None:
-    _check_near(run_ranks(lambda rank, _: Pair.of(run(case, rank, **FP8), run(case, rank)), 3), case)
+def test_training_is_near_a_run_without_and_alike_on_all_ranks(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int) -> dict[str, Pair]:
+        return {name: Pair.of(run(case, rank, **FP8), run(case, rank)) for name, case in CASES.items()}
+
+    ranks = run_ranks(work, 3)
+    for name, case in CASES.items():
+        with subtests.test(name):
+            _check_near([pairs[name] for pairs in ranks], case)
 
 
 def _check_near(ranks: list[Pair], case: Case) -> None:
