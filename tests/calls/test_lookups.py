@@ -278,7 +278,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (3, "shared memory", {**STAGE_2, "overlap_allgather": True}),
     (3, "messages", {}),
     (4, "shared memory", STAGE_2),
-    (4, "messages", {"cpu_offload": True}),
+    (2, "messages", {"cpu_offload": True}),
 ]
 
 
