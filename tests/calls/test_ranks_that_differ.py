@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import full_fp32_params, full_optimizer_states
+from lowlevel_zero.accessors import full_fp32_params, full_grads, full_optimizer_states
 from lowlevel_zero.bookkeeping.parameter_store import ParameterStore
 from tests.support.oracle import Run, build, emulate, groups, loss_of, worst
 from tests.support.ranks import run_ranks
@@ -225,14 +225,20 @@ def train(rank: int, run: Run, case: Case) -> list[Any]:
 def take_step(
     rank: int, run: Run, step: int, factor: float, model: nn.Module, optimizer: LowLevelZeroOptimizer
 ) -> list[Any]:
-    """One step, with gradients times ``factor`` on one rank: the gradients that are left, and their norm."""
+    """One step, with gradients times ``factor`` on one rank: the gradients that are left, and their norm.
+
+    They are read at once, and in the last step one by one.
+    """
     for micro in range(run.micro_batches):
         with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             loss = loss_of(model, run, step, micro, rank) * (factor if rank == 0 else 1.0)
         with torch.autocast("cpu", enabled=False):  # which would change what the model computes
             optimizer.backward(loss)
     optimizer.step()
-    gradients = [optimizer.get_param_grad(p) for p in model.parameters() if p.requires_grad]
+    if step < run.steps - 1:
+        gradients = list(full_grads(model).values())
+    else:
+        gradients = [optimizer.get_param_grad(p) for p in model.parameters() if p.requires_grad]
     optimizer.zero_grad()
     return [gradients, optimizer.get_grad_norm(), optimizer.loss_scale] if math.isfinite(factor) else []
 
