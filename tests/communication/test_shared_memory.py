@@ -114,18 +114,24 @@ def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monk
     assert run_ranks(run, 2) == [4, 4]
 
 
-@pytest.mark.parametrize(
-    ("stage", "world_size", "dtype"), covering(STAGES, (1, 2, 3, 4), (torch.float32, torch.bfloat16)), ids=str
-)
-def test_training_ends_as_with_messages(stage: str, world_size: int, dtype: torch.dtype) -> None:
-    def both(rank: int, world_size: int) -> list[Any]:
-        return [train(rank, world_size, shared, dtype, **STAGES[stage]) for shared in (True, False)]
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_training_ends_as_with_messages(size: int, subtests: pytest.Subtests) -> None:
+    rows = covering(STAGES, (1, 2, 3, 4), (torch.float32, torch.bfloat16))
+    kinds = [(stage, dtype) for stage, world_size, dtype in rows if world_size == size]
 
-    for (ours, sent), (expected, sent_in_messages) in run_ranks(both, world_size):
-        for p, other in zip(ours, expected, strict=True):
-            assert torch.equal(p, other)
-        assert sent == sent_in_messages
-        assert (sent["reduce"] > 0) == (sent["gather"] > 0) == (world_size > 1)
+    def both(rank: int, world_size: int) -> list[Any]:
+        return [
+            [train(rank, world_size, shared, dtype, **STAGES[stage]) for shared in (True, False)]
+            for stage, dtype in kinds
+        ]
+
+    for found in run_ranks(both, size):
+        for kind, ((ours, sent), (expected, sent_in_messages)) in zip(kinds, found, strict=True):
+            with subtests.test(kind=kind):
+                for p, other in zip(ours, expected, strict=True):
+                    assert torch.equal(p, other)
+                assert sent == sent_in_messages
+                assert (sent["reduce"] > 0) == (sent["gather"] > 0) == (size > 1)
 
 
 # A rank that lags
