@@ -53,29 +53,42 @@ RUNS: dict[str, Run] = {
 FORMS = ("pair", "keywords", "hybrid")
 
 
-def runs_of(world_size: int) -> dict[str, Run]:
-    chosen = list(RUNS) if world_size == 4 else list(RUNS)[2:4]  # six ranks are slow on few cores, two nothing special
+# Those of each form, of 2 x 2 ranks, beside the two with drops.
+ALONE = {"pair": ("stage 1", "thrice"), "hybrid": ("stage 2", "no_sync", "tiny buckets")}
+
+
+def runs_of(world_size: int, form: str) -> dict[str, Run]:
+    """Six ranks are slow on few cores, and two nothing special."""
+    chosen = ["drop on one rank", "drop, bare", *(ALONE[form] if world_size == 4 else ())]
+    if world_size == 6:
+        chosen = chosen[:1] if form == "pair" else chosen[1:]
     sized = {name: replace(RUNS[name], world_size=world_size) for name in chosen}
     return {name: run.with_options(**{"reduce_bucket_size": 50, **run.options}) for name, run in sized.items()}
 
 
-def train_all(rank: int, world_size: int, shape: tuple[int, int], form: str) -> dict[str, Result]:
-    """Parameters and norms of each run."""
-    options = Grid.of(rank, shape).options(form)
-    runs = runs_of(world_size).items()
-    return {name: train_sharded(rank, world_size, run.with_options(**options)) for name, run in runs}
+def train_all(
+    rank: int, world_size: int, shape: tuple[int, int], forms: tuple[str, ...]
+) -> dict[tuple[str, str], Result]:
+    """Parameters and norms of each run of each form."""
+    grid = Grid.of(rank, shape)
+    return {
+        (form, name): train_sharded(rank, world_size, run.with_options(**grid.options(form)))
+        for form in forms
+        for name, run in runs_of(world_size, form).items()
+    }
 
 
-@pytest.mark.parametrize(
-    ("shape", "form"),
-    [*product([(2, 2), (2, 3)], ["pair", "hybrid"]), ((1, 2), "keywords"), ((2, 1), "pair"), ((2, 1), "hybrid")],
-    ids=str,
-)
-def test_it_equals_one_process(shape: tuple[int, int], form: str) -> None:
+SHAPES = {(2, 2): ("pair", "hybrid"), (2, 3): ("pair", "hybrid"), (1, 2): ("keywords",), (2, 1): ("pair", "hybrid")}
+
+
+@pytest.mark.parametrize(("shape", "forms"), SHAPES.items(), ids=str)
+def test_it_equals_one_process(shape: tuple[int, int], forms: tuple[str, ...], subtests: pytest.Subtests) -> None:
     world_size = shape[0] * shape[1]
-    ranks = run_ranks(train_all, world_size, shape, form)
-    for name, run in runs_of(world_size).items():
-        check_run(run, [each[name] for each in ranks])
+    ranks = run_ranks(train_all, world_size, shape, forms)
+    for form in forms:
+        for name, run in runs_of(world_size, form).items():
+            with subtests.test(f"{form}, {name}"):
+                check_run(run, [each[form, name] for each in ranks])
 
 
 @pytest.mark.parametrize(("dtype", "shared"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
@@ -229,7 +242,7 @@ def test_delays_change_nothing(shared: bool) -> None:
     """Bit for bit, with callers' own collectives between ours, and one rank that looks at parameters alone."""
 
     def train(rank: int, grid: Grid, form: str, stage: int, bare: bool, seed: int | None) -> list[Tensor]:
-        run = Run(4, steps=4, micro_batches=2, drop=drop_on_one_rank if bare else lambda step, rank: set())
+        run = Run(4, steps=3, micro_batches=2, drop=drop_on_one_rank if bare else lambda step, rank: set())
         torch.manual_seed(0)
         model = run.model()
         wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -406,8 +419,9 @@ def test_checkpoints_go_from_every_form_to_every_other(tmp_path: Path) -> None:
             load_checkpoint(tmp_path / before, pair.model, pair.optimizer)
             at_save, later = wholes[before]
             wrong += differences(at_save, pair.whole(), at=at)
-            dcp.load({"optim": Sharded(pair.optimizer)}, checkpoint_id=tmp_path / f"own-{before}")
-            wrong += differences(at_save, pair.whole(), at=f"{at}, own")
+            if form == before or world_size == 2:
+                dcp.load({"optim": Sharded(pair.optimizer)}, checkpoint_id=tmp_path / f"own-{before}")
+                wrong += differences(at_save, pair.whole(), at=f"{at}, own")
             if form == before and world_size == 4:
                 wrong += differences(later, pair.train(AFTER, rank, world_size).whole(), at=f"{at}, later")
         return wrong
