@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import textwrap
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def output_of(source: str) -> str:
     """What it prints, in this process, a forked rank, as if nobody had imported the package."""
     for name in [name for name in sys.modules if name.split(".")[0] == "lowlevel_zero"]:
         del sys.modules[name]
+    warnings.resetwarnings()  # the import in the test's process may have left filters
+    warnings.filterwarnings("error", category=UserWarning, module="lowlevel_zero")
     with redirect_stdout(io.StringIO()) as printed:
         exec(textwrap.dedent(source), {"__name__": "__main__"})
     return printed.getvalue()
