@@ -61,7 +61,7 @@ def emulate_on_device(run: Run) -> Result:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp32_is_the_oracle_s(stage: str, way: str, extra: str, place: str) -> None:
-    run = Run(**WAYS[way]).with_options(**STAGES[stage], **EXTRAS[extra], reduce_bucket_size=50)
+    run = Run(steps=5, **WAYS[way]).with_options(**STAGES[stage], **EXTRAS[extra], reduce_bucket_size=50)
     PLACES[place](fp32_numbers, run)
 
 
@@ -70,7 +70,7 @@ def test_fp32_is_the_oracle_s(stage: str, way: str, extra: str, place: str) -> N
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_sixteen_bits_are_the_oracle_s(stage: str, dtype: str, extra: str, place: str) -> None:
-    run = Run(dtype=getattr(torch, dtype), micro_batches=2, clip=0.3)
+    run = Run(steps=5, dtype=getattr(torch, dtype), micro_batches=2, clip=0.3)
     run = run.with_options(**STAGES[stage], **EXTRAS[extra], reduce_bucket_size=50, initial_scale=256.0)
     PLACES[place](sixteen_bit_numbers, run)
 
@@ -83,7 +83,7 @@ def over_two_levels(rank: int, world_size: int, run: Run, form: str) -> None:
 @pytest.mark.parametrize("form", ["pair", "hybrid"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_levels_are_the_oracle_s(stage: str, form: str) -> None:
-    run = Run(**WAYS["thrice-drop"]).with_options(**STAGES[stage], reduce_bucket_size=50)
+    run = Run(steps=5, **WAYS["thrice-drop"]).with_options(**STAGES[stage], reduce_bucket_size=50)
     over_gloo(2, over_two_levels, run, form)
     if GPUS > 1:
         over_gpus(over_two_levels, run, form, ranks=GPUS // 2 * 2)
