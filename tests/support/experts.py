@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -49,6 +50,12 @@ class Layout(NamedTuple):
 
 
 def lay_out(rank: int, world_size: int, size: int) -> Layout:
+    """Every rank calls it. The groups of one world are made once, however many cases train in it."""
+    return _lay_out(dist.group.WORLD, rank, world_size, size)
+
+
+@cache
+def _lay_out(world: dist.ProcessGroup, rank: int, world_size: int, size: int) -> Layout:
     neighbours = [dist.new_group(list(range(at, at + size))) for at in range(0, world_size, size)]
     twins = [dist.new_group(list(range(at, world_size, size))) for at in range(size)]
     return Layout(size, rank % size, neighbours[rank // size], twins[rank % size])
