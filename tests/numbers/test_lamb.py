@@ -129,7 +129,7 @@ def test_a_sparse_gradient() -> None:
 
 
 def run_of(world_size: int, make: Callable[[Any], torch.optim.Optimizer], **settings: Any) -> Run:
-    return Run(world_size, steps=10, optimizer=make, **settings)
+    return Run(world_size, steps=4, optimizer=make, **settings)
 
 
 def test_slices_are_stepped_as_the_whole(subtests: pytest.Subtests) -> None:
@@ -166,7 +166,7 @@ def test_options(subtests: pytest.Subtests) -> None:
 
 def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
     """With gradients in fp32 on the wire: else its rounding is what would be seen."""
-    run = replace(run_of(2, lamb(eps=1e-2)), steps=5)
+    run = replace(run_of(2, lamb(eps=1e-2)), steps=3)
     run = run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
     runs = {str(dtype): replace(run, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
     for name, each, ran in trained(runs, masters_of):
