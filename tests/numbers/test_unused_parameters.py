@@ -111,7 +111,7 @@ class Training:
 
     kept: Kept
     world_size: int = 2
-    steps: int = 8
+    steps: int = 5
     backwards: int = 1
     way: Callable[[int, int, int], str] = lambda step, at, rank: "plain"
     call: Callable[[int, int, int], str] = lambda step, at, rank: "driven"
@@ -418,7 +418,7 @@ def test_one_drop_on_one_rank_switches_detection_on_everywhere_for_good(subtests
     def kept(step: int, at: int, rank: int) -> set[int]:
         return {0, 2} if (step, rank) == (1, 2) else everything(step, at, rank)
 
-    steps = 12
+    steps = 5
     for name, run, ran in trained(in_stages(Training(kept, 3, steps)), sharded, timeout=TIMEOUT):
         with subtests.test(name):
             for seen in judge(run, ran.values(), 2e-5):
@@ -569,7 +569,7 @@ def test_random_drops(subtests: pytest.Subtests) -> None:
         return Training(
             random_kept(seed, nothing=0.2),
             world_size=2 + seed % 3,
-            steps=10,
+            steps=6,
             backwards=1 + seed % 3,
             clip=rng.choice([0.0, 0.1]),
             options=options,
@@ -578,7 +578,7 @@ def test_random_drops(subtests: pytest.Subtests) -> None:
     for name, run, ran in trained({f"seed {seed}": of(seed) for seed in range(6)}, sharded, timeout=TIMEOUT):
         with subtests.test(name):
             seen, *_ = judge(run, ran.values(), 5e-6)
-            assert seen.detecting[2:] == [True] * 8
+            assert seen.detecting[2:] == [True] * 4
 
 
 def test_random_drops_under_no_sync(forecasting: None, subtests: pytest.Subtests) -> None:
