@@ -304,7 +304,7 @@ def test_gradients_that_come_with_a_graph_are_reduced_without_it(subtests: pytes
         return hangs, [*bias.tolist(), *weight.flatten().tolist()]
 
     in_place, packed = 1, 100
-    for (stage, bucket_size), ran in run_cases(train, 2, product(STAGES, (in_place, packed))):
+    for (stage, bucket_size), ran in run_cases(train, 2, product(STAGES, (in_place, packed)), one_group=True):
         with subtests.test(stage=stage, bucket_size=bucket_size):
             for hangs, values in ran.values():
                 assert hangs
@@ -326,7 +326,7 @@ def test_a_late_gradient_of_one_rank_is_reduced(subtests: pytest.Subtests) -> No
             optimizer.zero_grad()
         return parameters_of(model)
 
-    for (stage, nested), ran in run_cases(train, 2, product(STAGES, (False, True)), timeout=TIMEOUT):
+    for (stage, nested), ran in run_cases(train, 2, product(STAGES, (False, True)), timeout=TIMEOUT, one_group=True):
         with subtests.test(stage=stage, nested=nested):
             expected = parameters_of(train_recomputed(Recomputed, True, nested)(Alone(2)))
             check_close(expected, ran.values(), 2e-6)
@@ -968,7 +968,7 @@ def test_step_hooks_run_once_a_step(subtests: pytest.Subtests) -> None:
             optimizer.zero_grad()
         return seen
 
-    for (on,), ran in run_cases(train, 2, [(on,) for on in EITHER]):
+    for (on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
         with subtests.test(on):
             assert ran.values() == [["pre", "post"] * 3] * 2
 
@@ -1029,7 +1029,7 @@ def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests:
             isinstance(optimizer, torch.optim.Optimizer),
         ]
 
-    for (load_on,), ran in run_cases(train, 2, [(on,) for on in EITHER]):
+    for (load_on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
         with subtests.test(load_on):
             assert ran.values() == [[True] * 5] * 2
 
@@ -1171,7 +1171,7 @@ def test_the_slices_keep_no_gradients_of_their_own(subtests: pytest.Subtests) ->
         optimizer.step()
         return [p32.grad is None for p32 in optimizer.get_working_to_master_map().values()]
 
-    for (stage,), ran in run_cases(train, 2, [(stage,) for stage in STAGES]):
+    for (stage,), ran in run_cases(train, 2, [(stage,) for stage in STAGES], one_group=True):
         with subtests.test(stage):
             assert ran.values() == [[True] * 8] * 2
 
@@ -1194,7 +1194,8 @@ def test_bytes_held(world_size: int, subtests: pytest.Subtests) -> None:
         optimizer.zero_grad()
         return after_backward, optimizer.memory_held()
 
-    for (stage, dtype), ran in run_cases(look, world_size, product(STAGES, (torch.float32, torch.bfloat16))):
+    cases = product(STAGES, (torch.float32, torch.bfloat16))
+    for (stage, dtype), ran in run_cases(look, world_size, cases, one_group=True):
         with subtests.test(stage=stage, dtype=dtype):
             size = dtype.itemsize
             rows = 1 if stage == "stage2" else world_size  # an all-reduced bucket is kept
