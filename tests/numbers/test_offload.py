@@ -176,7 +176,7 @@ def test_no_operation_mixes_tensors_of_two_devices(subtests: pytest.Subtests) ->
             train_on_two_devices(rank, run, mode)
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for (dtype, stage), ran in run_cases(work, 2, zip(dtypes, STAGES, strict=True)):
+    for (dtype, stage), ran in run_cases(work, 2, zip(dtypes, STAGES, strict=True), one_group=True):
         with subtests.test(dtype=dtype, stage=stage):
             ran.values()
 
