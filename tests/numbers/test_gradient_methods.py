@@ -102,7 +102,7 @@ def dropping(step: int, rank: int) -> set[int]:
 def test_edited_slices_are_what_is_stepped(world_size: int, edit: Edit, subtests: pytest.Subtests) -> None:
     run = Run(world_size, 4, 2, drop=dropping, bare=world_size == 3)
     cases = [(run.with_options(reduce_bucket_size=50, **options), edit) for options in STAGES.values()]
-    for stage, ((edited, _), ran) in zip(STAGES, run_cases(train, world_size, cases), strict=True):
+    for stage, ((edited, _), ran) in zip(STAGES, run_cases(train, world_size, cases, one_group=True), strict=True):
         with subtests.test(stage):
             check_run(edited, [(parameters, norms) for parameters, _, norms in ran.values()], by=squashed)
 
@@ -265,7 +265,7 @@ def test_gradients_may_be_taken_away_added_and_exchanged(subtests: pytest.Subtes
         assert model.other.tolist() == [value - 3.5 for value in range(5)]
         assert optimizer.get_grad_norm() == pytest.approx(20**0.5)
 
-    for (offload,), ran in run_cases(work, 2, [(False,), (True,)]):
+    for (offload,), ran in run_cases(work, 2, [(False,), (True,)], one_group=True):
         with subtests.test(offload=offload):
             ran.values()
 
@@ -290,7 +290,7 @@ def test_edited_gradients_are_clipped_by_their_global_norm(subtests: pytest.Subt
         torch.testing.assert_close(model.other.detach(), torch.arange(5.0) - 4 * 125**-0.5)
 
     # Five elements on two ranks: the sixth is padding, which an edit may reach and nobody may count.
-    for (by_option, offload), ran in run_cases(work, 2, product((False, True), (False, True))):
+    for (by_option, offload), ran in run_cases(work, 2, product((False, True), (False, True)), one_group=True):
         with subtests.test(by_option=by_option, offload=offload):
             ran.values()
 
