@@ -254,7 +254,7 @@ def test_stages_agree_with_ddp_and_hold_a_share(tmp_path: Path) -> None:
 
 # Resuming.
 
-STEPS, EVERY, KEEP = 12, 2, 2
+STEPS, EVERY, KEEP = 10, 2, 2
 ASKED = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--keep={KEEP}", "--layer-drop=0.3", "--accumulation=2"]
 
 
