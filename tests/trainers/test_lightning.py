@@ -230,7 +230,7 @@ class Watched(Net):
             self.see(name, norm)
 
 
-def batches(count: int = 24, seed: int = 1, dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
+def batches(count: int = 16, seed: int = 1, dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(count, 5, generator=generator), torch.randn(count, 3, generator=generator)
     return DataLoader(TensorDataset(x.to(dtype), y.to(dtype)), batch_size=2)
@@ -270,7 +270,7 @@ RUNS = {
         trainer=lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, zero=STAGE_2
     ),
     "clipped under autocast": Run(trainer=lambda: {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}, zero=STAGE_2),
-    "accumulation": Run(trainer=lambda: {"accumulate_grad_batches": 4}, zero=STAGE_2),
+    "accumulation": Run(trainer=lambda: {"accumulate_grad_batches": 3}, zero=STAGE_2),
     "double": Run(trainer=lambda: {"precision": "64-true"}),
     "layer drop": Run(lambda: Net(drop=True), ddp=UNUSED),
     "layer drop, accumulation": Run(
