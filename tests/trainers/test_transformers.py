@@ -20,7 +20,7 @@ from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 from tests.support.trainers import LayerDrop, adamw, forget, gpt2, launched, llama, momentum, sentences, weights
 
-STEPS = 4
+STEPS = 3
 
 
 class Recorder(Trainer):  # type: ignore[misc]  # as in the package
@@ -129,7 +129,7 @@ RUNS = {
     "tokens are counted everywhere": Run({**ACCUMULATED, "average_tokens_across_devices": True}, keywords=by_momentum),
     "checkpointed": Run({"gradient_checkpointing": True}, STAGE_2),
     "reentrant": Run({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
-    "layer drop": Run({"max_steps": 8}, STAGE_2, model=LayerDrop, keywords=by_momentum),
+    "layer drop": Run({"max_steps": 6}, STAGE_2, model=LayerDrop, keywords=by_momentum),
     "layer drop, accumulated": Run(ACCUMULATED, model=LayerDrop, keywords=by_momentum),
     "compiled": Run(
         {"torch_compile": True, "torch_compile_backend": "eager"}, STAGE_2, model=lambda rank: LayerDrop(rank, kept=1)
@@ -190,7 +190,7 @@ def test_each_micro_batch_is_reduced_where_that_is_chosen(tmp_path: Path) -> Non
 def go_on(rank: int, world_size: int, folder: str, first: int, dtype: torch.dtype, sharded: bool) -> list[Result]:
     """A run of four steps that saves, and one that goes on from the second."""
     how = {"sharded_checkpoint": True} if sharded else {}
-    saves = {**ACCUMULATED, "save_strategy": "steps", "save_steps": 2}
+    saves = {**ACCUMULATED, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run = Run(saves, STAGE_2, lambda rank: gpt2().to(dtype), keywords=lambda model: how)
     results = []
     for which, start in ((first, None), (1, f"{folder}/checkpoint-2")):
