@@ -43,7 +43,7 @@ from tests.support.trainers import (
     weights,
 )
 
-STEPS = 6
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ RUNS = {
     "stage 1, clipped": Run(clip=0.3, accelerator={"gradient_accumulation_steps": 2}, model=lambda rank: llama()),
     "clipped by value": Run(zero=STAGE_2, clip_value=0.01, accelerator={"gradient_accumulation_steps": 2}),
     "accumulated": Run(zero=STAGE_2, accelerator={"gradient_accumulation_steps": 2}, make=adamw),
-    "accumulated, a rest": Run(accelerator={"gradient_accumulation_steps": 4}),
+    "accumulated, a rest": Run(accelerator={"gradient_accumulation_steps": 3}),
     "accumulated, reduced each time": Run(zero=STAGE_2, accelerator={"gradient_accumulation_plugin": EACH}),
     "checkpointed": Run(zero=STAGE_2, model=lambda rank: checkpointed(reentrant=False)),
-    "layer drop": Run(zero=STAGE_2, model=LayerDrop, batches=8),
-    "layer drop, accumulated": Run(model=LayerDrop, accelerator={"gradient_accumulation_steps": 2}, batches=8),
+    "layer drop": Run(zero=STAGE_2, model=LayerDrop, batches=6),
+    "layer drop, accumulated": Run(model=LayerDrop, accelerator={"gradient_accumulation_steps": 2}, batches=6),
     "compiled": Run(zero=STAGE_2, accelerator={"dynamo_backend": "eager"}, model=lambda rank: LayerDrop(rank, kept=1)),
     "gathered late": Run(zero={"overlap_allgather": True}, model=lambda rank: llama()),
     "batches are split": Run(accelerator={"dataloader_config": DataLoaderConfiguration(split_batches=True)}),
@@ -321,7 +321,7 @@ def in_16_bits(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Result, 
     with launched(rank, world_size):
         accelerator = ZeroAccelerator(cpu=True, zero_options={"initial_scale": 64.0})
         model = gpt2(embd_pdrop=0, attn_pdrop=0, resid_pdrop=0).to(dtype)
-        loader = DataLoader(sentences(24), batch_size=2)  # type: ignore[arg-type]
+        loader = DataLoader(sentences(4 * STEPS), batch_size=2)  # type: ignore[arg-type]
         model, optimizer, loader = accelerator.prepare(model, momentum(model.parameters()), loader)
         torch.manual_seed(rank)
         losses = []
