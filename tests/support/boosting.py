@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import rich.logging  # noqa: F401 - by ColossalAI's loggers: here once, and not in every rank
 import torch
 from colossalai.accelerator import set_accelerator
 from colossalai.booster import Booster
