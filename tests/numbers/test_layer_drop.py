@@ -221,7 +221,7 @@ def test_random_rounds(subtests: pytest.Subtests) -> None:
         bare, options = WAYS[way], list(STAGES.values())[world_size % 3]
         return Training(random_rounds(world_size, bare), world_size, bare=bare, options=options)
 
-    runs = {f"{size} ranks, {way}": of(size, way) for size, way in product(WORLD_SIZES, WAYS)}
+    runs = {f"{size} ranks, {way}": of(size, way) for size, way in zip(WORLD_SIZES, cycle(WAYS))}
     check(runs, subtests, tolerance=4e-6)
 
 
