@@ -23,7 +23,7 @@ MARGIN = 10  # a mistake is off by at least so many tolerances
 def check_run(
     run: Run,
     ranks: Sequence[Result],
-    tolerance: float = 2e-6,
+    tolerance: float = 1.3e-6,
     rel: float = 1e-5,
     by: Callable[[Run], Result] = train_alone,
     every_mistake: bool = False,
