@@ -583,7 +583,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         known = len(self.optim.param_groups)
         try:
             sharding = self._shard(self.optim, self._try_group(param_group), _ADD)
-        except BaseException:
+        except BaseException:  # of whatever kind: the wrapped optimizer is as it was
             del self.optim.param_groups[known:]
             raise
         with together(self.shard_group, _ADD):

@@ -40,6 +40,9 @@ def pytest_collection_finish() -> None:
         _move_to_huge_pages()
 
 
+_MADV_COLLAPSE = 25  # of linux/mman.h
+
+
 def _move_to_huge_pages(size: int = 2**21) -> None:
     """A fork copies the table of its pages, which takes longer than all else that starting a rank needs.
 
@@ -51,7 +54,7 @@ def _move_to_huge_pages(size: int = 2**21) -> None:
         if access == "rw-p" and name in ([], ["[heap]"]):
             start, end = (int(address, 16) for address in span.split("-"))
             start = -(-start // size) * size
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(max(0, end // size * size - start)), 25)
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(max(0, end // size * size - start)), _MADV_COLLAPSE)
 
 
 @pytest.fixture(autouse=True)

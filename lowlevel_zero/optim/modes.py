@@ -34,7 +34,7 @@ def switch(optimizer: LowLevelZeroOptimizer, mode: str, back: str) -> None:
     try:
         for each in optimizer.sharded_groups:
             each.reducer.even_out(call)
-    except BaseException:
+    except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
         if call.error is None:
             _method(optimizer, back)()
         raise

@@ -164,8 +164,8 @@ def test_the_gpu_benchmark_runs_without_what_only_cuda_tells(tmp_path: Path) -> 
         assert "launches" not in row
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_gpu_benchmark_refuses_to_run_without_one() -> None:
+def test_the_gpu_benchmark_refuses_to_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="expected a GPU that torch can use, found none"):
         cuda.main(["--size=tiny"])
 
