@@ -5,12 +5,12 @@ Importing this imports ColossalAI, which takes seconds: once, in the parent, bef
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import rich.logging  # noqa: F401 - by ColossalAI's loggers: here once, and not in every rank
 import torch
 from colossalai.accelerator import set_accelerator
 from colossalai.booster import Booster
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from lowlevel_zero.plugin import LowLevelZeroPlugin
 from lowlevel_zero.plugin.host_accelerator import HostAccelerator
+
+with suppress(ImportError):  # ColossalAI's loggers use it where it is: imported here once, not in every rank
+    importlib.import_module("rich.logging")
 
 
 class StandIn(HostAccelerator):
