@@ -102,10 +102,10 @@ class UnusedParameters:
     def _exchange(self, opens: bool, used: bytearray) -> Work[Presence]:
         buffer = bytearray((opens, self.lacked)) + used
 
-        def read(of_all: Tensor) -> Presence:
-            told = bytes(of_all.tolist())
-            self.lacked |= bool(told[1])
-            return Presence(bool(told[0]), told[_MAP:])
+        def read(maxima: Tensor) -> Presence:
+            of_any = bytes(maxima.tolist())
+            self.lacked |= bool(of_any[1])
+            return Presence(bool(of_any[0]), of_any[_MAP:])
 
         return self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)).then(read)
 

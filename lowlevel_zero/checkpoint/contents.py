@@ -194,8 +194,8 @@ class Contents:
                 )
         for name in sorted(self.tied.keys() ^ manifest.tied.keys()):
             here, there = ("model", "checkpoint") if name in self.tied else ("checkpoint", "model")
-            told = f"{name}: shared with another name in the {here}, not in the {there}: it is another model's"
-            raise ValueError(told)
+            differs = f"{name}: shared with another name in the {here}, not in the {there}: it is another model's"
+            raise ValueError(differs)
 
     # ---- what is loaded ----
 

@@ -76,10 +76,10 @@ def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
             seen = error
     data = pickle.dumps(seen)
     (length,) = group.from_rank_zero([len(data)])  # messages as many as the logarithm of the ranks
-    told: T | OSError | ValueError = pickle.loads(bytes(group.from_rank_zero([*data[:length].ljust(length)])))
-    if isinstance(told, (OSError, ValueError)):
-        raise told
-    return told
+    answer: T | OSError | ValueError = pickle.loads(bytes(group.from_rank_zero([*data[:length].ljust(length)])))
+    if isinstance(answer, (OSError, ValueError)):
+        raise answer
+    return answer
 
 
 def locate(path: Path) -> Path:
@@ -102,8 +102,8 @@ def locate(path: Path) -> Path:
         got = dcp if (path / METADATA).exists() else "none"
         raise ValueError(f"{path}: expected a checkpoint of lowlevel_zero, with a {MANIFEST}, got {got}")
     newest = latest(path.parent)
-    told = "finds none either" if newest is None else f"finds {newest}"
-    raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing; latest({str(path.parent)!r}) {told}")
+    remedy = "finds none either" if newest is None else f"finds {newest}"
+    raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing; latest({str(path.parent)!r}) {remedy}")
 
 
 def check_target(path: Path) -> None:

@@ -28,7 +28,7 @@ from .optimizers import (
     check_same_optimizers,
     check_schedulers,
     group_of,
-    told,
+    names_text,
 )
 from .saved import SavedCheckpoint
 from .saving import runs_of, wait_for_last
@@ -84,7 +84,7 @@ def load_checkpoint(
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
         before = {name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()}
         check_rank_state(rank_state)
-        lines += [f"path {path}", f"{told(optimizers, 'optimizer')}, {told(schedulers, 'scheduler')}"]
+        lines += [f"path {path}", f"{names_text(optimizers, 'optimizer')}, {names_text(schedulers, 'scheduler')}"]
         saved = SavedCheckpoint(folder)
         manifest = saved.manifest
         manifest.check_files(folder, sorted(manifest.files)[group.group_rank :: group.ranks], verify)
@@ -183,8 +183,8 @@ def _who_is_given(states: list[int], ranks: int) -> str:
     """Which ranks are given a state, and which aren't."""
     without = [rank for rank in range(ranks) if rank not in states]
     surplus = [rank for rank in states if rank >= ranks]
-    told = f"{ranks} ranks load: " + (f"saved by {ranks_text(states)}" if states else "none was saved")
-    told += f"; ranks {ranks_text(without)} are given none" if without else ""
-    return told + (
+    text = f"{ranks} ranks load: " + (f"saved by {ranks_text(states)}" if states else "none was saved")
+    text += f"; ranks {ranks_text(without)} are given none" if without else ""
+    return text + (
         f"; those of ranks {ranks_text(surplus)} are given to nobody: see read_rank_state" if surplus else ""
     )

@@ -180,15 +180,15 @@ def whole_manifest(folder: Path) -> Manifest | None:
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     """That of a file's content: format 1 has more in it, and not always ``experts``, ``excluded`` and ``runs``."""
     experts = content.get("experts", {}).items()
-    told = {each.name: content[each.name] for each in fields(Manifest) if each.name in content}
-    told |= {
+    known = {each.name: content[each.name] for each in fields(Manifest) if each.name in content}
+    known |= {
         "tensors": _tensors(content["tensors"]),
         "files": {name: FileSum(*file) for name, file in content["files"].items()},
         "experts": {name: Expert(entry["name"], tuple(entry["ranks"])) for name, entry in experts},
         "excluded": _tensors(content.get("excluded", {})),
         "runs": tuple(content.get("runs", ())),
     }
-    return Manifest(**told)
+    return Manifest(**known)
 
 
 def _tensors(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:

@@ -88,7 +88,8 @@ def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name,
     partly = isinstance(scheduler, Mapping) and found.keys() <= set(optimizers)
     if not partly and found.keys() != set(optimizers):
         raise ValueError(
-            f"scheduler: expected {told(optimizers, 'scheduler')}, as optimizer is, got {told(found, 'scheduler')}: "
+            f"scheduler: expected {names_text(optimizers, 'scheduler')}, as optimizer is, got "
+            f"{names_text(found, 'scheduler')}: "
             "give each optimizer's own, or None for one without"
         )
     return {name: found.get(name) for name in optimizers}
@@ -104,8 +105,8 @@ def check_same_optimizers(optimizers: Collection[Name], saved: Collection[Name])
     """Raise ``ValueError`` unless these optimizers are those that were ``saved``."""
     if set(optimizers) != set(saved):
         raise ValueError(
-            f"optimizer: expected {told(saved, 'optimizer')}, with which the checkpoint was saved, got "
-            f"{told(optimizers, 'optimizer')}: pass them as they were passed to save_checkpoint"
+            f"optimizer: expected {names_text(saved, 'optimizer')}, with which the checkpoint was saved, got "
+            f"{names_text(optimizers, 'optimizer')}: pass them as they were passed to save_checkpoint"
         )
 
 
@@ -114,7 +115,7 @@ def called(name: Name, kind: str = "optimizer") -> str:
     return kind if name is None else f"{kind}[{name!r}]"
 
 
-def told(names: Collection[Name], kind: str) -> str:
+def names_text(names: Collection[Name], kind: str) -> str:
     """How ``names`` come about, for messages."""
     if set(names) == {None}:
         return f"one {kind}"

@@ -32,7 +32,7 @@ from .contents import Contents
 from .folders import check_target
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed, unpacked
-from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, told
+from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, names_text
 from .storage import ALONE, CommittingWriter
 
 _log = logging.getLogger("lowlevel_zero")
@@ -106,7 +106,7 @@ def save_checkpoint(
         optimizers = check_optimizers(model, optimizer)
         schedulers = check_schedulers(scheduler, optimizers)
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
-        lines += [told(optimizers, "optimizer")]
+        lines += [names_text(optimizers, "optimizer")]
         contents = Contents(model, optimizers)
         lines += contents.lines()
     contents.meet(doing, exclude_frozen=exclude_frozen)

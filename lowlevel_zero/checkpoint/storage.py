@@ -84,9 +84,9 @@ class CommittingWriter(FileSystemWriter):
         names = {result.storage_data.relative_path for result in results}
         sums = {name: FileSum.of(self._written / name) for name in sorted(names)}
         sums |= {name: _write_through(self._written / name, data) for name, data in self._own.items()}
-        told: Future[Any] = Future()
-        told.set_result(_Written(results, sums))
-        return told
+        written: Future[Any] = Future()
+        written.set_result(_Written(results, sums))
+        return written
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         if len(results) != self._size:  # after destroy_process_group torch takes each rank for the only one

@@ -139,8 +139,8 @@ def _warn_of_unread(given: Mapping[str, Any]) -> None:
     ]
     if unread:
         near = {path: get_close_matches(path, known, 1, 0.9) for path in unread}
-        told = ", ".join(f"{path} (is it {near[path][0]}?)" if near[path] else path for path in unread)
-        _log.warning("options_from_deepspeed: these keys aren't read, and change nothing here: %s", told)
+        listed = ", ".join(f"{path} (is it {near[path][0]}?)" if near[path] else path for path in unread)
+        _log.warning("options_from_deepspeed: these keys aren't read, and change nothing here: %s", listed)
 
 
 def _precision(given: Mapping[str, Any]) -> Options:

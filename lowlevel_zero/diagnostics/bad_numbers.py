@@ -171,16 +171,16 @@ class BadNumbers(StepObserver):
     def _found(self, at_hand: bool) -> str:
         """The parameter, bucket and ranks, in words; all ranks call it. ``at_hand``: the step's gradients are there."""
         mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
-        told: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.all_gather_object(mine)
-        suspects = [seen.first for seen in told if seen.first is not None]
+        gathered: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.all_gather_object(mine)
+        suspects = [seen.first for seen in gathered if seen.first is not None]
         if not suspects:
             return "no parameter has kept a sign of where it came from"
         first = min(suspects)
-        ranks = [rank for rank, seen in enumerate(told) if first.place in seen.sent]
+        ranks = [rank for rank, seen in enumerate(gathered) if first.place in seen.sent]
         found = f"first in {first.name} (bucket {first.bucket})"
         if self._ranks.ranks == 1 or ranks:
             return f"{found}, from rank {', '.join(map(str, ranks or [0]))}"
-        holders = ", ".join(str(rank) for rank, seen in enumerate(told) if seen.first == first)
+        holders = ", ".join(str(rank) for rank, seen in enumerate(gathered) if seen.first == first)
         return f"{found}, in the slice of the sum over ranks that rank {holders} holds"
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:

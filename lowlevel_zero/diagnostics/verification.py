@@ -64,16 +64,16 @@ def _digest(sums: Sequence[int]) -> list[int]:
     return [len(sums), value >> 32, value % 2**32]
 
 
-def _first_difference(told: Mapping[str, Sequence[int]]) -> str:
+def _first_difference(gathered: Mapping[str, Sequence[int]]) -> str:
     """Name the first entry that isn't the same on all ranks."""
-    for name, by_rank in told.items():
+    for name, by_rank in gathered.items():
         expected = max(by_rank, key=by_rank.count)
         others = [rank for rank, value in enumerate(by_rank) if value != expected]
         if others:
-            count = sum(len(set(values)) > 1 for values in told.values())
+            count = sum(len(set(values)) > 1 for values in gathered.values())
             return (
                 f"{name}: expected the same values on every rank, got others on {_ranks(others)} than on "
-                f"{_ranks([rank for rank in range(len(by_rank)) if rank not in others])} ({count} of {len(told)} "
+                f"{_ranks([rank for rank in range(len(by_rank)) if rank not in others])} ({count} of {len(gathered)} "
                 "tensors differ): look for memory or devices that err, and for code that writes into parameters on "
                 "some ranks alone; go on from a checkpoint"
             )

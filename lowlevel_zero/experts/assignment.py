@@ -188,13 +188,13 @@ def make_groups(
 
 def _check_parts(dp: ShardGroup, groups: Sequence[dist.ProcessGroup]) -> None:
     own = [(_ranks(pg), pg.group_name) for pg in groups]
-    told = dict(zip(_ranks(dp.group), dp.all_gather_object(own), strict=True))
+    gathered = dict(zip(_ranks(dp.group), dp.all_gather_object(own), strict=True))
     for at in range(len(groups)):
-        for rank, theirs in told.items():
+        for rank, theirs in gathered.items():
             members, _ = theirs[at]
-            differing = [member for member in members if told[member][at] != theirs[at]]
+            differing = [member for member in members if gathered[member][at] != theirs[at]]
             if differing:
-                other, _ = told[differing[0]][at]
+                other, _ = gathered[differing[0]][at]
                 raise ValueError(
                     f"{_KEYWORD}: expected all members of a group to list their parameters under it, but rank {rank} "
                     f"has the group of ranks {members} where rank {differing[0]} has one of ranks {other}: make the "

@@ -56,8 +56,8 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="for machines: one JSON object")
     parser.add_argument("--check", action="store_true", help="read every file first, and compare it with its checksum")
-    told = "lay it out for so many ranks (those that saved it)"
-    parser.add_argument("--world-size", metavar="N", type=whole_number, help=told)
+    text = "lay it out for so many ranks (those that saved it)"
+    parser.add_argument("--world-size", metavar="N", type=whole_number, help=text)
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -72,8 +72,8 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    told = "a checkpoint, or a directory of checkpoints, of which the newest whole one is taken"
-    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=told)
+    text = "a checkpoint, or a directory of checkpoints, of which the newest whole one is taken"
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=text)
 
 
 def _open(path: Path) -> SavedCheckpoint:

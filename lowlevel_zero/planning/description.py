@@ -27,10 +27,10 @@ def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
         CheckpointError: a file can't be read.
     """
     manifest, optimizers = checkpoint.manifest, checkpoint.objects.optimizers
-    told = ("format", "version", "torch", "saved", "world_size", "stage", "tied", "rank_states")
+    copied = ("format", "version", "torch", "saved", "world_size", "stage", "tied", "rank_states")
     return {
         "path": str(checkpoint.path),
-        **{name: getattr(manifest, name) for name in told},
+        **{name: getattr(manifest, name) for name in copied},
         "steps": _steps(checkpoint),
         "model": [
             {
@@ -156,6 +156,6 @@ def _listed(value: Any) -> str:
 
 
 def _settings(named: Mapping[str, Any]) -> str:
-    told = {name: value for name, value in named.items() if name != "params" and value is not None}
-    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in told.items()}
+    settings = {name: value for name, value in named.items() if name != "params" and value is not None}
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in settings.items()}
     return ", ".join(f"{name} {value}" for name, value in plain.items() if value is not False)

@@ -111,8 +111,8 @@ class Estimate(Held):
 
     def as_dict(self) -> dict[str, Any]:
         """Numbers by name, for JSON."""
-        told = {"total": self.total, "device": self.device, "host": self.host.total, "on_host": asdict(self.host)}
-        return {**asdict(self), **told}
+        totals = {"total": self.total, "device": self.device, "host": self.host.total, "on_host": asdict(self.host)}
+        return {**asdict(self), **totals}
 
 
 def estimate(

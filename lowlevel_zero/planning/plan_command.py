@@ -40,39 +40,39 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Let ``parser`` take the command's options."""
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group()
-    told = "elements of the model, as in 7e9, 7B or 125M (7B)"
-    model.add_argument("--params", metavar="N", type=elements, default=7 * 10**9, help=told)
-    told = "what makes the model, without arguments, on the meta device: as in torch.nn:Transformer"
-    model.add_argument("--model", metavar="MODULE:NAME", help=told)
+    text = "elements of the model, as in 7e9, 7B or 125M (7B)"
+    model.add_argument("--params", metavar="N", type=elements, default=7 * 10**9, help=text)
+    text = "what makes the model, without arguments, on the meta device: as in torch.nn:Transformer"
+    model.add_argument("--model", metavar="MODULE:NAME", help=text)
     add("--world-size", metavar="N", type=whole_number, nargs="+", required=True, help="ranks")
     add("--dtype", default="bf16", help=f"the parameters': {', '.join(DTYPES)} (%(default)s)")
     add("--stage", type=stage, nargs="+", default=[0, 1, 2], help="0 (DDP), 1, 2 (all of them)")
     add("--communication-dtype", help="of gradients on their way (the parameters')")
     add("--fp8", action="store_true", dest="fp8_communication", help="with fp8_communication")
-    told = "elements (%(default)s)"
-    add("--bucket-size", metavar="N", type=whole_number, default=2**20, dest="reduce_bucket_size", help=told)
+    text = "elements (%(default)s)"
+    add("--bucket-size", metavar="N", type=whole_number, default=2**20, dest="reduce_bucket_size", help=text)
     add("--json", action="store_true", help="for machines: one JSON object")
 
     add = parser.add_argument_group("of memory").add_argument
     add("--optimizer", default="adamw", help=f"{', '.join(NAMES)} (%(default)s)")
-    told = "with cpu_offload alone, or without (both)"
-    add("--offload", action=argparse.BooleanOptionalAction, default=None, help=told)
-    told = "step 16-bit slices as they are"
-    add("--no-master-weights", action="store_false", dest="master_weights", help=told)
-    told = "backwards before a step (%(default)s)"
-    add("--micro-batches", metavar="N", type=whole_number, default=1, help=told)
+    text = "with cpu_offload alone, or without (both)"
+    add("--offload", action=argparse.BooleanOptionalAction, default=None, help=text)
+    text = "step 16-bit slices as they are"
+    add("--no-master-weights", action="store_false", dest="master_weights", help=text)
+    text = "backwards before a step (%(default)s)"
+    add("--micro-batches", metavar="N", type=whole_number, default=1, help=text)
     add("--picture", metavar="FILE", type=Path, help="draw it into a PNG, SVG or PDF")
 
     add = parser.add_argument_group("of time").add_argument
     add("--link", metavar="RATE", type=rate, help="tell the time of a step over a link of each rank's, as in 100Gbit")
     add("--latency", metavar="TIME", type=seconds, default=0.0, help="from rank to rank, as in 20us (none)")
     add("--ring", action="store_true", help="rows go from neighbour to neighbour, not to all ranks at once")
-    told = "that a rank computes in one, beside half as much in a forward, as in 120ms (none, or as --flops tells)"
-    add("--backward", metavar="TIME", type=seconds, help=told)
+    text = "that a rank computes in one, beside half as much in a forward, as in 120ms (none, or as --flops tells)"
+    add("--backward", metavar="TIME", type=seconds, help=text)
     add("--flops", metavar="N", type=per_second, help="operations a second that a rank reaches, as in 300T")
     add("--tokens", metavar="N", type=elements, default=8192, help="of a rank's batch (%(default)s)")
-    told = "by which a rank is slower in a step, exponentially distributed: its mean, as in 5%% (none)"
-    add("--straggling", metavar="SHARE", type=share, default=0.0, help=told)
+    text = "by which a rank is slower in a step, exponentially distributed: its mean, as in 5%% (none)"
+    add("--straggling", metavar="SHARE", type=share, default=0.0, help=text)
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -80,11 +80,11 @@ def plan(options: argparse.Namespace) -> None:
     model = options.params if options.model is None else _made(options.model)
     numel = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else model
     title = f"{counted(numel, 'parameter')}, {options.dtype}"
-    told = {"params": numel, "dtype": options.dtype}
+    model_facts = {"params": numel, "dtype": options.dtype}
     if options.link is None:
-        _plan_memory(options, model, f"{title}, {options.optimizer}", {**told, "optimizer": options.optimizer})
+        _plan_memory(options, model, f"{title}, {options.optimizer}", {**model_facts, "optimizer": options.optimizer})
     else:
-        _plan_time(options, model, title, told)
+        _plan_time(options, model, title, model_facts)
 
 
 def _made(name: str) -> nn.Module:
@@ -102,7 +102,7 @@ def _made(name: str) -> nn.Module:
     return model
 
 
-def _plan_memory(options: argparse.Namespace, model: nn.Module | int, title: str, told: dict[str, Any]) -> None:
+def _plan_memory(options: argparse.Namespace, model: nn.Module | int, title: str, model_facts: dict[str, Any]) -> None:
     keywords = {name: getattr(options, name) for name in _OF_MEMORY}
     found = [
         estimate(model, world_size, stage, cpu_offload=offload, **keywords)
@@ -113,7 +113,7 @@ def _plan_memory(options: argparse.Namespace, model: nn.Module | int, title: str
     if options.picture is not None:
         draw_estimates(found, f"Bytes per rank: {title}", options.picture)
     if options.json:
-        print(json.dumps({**told, "estimates": [each.as_dict() for each in found]}, indent=1))
+        print(json.dumps({**model_facts, "estimates": [each.as_dict() for each in found]}, indent=1))
     else:
         scale, unit = unit_of(max(each.total for each in found))
         rows = [_memory_row(each, scale) for each in found]
@@ -126,13 +126,13 @@ def _memory_row(each: Estimate, scale: int) -> tuple[str, ...]:
     return (*kind, *(f"{size / scale:,.2f}" if size else "-" for size in sizes))
 
 
-def _plan_time(options: argparse.Namespace, model: nn.Module | int, title: str, told: dict[str, Any]) -> None:
+def _plan_time(options: argparse.Namespace, model: nn.Module | int, title: str, model_facts: dict[str, Any]) -> None:
     dtype = as_dtype("dtype", options.dtype) or torch.float32
     keywords = {name: getattr(options, name) for name in _OF_BOTH}
     keywords["communication_dtype"] = as_dtype("communication_dtype", options.communication_dtype)
     backward = options.backward
     if backward is None:
-        backward = _FLOPS * told["params"] * options.tokens / options.flops if options.flops else 0.0
+        backward = _FLOPS * model_facts["params"] * options.tokens / options.flops if options.flops else 0.0
     computing = Computing(backward / 2, backward, straggling=options.straggling)
     link = Link(options.link, options.latency, options.ring)
     shapes = [(numel, dtype) for numel in _sizes(model, options.reduce_bucket_size)]
@@ -142,7 +142,7 @@ def _plan_time(options: argparse.Namespace, model: nn.Module | int, title: str, 
         found += [step_time(rows, ranks, stage, computing, link) for stage in options.stage]
     if options.json:
         steps = [each._asdict() for each in found]
-        print(json.dumps({**told, **link._asdict(), "computing": computing._asdict(), "steps": steps}, indent=1))
+        print(json.dumps({**model_facts, **link._asdict(), "computing": computing._asdict(), "steps": steps}, indent=1))
     else:
         heading = f"{title}: ms a step, of which a rank computes {computing.whole * 1e3:,.2f}"
         print(f"{heading}\n\n{_table(_TIME_HEAD, [_time_row(each) for each in found])}\n\n{_TIME_NOTES}")

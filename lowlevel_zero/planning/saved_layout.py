@@ -55,9 +55,9 @@ def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | No
 
 def _options(settings: Settings, stage: int) -> ZeroOptions:
     """Those of the run; defaults where the checkpoint, an older one, doesn't tell."""
-    told = {key: value for key, value in settings.get("options", {}).items() if key != "bucket_size"}
-    told["communication_dtype"] = as_dtype("communication_dtype", told.get("communication_dtype"))
-    return ZeroOptions(partition_grad=stage == 2, **told)
+    chosen = {key: value for key, value in settings.get("options", {}).items() if key != "bucket_size"}
+    chosen["communication_dtype"] = as_dtype("communication_dtype", chosen.get("communication_dtype"))
+    return ZeroOptions(partition_grad=stage == 2, **chosen)
 
 
 def _parameter(checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: ZeroOptions) -> ParameterLayout:

@@ -72,9 +72,9 @@ def state_bytes(optimizer: Optimizer, make: Maker | None, dtype: torch.dtype, nu
     try:
         states, larger = (first_states(optimizer, count, dtype, make) for count in (tried, tried + more))
     except NoProbe as failure:
-        told = type(optimizer).__name__
+        kind = type(optimizer).__name__
         raise ValueError(
-            f"optimizer: the state of {told} can't be found out ({failure}): pass a function of the parameters that "
+            f"optimizer: the state of {kind} can't be found out ({failure}): pass a function of the parameters that "
             "returns one"
         ) from failure
     sizes = ((_size(state), _size(other)) for state, other in zip(states, larger, strict=True))

@@ -70,7 +70,7 @@ class GlobalNames:
         ranks_of = [tuple(place[rank] for rank in group.slice_ranks) for group in groups]
         led = led_by_this_rank(groups)
         own = [(name, number, ranks_of[number]) for name, number in number_of.items() if number in led]
-        for name, number, ranks in (each for told in from_leaders(groups, own) for each in told):
+        for name, number, ranks in (each for ranks_own in from_leaders(groups, own) for each in ranks_own):
             holders.setdefault(name, []).append((number, ranks))
         for name, held in holders.items():
             for at, (number, ranks) in enumerate(held):
@@ -100,7 +100,7 @@ def from_leaders(groups: Sequence[ShardGroup], own: T) -> list[T]:
     if len(groups) == 1:
         return []
     mine = own if led_by_this_rank(groups) else None
-    return [told for told in groups[0].all_gather_object(mine) if told is not None]
+    return [own_names for own_names in groups[0].all_gather_object(mine) if own_names is not None]
 
 
 def of_all_ranks(
@@ -115,8 +115,8 @@ def of_all_ranks(
     """
     led = led_by_this_rank(groups)
     found = [dict(each) for each in own]
-    for told in from_leaders(groups, [{n: of for n, of in each.items() if number_of[n] in led} for each in own]):
-        for known, others in zip(found, told, strict=True):
+    for gathered in from_leaders(groups, [{n: of for n, of in each.items() if number_of[n] in led} for each in own]):
+        for known, others in zip(found, gathered, strict=True):
             known.update(others)
     return found
 

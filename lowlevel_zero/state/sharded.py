@@ -66,11 +66,12 @@ class ShardedState:
         number_of = {name: record.shard_group for name, record in self._records.items()}
         self.present, self._others = of_all_ranks(store.shard_groups, number_of, present, others)
         held = [[(names[p], store.shard_group_of(p)) for p in members] for members in store.groups]
-        told = from_leaders(store.shard_groups, ([_of_groups(members, {0, *led}) for members in held], own_plans))
-        self._other_plans = [plan for _, plans in told for plan in plans]
+        gathered = from_leaders(store.shard_groups, ([_of_groups(members, {0, *led}) for members in held], own_plans))
+        self._other_plans = [plan for _, plans in gathered for plan in plans]
         # The names in each param group: the shared ones as this rank has them, with all ranks' experts between.
         self._group_names = [
-            _with_experts(_of_groups(members, {0}), [names[at] for names, _ in told]) for at, members in enumerate(held)
+            _with_experts(_of_groups(members, {0}), [names[at] for names, _ in gathered])
+            for at, members in enumerate(held)
         ]
 
     # ---- reading ----
@@ -182,10 +183,10 @@ def _of_groups(members: Iterable[tuple[str, int]], numbers: set[int]) -> list[st
     return [name for name, number in members if number in numbers]
 
 
-def _with_experts(shared: Sequence[str], told: Iterable[Iterable[str]]) -> list[str]:
-    """The ``shared`` names, and before each the others that come before it in a list that was ``told``."""
+def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> list[str]:
+    """The ``shared`` names, and before each the ones that come before it in one of the lists of ``others``."""
     before: dict[str | None, list[str]] = {name: [] for name in (*shared, None)}
-    for names in told:
+    for names in others:
         experts: list[str] = []
         for name in (*names, None):
             if name is None or name in before:
