@@ -17,7 +17,7 @@ from torch import Tensor
 from ..bookkeeping.module_names import matched, without_wrappers
 from ..state.sharded import renamed
 from ..state.whole import EXTRAS, FP8, State
-from .folders import beside, publish
+from .folders import aside_path, publish
 from .objects import Settings
 from .optimizers import Name
 from .saved import SavedCheckpoint
@@ -66,7 +66,7 @@ def consolidate(
         done(size.bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(8)
-    written = beside(out, token)
+    written = aside_path(out, token)
     written.mkdir()
 
     def read(name: str, key: str, like: Tensor) -> Tensor:

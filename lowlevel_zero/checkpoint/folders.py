@@ -28,7 +28,7 @@ T = TypeVar("T")
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
 
 
-class Place(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """A directory among checkpoints: one, or what stands beside one.
 
     Attributes:
@@ -58,15 +58,16 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
             while checkpoints come and go. None: who calls this looks by itself.
     """
     if group is not None:
-        return seen_by_first(ShardGroup(group), lambda: latest(directory))
+        return on_first_rank(ShardGroup(group), lambda: latest(directory))
     folder = Path(directory)
     if whole_manifest(folder) is not None:
         return folder
-    newest = max([*_places(folder), *_places(folder.parent, folder.name)], key=lambda each: each.serial, default=None)
+    found = [*_folders_in(folder), *_folders_in(folder.parent, folder.name)]
+    newest = max(found, key=lambda each: each.serial, default=None)
     return newest.path if newest is not None and newest.manifest is not None else None
 
 
-def seen_by_first(group: ShardGroup, look: Callable[[], T]) -> T:
+def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
     """What the first rank's ``look`` returns, or raises of what files and their content may raise, on every rank."""
     seen: Any = None
     if group.group_rank == 0:
@@ -123,7 +124,7 @@ def check_target(path: Path) -> None:
         )
 
 
-def beside(path: Path, token: str, kind: str = "tmp") -> Path:
+def aside_path(path: Path, token: str, kind: str = "tmp") -> Path:
     """Where ``path`` is written before it is whole, or where the one that it replaces goes."""
     return path.with_name(f"{path.name}.{token}.{kind}")
 
@@ -134,7 +135,7 @@ def publish(written: Path, path: Path, token: str) -> None:
     Between the two renames the former one is to be found aside.
     """
     sync_folder(written)
-    old = beside(path, token, "old")
+    old = aside_path(path, token, "old")
     if path.exists():
         os.rename(path, old)
     try:
@@ -144,17 +145,17 @@ def publish(written: Path, path: Path, token: str) -> None:
             os.rename(old, path)
         raise
     sync_folder(path.parent)
-    _clear_remains(_places(path.parent, path.name))
+    _clear_remains(_folders_in(path.parent, path.name))
 
 
 def prune(path: Path, keep: int, runs: Collection[str]) -> None:
     """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains."""
-    places = _places(path.parent)
-    found = [each for each in places if each.manifest is not None and set(each.manifest.runs[:1]) & set(runs)]
-    _clear_remains(places)
+    folders = _folders_in(path.parent)
+    found = [each for each in folders if each.manifest is not None and set(each.manifest.runs[:1]) & set(runs)]
+    _clear_remains(folders)
     for each in sorted(found, key=lambda each: each.serial)[:-keep]:
         # Moved first: a crash in the midst of removing it must not leave half a checkpoint under its name.
-        moved = beside(each.path, "0" * 16)
+        moved = aside_path(each.path, "0" * 16)
         os.rename(each.path, moved)
         shutil.rmtree(moved, ignore_errors=True)
 
@@ -174,7 +175,7 @@ def claim(written: Path) -> IO[bytes]:
 
 def next_serial(path: Path) -> int:
     """A number above those of all checkpoints beside ``path``: the time, unless a clock was wrong."""
-    return max([time.time_ns(), *(each.serial + 1 for each in _places(path.parent))])
+    return max([time.time_ns(), *(each.serial + 1 for each in _folders_in(path.parent))])
 
 
 def sync_folder(folder: Path) -> None:
@@ -186,7 +187,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _places(folder: Path, name: str | None = None) -> list[Place]:
+def _folders_in(folder: Path, name: str | None = None) -> list[CheckpointFolder]:
     """The directories in ``folder``, and (only) what stands beside the checkpoint of this ``name``."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -194,13 +195,13 @@ def _places(folder: Path, name: str | None = None) -> list[Place]:
         of, kind = (path.name, "") if aside is None else (aside["name"], aside["kind"])
         if path.is_dir() and (name is None or (kind and name == of)):
             whole = not kind or (kind == "old" and not (folder / of / MANIFEST).exists())
-            found.append(Place(path, of, kind, whole_manifest(path) if whole else None))
+            found.append(CheckpointFolder(path, of, kind, whole_manifest(path) if whole else None))
     return found
 
 
-def _clear_remains(places: Iterable[Place]) -> None:
+def _clear_remains(folders: Iterable[CheckpointFolder]) -> None:
     """Remove what saves that were broken off have left, and nobody needs any more."""
-    for path, _, kind, manifest in places:
+    for path, _, kind, manifest in folders:
         if manifest is None and (kind == "old" or (kind == "tmp" and _is_abandoned(path))):
             shutil.rmtree(path, ignore_errors=True)
 

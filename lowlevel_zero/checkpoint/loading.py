@@ -16,7 +16,7 @@ from ..communication.agreement import together
 from ..communication.monitored_barrier import monitored_barrier
 from ..planning.text import counted, ranks_text
 from .contents import Contents
-from .folders import locate, seen_by_first
+from .folders import locate, on_first_rank
 from .manifest import RANK_STATE, Manifest, read_manifest
 from .objects import read_data
 from .optimizers import (
@@ -78,7 +78,7 @@ def load_checkpoint(
     wait_for_last(group)
     monitored_barrier(group.group, "load_checkpoint", timeout)
     doing, place = f"load the checkpoint {path}", Path(os.path.abspath(path))
-    folder = seen_by_first(group, lambda: locate(place))
+    folder = on_first_rank(group, lambda: locate(place))
     with together(group, doing) as lines:
         optimizers = check_optimizers(model, optimizer)
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}

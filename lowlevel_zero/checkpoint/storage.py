@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
 from ..communication.shard_group import ShardGroup
-from .folders import beside, claim, next_serial, prune, publish
+from .folders import aside_path, claim, next_serial, prune, publish
 from .manifest import MANIFEST, METADATA, FileSum, Manifest
 from .saved import MODEL
 
@@ -56,7 +56,7 @@ class CommittingWriter(FileSystemWriter):
         own: Mapping[str, bytes],
         keep: int | None,
     ) -> None:
-        self._written = beside(path, token)
+        self._written = aside_path(path, token)
         super().__init__(self._written)
         self._path = path
         self._token = token

@@ -37,7 +37,7 @@ from ..state.values import (
     whole_masters,
     whole_states,
 )
-from .owners import at_once, is_frozen, owner_of, owners_of
+from .owners import collective_call, is_frozen, owner_of, owners_of
 
 __all__ = [
     "full_fp32_params",
@@ -245,7 +245,7 @@ def _read(
     device: torch.device | str | None = None,
 ) -> dict[Tensor, Tensor | None]:
     """Values of some parameters of one optimizer, on ``device``."""
-    with at_once(optimizer, records, call):
+    with collective_call(optimizer, records, call):
         if values.key is not None:
             _check_key(optimizer, records, values.key)
     found: dict[Tensor, Tensor | None] = {}
@@ -270,7 +270,7 @@ def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[s
 def _set_master(param: Tensor, value: Tensor, call: str, is_local: bool) -> None:
     """Let ``p32`` be a slice, and ``p`` what all ranks' round to."""
     optimizer, record = owner_of(param)
-    with at_once(optimizer, [record], call):
+    with collective_call(optimizer, [record], call):
         own = _slice_of(value, record, is_local)
     _finish(optimizer)
     start, stop = record.split.span(record.rank)
@@ -286,7 +286,7 @@ def _set_master(param: Tensor, value: Tensor, call: str, is_local: bool) -> None
 @torch.no_grad()
 def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool) -> None:
     optimizer, record = owner_of(param)
-    with at_once(optimizer, [record], call):
+    with collective_call(optimizer, [record], call):
         new = _slice_of(value, record, is_local)
     optimizer.finish_gradients()
     with optimizer.streams.home():
@@ -302,7 +302,7 @@ def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool) -> No
 def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool) -> None:
     optimizer, record = owner_of(param)
     state = _state(optimizer, record)
-    with at_once(optimizer, [record], f"{call}({key!r})") as lines:
+    with collective_call(optimizer, [record], f"{call}({key!r})") as lines:
         _check_key(optimizer, [record], key)
         held = state.get(key)
         if held is None:

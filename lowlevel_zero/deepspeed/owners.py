@@ -58,7 +58,9 @@ def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[Shar
 
 
 @contextmanager
-def at_once(optimizer: LowLevelZeroOptimizer, records: Sequence[ShardedParameter], call: str) -> Iterator[list[str]]:
+def collective_call(
+    optimizer: LowLevelZeroOptimizer, records: Sequence[ShardedParameter], call: str
+) -> Iterator[list[str]]:
     """Every rank makes this ``call``, of these parameters; the body, which doesn't communicate, checks it.
 
     The body may add to the lines that have to be alike on all ranks.
@@ -73,10 +75,10 @@ def at_once(optimizer: LowLevelZeroOptimizer, records: Sequence[ShardedParameter
             raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
         for record in records:
             record.take_back()
-        lines += [f"{call} of {_alike(record)}, optimizer {optimizer.shard_group.number}" for record in records]
+        lines += [f"{call} of {_common_name(record)}, optimizer {optimizer.shard_group.number}" for record in records]
         yield lines
 
 
-def _alike(record: ShardedParameter) -> str:
+def _common_name(record: ShardedParameter) -> str:
     """What a parameter is called on every rank: experts differ between ranks, and so may their names."""
     return f"expert parameter {record.index} of group {record.shard_group}" if record.shard_group else record.name

@@ -35,7 +35,7 @@ def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
     return isinstance(value, Tensor) and key not in SCALARS and value.shape == record.p32.shape
 
 
-def whole_of_rows(rows: Tensor, record: ShardedParameter) -> Tensor:
+def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
     """``[world_size, s]`` without its padding, as a tensor of ``p``'s shape and strides."""
     return record.restore(rows.reshape(-1)[: record.split.numel])
 
@@ -71,7 +71,7 @@ def _gathered(batch: Sequence[Slice], group: ShardGroup) -> list[Tensor]:
     filled = [row for row in rows if row.numel()]
     if filled:
         group.gather([own.to(device) for _, own in batch if own.numel()], filled).wait()
-    return [whole_of_rows(each, record) for each, (record, _) in zip(rows, batch, strict=True)]
+    return [unshard(each, record) for each, (record, _) in zip(rows, batch, strict=True)]
 
 
 def whole_masters(records: Iterable[ShardedParameter], group: ShardGroup) -> Iterator[Tensor]:
@@ -92,7 +92,7 @@ def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) ->
     for record in records:
         rows = gradients.averaged_rows(record)
         if rows is not None:
-            yield whole_of_rows(rows, record)
+            yield unshard(rows, record)
         else:
             yield next(gathered) if record.worked else None
 

@@ -15,7 +15,7 @@ from lowlevel_zero.bookkeeping.sharded_parameter import Place, ShardedParameter
 from lowlevel_zero.bookkeeping.sharding import SCALARS, slice_state
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.partition import EvenSplit
-from lowlevel_zero.state.values import Slice, whole_of_rows, whole_slices
+from lowlevel_zero.state.values import Slice, unshard, whole_slices
 from tests.support.oracle import Run, batch, build, check_close, groups, loss_of
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 
@@ -75,7 +75,7 @@ def test_gathered_slices_are_the_whole(world_size: int, subtests: pytest.Subtest
 
 def test_rows_lose_their_padding() -> None:
     record = record_of(torch.zeros(5), 0, 3)
-    assert whole_of_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]), record).tolist() == [1, 2, 3, 4, 5]
+    assert unshard(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]), record).tolist() == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("key", sorted(SCALARS))
