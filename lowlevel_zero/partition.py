@@ -17,6 +17,8 @@ ELEMENTWISE = (
 ROW_BYTES = 128
 # Elements. NCCL reaches its bandwidth with messages that are multiples of large powers of 2 (Megatron-LM's measure).
 WIDE_ROW = 2**16
+# In a row, unless the unit is one element: with more ranks rows are shorter.
+_LEAST_UNITS = 64
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Alignment(NamedTuple):
     """What the width of a row is a multiple of, in elements.
 
     Attributes:
-        short: of a row that is no wider than ``wide``.
+        short: of a row that is no wider than ``wide``; a power of 2, and less for a short row, so that padding stays
+            below 2%.
         wide: of a wider one.
     """
 
@@ -83,6 +86,8 @@ class Alignment(NamedTuple):
     def padded(self, columns: int) -> int:
         """The width of a row that holds so many elements."""
         unit = self.wide if columns > self.wide else self.short
+        while 1 < unit <= self.short and unit * _LEAST_UNITS > columns:
+            unit //= 2
         return -(-columns // unit) * unit
 
 

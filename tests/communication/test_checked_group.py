@@ -153,8 +153,8 @@ def test_a_rank_with_another_bucket_is_an_error_on_all() -> None:
         optimizer.step()
 
     message = refused(run_ranks_expecting(live, 2))
-    assert "rank 0 came to «reduction of bucket 0 (step 1, micro-batch 1): [2, 32] torch.float32 of 1.bias," in message
-    assert "rank 1 to «reduction of bucket 0 (step 1, micro-batch 1): [2, 32] torch.float32 of 0.weight," in message
+    assert "rank 0 came to «reduction of bucket 0 (step 1, micro-batch 1): [2, 15] torch.float32 of 1.bias," in message
+    assert "rank 1 to «reduction of bucket 0 (step 1, micro-batch 1): [2, 15] torch.float32 of 0.weight," in message
 
 
 def test_a_gather_of_another_dtype_is_an_error_on_all() -> None:

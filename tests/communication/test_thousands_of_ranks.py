@@ -23,10 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.gpt import GPT
 from benchmarks.gpt import SIZES as SIZES_OF_GPT
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.bucket_plan import Item, make_plan
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint, saving
 from lowlevel_zero.communication import communicator, failed_ranks, monitored_barrier, process_groups
 from lowlevel_zero.communication.backends.pairwise import Pairwise
-from lowlevel_zero.partition import EvenSplit
+from lowlevel_zero.options import ZeroOptions
+from lowlevel_zero.partition import EvenSplit, alignment_of
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
@@ -166,9 +168,14 @@ def test_what_hosts_tell_each_other_grows_with_the_logarithm(counts: Counts) -> 
         assert buffers["load"] == 4 * (size - 1), "a gather of each parameter"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_gpt_of_25_million_is_padded_by_less_than_2_percent(ranks: int) -> None:
+def test_a_gpt_of_25_million_is_padded_by_less_than_2_percent(ranks: int, dtype: torch.dtype) -> None:
+    """Its parameters; and the rows of its buckets, beside what is in them."""
     with torch.device("meta"):
-        numels = [p.numel() for p in GPT(SIZES_OF_GPT["25m"]).parameters()]
-    padding = sum(EvenSplit(numel, ranks).padding for numel in numels)
-    assert padding <= 0.02 * sum(numels)
+        splits = [EvenSplit(p.numel(), ranks) for p in GPT(SIZES_OF_GPT["25m"]).parameters()]
+    numel = sum(split.numel for split in splits)
+    assert sum(split.padding for split in splits) <= 0.02 * numel
+    items = [Item(split, dtype, whole=True, alignment=alignment_of(dtype)) for split in splits]
+    buckets = make_plan(items, list(reversed(range(len(items)))), ZeroOptions().reduce_bucket_size).buckets
+    assert ranks * sum(bucket.row - bucket.body for bucket in buckets) <= 0.02 * numel

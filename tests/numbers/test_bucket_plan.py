@@ -96,12 +96,12 @@ def test_every_parameter_finds_its_bucket(case: Case) -> None:
 
 
 def test_slices_lie_end_to_end_and_the_row_is_padded_behind_them() -> None:
-    """Slices of 5, 3 and 2 elements, on one rank, in a row of a multiple of 4."""
-    items = [item(numel, 1)._replace(alignment=Alignment(4, 4)) for numel in (5, 3, 2)]
+    """Slices of 500, 300 and 201 elements, on one rank, in a row of a multiple of 4."""
+    items = [item(numel, 1)._replace(alignment=Alignment(4, 4)) for numel in (500, 300, 201)]
     (bucket,) = make_plan(items, range(3), 1000).buckets
-    assert (bucket.sizes, bucket.starts, bucket.body, bucket.row) == ((5, 3, 2), [0, 5, 8], 10, 12)
+    assert (bucket.sizes, bucket.starts, bucket.body, bucket.row) == ((500, 300, 201), [0, 500, 800], 1001, 1004)
     (narrow,) = narrowed(make_plan(items, range(3), 1000), (0, 1, 1), [each.alignment for each in items]).buckets
-    assert (narrow.sizes, narrow.starts, narrow.body, narrow.row) == ((3, 2), [0, 3], 5, 8)
+    assert (narrow.sizes, narrow.starts, narrow.body, narrow.row) == ((300, 201), [0, 300], 501, 504)
     assert PlannedBucket(0, (3, 1), (5, 2), row=7).starts == [0, 5]
 
 
