@@ -75,7 +75,7 @@ def _measure(rank: int, world_size: int, cases: list[Case], rounds: int) -> list
     """Seconds by round, of each way, of each case on this rank."""
     warnings.simplefilter("ignore")
     messages, shared = ShardGroup(), ShardGroup()
-    shared.communicator.connect()
+    shared.connect()
     return [_measure_one(messages, shared, case, rounds) for case in cases]
 
 

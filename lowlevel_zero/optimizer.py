@@ -171,7 +171,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.shard_group = groups[0]
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
         for group in groups:
-            group.communicator.connect(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
+            group.connect(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
         sharding = self._shard(optimizer, names, CONSTRUCT, model)
         with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
@@ -490,7 +490,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self._conceal()
         for each in self.sharded_groups:
             each.reducer.end_step()
-            each.group.communicator.trim()
+            each.group.trim()
         self._observer.cleared()
         if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
             self.verify()

@@ -24,7 +24,7 @@ from .. import __version__
 from ..communication.agreement import together
 from ..communication.failed_ranks import explained
 from ..communication.monitored_barrier import monitored_barrier
-from ..communication.process_groups import context_of
+from ..communication.process_groups import context_of, side_group
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.sharded import States
@@ -126,7 +126,7 @@ def save_checkpoint(
     manifest = _manifest(contents, runs_of(optimizers), next(iter(settings.values()))["stage"])
     (number,) = group.from_rank_zero([secrets.randbits(62)])
     writer = CommittingWriter(target, f"{number:016x}", group, manifest, files, keep)
-    write = partial(_write, target, state, writer, group.side_group())
+    write = partial(_write, target, state, writer, side_group(group.group))
     saving = Saving(target)
     if async_save:
         saving.add_done_callback(_log_error)  # maybe nobody waits

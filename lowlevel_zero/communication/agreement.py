@@ -50,9 +50,7 @@ def agree(
         return
     if _agreed(group, error, "\n".join(lines)) is not None:
         return
-    statements = group.all_gather_object(
-        _Statement(doing, group.communicator.number, _reason(error), lines=list(lines))
-    )
+    statements = group.all_gather_object(_Statement(doing, group.number, _reason(error), lines=list(lines)))
     if error is not None:
         try:
             raise error
@@ -149,7 +147,7 @@ class Call(NamedTuple):
             Exception: this rank's own ``error``.
             RuntimeError: another rank's, or who was called for what.
         """
-        number = group.communicator.number
+        number = group.number
         same = f"{self.name} of {number}, {progress.steps}, {progress.cleared}"
         most = _agreed(group, self.error, same, (progress.syncs, progress.lacks))
         if most is None:

@@ -1,14 +1,13 @@
-"""Flat buffers: pieces laid into one and out of it again, sums of rows, and tensors of any dtype as one message."""
+"""Flat buffers: pieces laid into one and out of it again, sums of rows, and tensors as bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_MESSAGE_BYTES = 64 * 2**20  # of a message
 _TINY = 4096  # elements of a tensor that are copied faster than the copy is set up
 _BLOCK = 2**16  # elements that fit a core's cache several times
 
@@ -79,37 +78,11 @@ def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(dtype)
 
 
-# ---- messages of bytes ----
+# ---- bytes ----
 
 
-def batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors that hold anything, in their order: those of one device that fit one message, and at least one."""
-    batch: list[Tensor] = []
-    held = 0
-    for tensor in (tensor for tensor in tensors if tensor.numel() > 0):
-        held += tensor.nbytes
-        if batch and (held > _MESSAGE_BYTES or tensor.device != batch[0].device):
-            yield batch
-            batch, held = [], tensor.nbytes
-        batch.append(tensor)
-    if batch:
-        yield batch
-
-
-def as_message(batch: Sequence[Tensor]) -> Tensor:
-    """Their bytes, one after the other."""
-    return torch.cat([_as_bytes(tensor) for tensor in batch])
-
-
-def read_message(message: Tensor, batch: Sequence[Tensor]) -> None:
-    """Overwrite tensors with what a message made of such holds."""
-    parts = message.split_with_sizes([tensor.nbytes for tensor in batch])
-    for tensor, part in zip(batch, parts, strict=True):
-        # A part may start at an odd byte, which a wider dtype can't view: hence the clone.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, 1-D; its own memory where that is dense."""
     dense = tensor.detach().contiguous()
     # A contiguous tensor of one element may have any strides, with which it can't be seen as bytes.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count, zip_longest
 from typing import Any, TypeAlias
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from .backends.backend import Backend
 from .backends.staged import Staged
-from .communicator import Communicator, is_staged
 from .hierarchical import Nested, Replicated
 from .process_groups import backends_by_device, default_group, store_of, timeout_of, union_group
-from .shard_group import ShardGroup
+from .shard_group import ShardGroup, is_staged
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
@@ -70,7 +69,7 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool) ->
         return ShardGroup(inner)
     if dist.get_world_size(inner) == 1 and not hybrid_shard:
         return ShardGroup(outer)
-    return ShardGroup(GridCommunicator(outer, inner, [[rank for rank, _ in row] for row in rows], hybrid_shard))
+    return GridGroup(outer, inner, [[rank for rank, _ in row] for row in rows], hybrid_shard)
 
 
 def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object) -> None:
@@ -82,7 +81,7 @@ def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object)
         )
 
 
-class GridCommunicator(Communicator):
+class GridGroup(ShardGroup):
     """Ranks of a grid that share every parameter.
 
     Buffers go level by level, in groups of their own. What hosts tell each other goes over a group of all ranks.
@@ -102,13 +101,11 @@ class GridCommunicator(Communicator):
         self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, grid: list[list[int]], replicated: bool
     ) -> None:
         super().__init__(union_group([rank for row in grid for rank in row]))
-        self.outer, self.inner = Communicator(outer), Communicator(inner)
+        self.outer, self.inner = ShardGroup(outer), ShardGroup(inner)
         self._replicated = replicated
         everybody, self._backends_of_all = self.slice_ranks, self._backends
-        self._backends = backends_by_device(inner)
-        self.device_types = self.inner.device_types
-        self.rank, self.size = self.inner.rank, self.inner.size
-        self.slice_ranks = self.inner.slice_ranks
+        self._backends, self.device_types = backends_by_device(inner), self.inner.device_types
+        self.rank, self.size, self.slice_ranks = self.inner.rank, self.inner.size, self.inner.slice_ranks
         if not replicated:
             self.rank, self.size = self.rank * self.outer.size + self.outer.rank, self.size * self.outer.size
             self.slice_ranks = [rank for column in zip(*grid, strict=True) for rank in column]
@@ -143,10 +140,10 @@ class GridCommunicator(Communicator):
         across, within = self.outer.way_of(device), self.inner.way_of(device)
         return None if within is None else f"{within} within rows, {across} across them"
 
-    def traffic(self, rows: Mapping[str, int]) -> dict[str, int]:
+    def traffic(self) -> dict[str, int]:
         """Over two levels others get as many bytes as over one; replicas exchange their sums beside that."""
-        sent = super().traffic(rows)
-        for purpose, nbytes in rows.items():
+        sent = super().traffic()
+        for purpose, nbytes in self._rows.items():
             across = (self.outer.size - 1) * nbytes
             if self._replicated:
                 across = 2 * across // self.outer.size if purpose == "reduce" else 0
@@ -154,7 +151,7 @@ class GridCommunicator(Communicator):
             sent[f"{purpose}_outer"] = across
         return sent
 
-    def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
+    def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """From the first row to the others, then within rows."""
         self.outer.broadcast(tensors, by_way_of)
         self.inner.broadcast(tensors, by_way_of)

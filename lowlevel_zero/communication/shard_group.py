@@ -1,35 +1,51 @@
-"""ShardGroup: the ranks that share every parameter, and what they do together.
+"""ShardGroup: the ranks that share every parameter, what they do together, and the backends that carry what.
 
-A ``Communicator`` (of one process group, or of a grid of ranks: ``hierarchical.py``) brings buffers from rank to rank;
-here each collective is accounted for, and begun such that one sees who waits for it and who is missing.
+Which backend is fast is decided here and nowhere else. NCCL and its like run their native collectives; on gloo, rows go
+straight to the rank that wants them, through shared memory where all ranks are processes of one host. gloo carries a
+device's buffers through the host. Each collective is accounted for, and begun such that one sees who waits for it and
+who is missing. (Ranks in rows and columns: ``grid.py``.)
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..partition import END_TO_END, Alignment
-from .backends.backend import AGREED, MAXIMUM, PRESENT
-from .communicator import Communicator
-from .fp8 import encoded_size
-from .process_groups import side_group as side_group_of
+from ..streams import streams_of
+from .backends.backend import AGREED, MAXIMUM, PRESENT, Alone, Backend, HostBackend
+from .backends.memory_pool import Memory, open_pool
+from .backends.native import Native
+from .backends.pairwise import Pairwise
+from .backends.shared_memory import SharedMemory
+from .backends.staged import Staged
+from .failed_ranks import know, naming_lost
+from .flat_buffers import as_bytes
+from .fp8 import Fp8, encoded_size
+from .process_groups import backends_by_device, context_of, data_group, default_group, is_fake, side_group, timeout_of
+from .processes import own_process
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
-from .work import Work
+from .work import Chain, OnStream, OnThread, Work
 
+SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
+
+_HOST = torch.device("cpu")
 _LEAST = torch.iinfo(torch.int64).min
+_MESSAGE_BYTES = 64 * 2**20  # of a broadcast
 
 
 class ShardGroup:
-    """The ranks over which parameters are sharded.
+    """The ranks over which parameters are sharded: those of one process group, each of which holds a slice.
 
     Args:
-        ranks: a process group, or what its ranks talk by; None: the default process group.
+        group: the process group; None: the default one.
 
     Attributes:
         group: the process group of all ranks.
@@ -39,7 +55,11 @@ class ShardGroup:
         ranks: how many these are: ``size``, or more where slices have replicas (see ``hierarchical``).
         slice_ranks: global ranks of who holds slices 0, 1, 2, ...
         instance: of the shard groups that were made of the process group, which it is; the same on all ranks.
+        number: of this instance among those of the process group that have an order of their own; 0: it has none.
         device_types: types of the devices whose tensors the group can carry.
+        has_others: there are other ranks, and they are there.
+        hosts: what carries the hosts' own tensors and messages.
+        backend: what carries buffers of a device, in fp8 if that is wanted and there are others.
         progress: how far this rank has come with what it began here; diagnostics put their own.
 
     Raises:
@@ -47,47 +67,111 @@ class ShardGroup:
         ValueError: this process doesn't belong to the group.
     """
 
-    def __init__(self, ranks: dist.ProcessGroup | Communicator | None = None) -> None:
-        self.communicator = ranks if isinstance(ranks, Communicator) else Communicator(ranks)
-        self.group = self.communicator.group
-        self.rank, self.size = self.communicator.rank, self.communicator.size
-        self.group_rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.device_types = self.communicator.device_types
-        self.slice_ranks = self.communicator.slice_ranks
-        self.instance = next(self.communicator.context.shard_groups)
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "expected an initialised process group, got none: call torch.distributed.init_process_group() "
+                "first (or start the program with torchrun); one process alone needs it too, with world_size=1"
+            )
+        self.group: dist.ProcessGroup = group if group is not None else default_group()
+        self.rank = self.group_rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ValueError(
+                "dp_process_group: expected a group that this process belongs to, got one without it: "
+                "construct the optimizer on member ranks only"
+            )
+        self.size = self.ranks = dist.get_world_size(self.group)
+        self.slice_ranks = dist.get_process_group_ranks(self.group)
+        self._backends = backends_by_device(self.group)
+        self.device_types = sorted(self._backends)
+        self.has_others = self.size > 1 and not is_fake(self.group)
+        self._context = context_of(self.group)
+        self.instance, self.number = next(self._context.shard_groups), 0
         self.progress = Progress(self.group)
-        self._context = self.communicator.context
+        self.backend = cache(partial(type(self)._choose, proxy(self)))  # which would be a circle
+        self._chains: dict[str, Chain] = {}
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
         self._parts: dict[str, int] = {}  # bytes of those of no rows, by purpose
+        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(data_group(self.group))
+        self.hosts: HostBackend = Alone(self.rank, 1)
+        if self.has_others:
+            self._meet()
+            self.hosts = Pairwise(side_group(self.group))
 
-    @property
-    def number(self) -> int:
-        """Of this instance among those of the process group that have an order of their own; 0: it has none."""
-        return self.communicator.number
+    def _meet(self) -> None:
+        """Have the ranks know each other's processes; all come, and once is enough."""
+        if isinstance(self._context.agreements, Alone):
+            self._context.agreements = agreements = Pairwise(side_group(self.group))
+            with naming_lost(self.group, "first meeting of all ranks"):
+                processes = agreements.all_gather_object(own_process())
+            know(dict(zip(self.slice_ranks, processes, strict=True)))
 
-    def release(self) -> None:
-        """The instance is gone, and all of its buffers have been waited for."""
-        self.progress.left = True
-        self.communicator.trim(for_good=True)
+    def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
+        """Give what hosts send each other from here an order of its own; all ranks call it.
 
-    def abandon(self, under_way: Sequence[Work[Any]]) -> None:
-        """The instance is gone, with buffers that nobody has waited for: let them travel."""
-        self.progress.left = True
-        self.communicator.keep([Work(work.done, work.done, work.tensors) for work in under_way])
+        On gloo a rank may then be ahead with one optimizer's buffers when another's, or the caller's own collectives,
+        are next. On NCCL the order of all optimizers' buffers must be the same on every rank. If ``shared`` and all
+        ranks are processes of one host, buffers on gloo travel through shared memory, unless
+        ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit buffers in
+        fp32 elsewhere too.
+        """
+        if sums_in_fp32 and self.size > 1:
+            self._native = Native(data_group(self.group), sums_in_fp32=True)
+        self.backend.cache_clear()
+        if not self.has_others:
+            return
+        self.number = next(self._context.connected)
+        self.hosts = Pairwise(side_group(self.group), self.number)
+        if self.on_gloo(_HOST):
+            refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
+            if not self._context.agreements.exchange(refused, AGREED, MAXIMUM).wait():
+                self._share_memory()
 
-    def side_group(self) -> dist.ProcessGroup:
-        """A gloo group over the same ranks, for a checkpoint's collectives, be they a thread's beside training."""
-        return side_group_of(self.group)
+    def _share_memory(self) -> None:
+        """Go through shared memory, if all ranks can; alike on all."""
+        context = self._context
+        if context.pool is None:
+            context.pool = open_pool(self.rank, self.size, timeout_of(self.group), context.agreements)
+            if isinstance(context.pool, Memory):
+                context.agreements = SharedMemory(self.rank, context.pool, 0)
+        if isinstance(context.pool, Memory):
+            self.hosts = SharedMemory(self.rank, context.pool, self.number)
+
+    # ---- which backend carries what ----
+
+    def on_gloo(self, device: torch.device) -> bool:
+        """Whether gloo carries tensors of ``device``."""
+        return self.has_others and self._backends.get(device.type) == "gloo"
+
+    def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
+        direct = self.hosts if self.on_gloo(device) else self._native
+        way = Fp8(direct, self._chain(device)) if fp8 and self.size > 1 else direct
+        return Staged(way) if self.on_gloo(device) and is_staged(device) else way
+
+    def _chain(self, device: torch.device) -> Chain:
+        """Orders what comes second on ``device``: one for all of it."""
+        if device.type not in self._chains:
+            self._chains[device.type] = OnThread() if self.on_gloo(device) else OnStream(streams_of([device]))
+        return self._chains[device.type]
+
+    def way_of(self, device: torch.device) -> str | None:
+        """How buffers of ``device`` travel, in words; None: as the process group's backend has it."""
+        if not self.on_gloo(device):
+            return None
+        if self.hosts.shares_memory:
+            return "shared memory of one host"
+        pool = self._context.pool
+        return f"pairwise messages over gloo ({pool if isinstance(pool, str) else f'{SWITCH}=0 is set on one of them'})"
 
     # ---- the data path: one flat buffer, [size, row], at a time; with ``fp8``, rows travel as ``fp8.py`` has it ----
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False) -> Tensor:
         """A buffer for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
-        return self.communicator.backend(device, fp8).new_buffer(row, dtype, device)
+        return self.backend(device, fp8).new_buffer(row, dtype, device)
 
     def in_flight(self, device: torch.device, row_only: bool) -> int | None:
         """Reductions of ``device``'s tensors, to a row or all, that are worth having under way; None: any number."""
-        backend = self.communicator.backend(device)
+        backend = self.backend(device)
         return backend.in_flight if row_only or backend.limits_all_reduce else None
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
@@ -97,14 +181,14 @@ class ShardGroup:
         """
         row = buffer.shape[1]
         self._rows["reduce"] += encoded_size(row) if fp8 else row * buffer.element_size()
-        backend = self.communicator.backend(buffer.device, fp8)
+        backend = self.backend(buffer.device, fp8)
         return self.progress.start(REDUCTION, about, (buffer,), backend.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result has its shape, and may be ``buffer``."""
         row = buffer.shape[1]
         self._rows["reduce"] += 2 * (encoded_size(row) if fp8 else row * buffer.element_size())
-        backend = self.communicator.backend(buffer.device, fp8)
+        backend = self.backend(buffer.device, fp8)
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
@@ -127,7 +211,7 @@ class ShardGroup:
         numel = sum(map(Tensor.numel, own))
         row = alignment.padded(numel) if len(own) > 1 else numel
         self._rows["gather"] += encoded_size(row) if fp8 else row * rows[0].element_size()
-        backend = self.communicator.backend(rows[0].device, fp8)
+        backend = self.backend(rows[0].device, fp8)
         return self.progress.start(GATHER, about, rows, backend.gather, own, rows, row)
 
     def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
@@ -138,7 +222,7 @@ class ShardGroup:
         """
         sent = (buffer.numel() - sizes[self.rank]) * buffer.element_size()
         self._parts["step"] = self._parts.get("step", 0) + sent
-        backend = self.communicator.backend(buffer.device)
+        backend = self.backend(buffer.device)
         return self.progress.start(EXCHANGE, None, (buffer,), backend.all_to_all, buffer, sizes, into, sizes_into)
 
     def traffic(self) -> dict[str, int]:
@@ -146,7 +230,7 @@ class ShardGroup:
 
         An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does.
         """
-        return self.communicator.traffic(self._rows) | self._parts
+        return {purpose: (self.size - 1) * nbytes for purpose, nbytes in self._rows.items()} | self._parts
 
     # ---- a few numbers ----
 
@@ -155,15 +239,26 @@ class ShardGroup:
 
         On CUDA (NCCL) without a host synchronisation.
         """
-        return self.progress.start(NORM, None, (value,), self.communicator.backend(value.device).sum, value)
+        return self.progress.start(NORM, None, (value,), self.backend(value.device).sum, value)
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, in a few large messages.
 
         Those on devices that the group doesn't serve travel by way of one that it does, this rank's own.
         """
-        spread = partial(self.communicator.broadcast, tensors, by_way_of)
-        self.progress.start(BROADCAST, None, tensors, Work, spread).wait()
+        if self.has_others:
+            spread = partial(self._broadcast, [tensor.detach() for tensor in tensors if tensor.numel()], by_way_of)
+            self.progress.start(BROADCAST, None, tensors, Work, spread).wait()
+
+    def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
+        carried = []
+        for tensor in tensors:
+            served = tensor.device if tensor.device.type in self.device_types else by_way_of
+            carried.append(as_bytes(tensor).to(_HOST if self.on_gloo(tensor.device) else served))
+        dist._broadcast_coalesced(self.group, carried, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
+        for tensor, data in zip(tensors, carried, strict=True):
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum of every rank's ``values``, on the host.
@@ -180,7 +275,7 @@ class ShardGroup:
         It travels beside the buffers: all ranks make these calls in the same order among their syncs, but not among
         calls of ``all_reduce_max``. Its ``done`` tells when it is.
         """
-        return self.progress.start(MESSAGE, None, (values,), self.communicator.hosts.exchange, values, PRESENT, MAXIMUM)
+        return self.progress.start(MESSAGE, None, (values,), self.hosts.exchange, values, PRESENT, MAXIMUM)
 
     def alike(self, values: Sequence[int]) -> bool:
         """Whether every rank has the same ``values``."""
@@ -189,14 +284,45 @@ class ShardGroup:
 
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
         """Rank 0's ``values``, on the host; every rank gives as many."""
-        is_heard = self.group_rank == 0 or not self.communicator.has_others
+        is_heard = self.group_rank == 0 or not self.has_others
         return self.all_reduce_max(values if is_heard else [_LEAST] * len(values))
 
     def all_gather_object(self, mine: object) -> list[Any]:
         """Every rank's ``mine`` in rank order, pickled: for the rare case in which something differs."""
-        if not self.communicator.has_others:
+        if not self.has_others:
             return [mine] * self.ranks
         gather: Work[list[Any]] = self.progress.start(
             AGREEMENT, None, (), Work, partial(self._context.agreements.all_gather_object, mine)
         )
         return gather.wait()
+
+    # ---- memory, and the end ----
+
+    def held(self) -> list[Tensor]:
+        """Memory that buffers take on the host, or that is kept for them."""
+        return self.hosts.held()
+
+    def trim(self, for_good: bool = False) -> None:
+        """Nothing is under way on this rank: give memory back that buffers took."""
+        self.hosts.trim(for_good)
+
+    def release(self) -> None:
+        """The instance is gone, and all of its buffers have been waited for."""
+        self.progress.left = True
+        self.trim(for_good=True)
+
+    def abandon(self, under_way: Sequence[Work[Any]]) -> None:
+        """The instance is gone, with buffers that nobody has waited for: let them travel.
+
+        gloo stops reading from a peer when it has no tensor any more for what comes: all that comes after it, for
+        whichever optimizer, would never be read.
+        """
+        self.progress.left = True
+        kept = self._context.abandoned
+        kept[:] = [work for work in kept if not work.done()]
+        kept += [Work(work.done, work.done, work.tensors) for work in under_way]
+
+
+def is_staged(device: torch.device) -> bool:
+    """Whether gloo can't take tensors of ``device`` as they are."""
+    return device.type != "cpu"

@@ -26,7 +26,7 @@ def memory_held(optimizer: ShardedOptimizer) -> dict[str, int]:
             "gradients": gradients,
             "masters": [record.p32 for record in parameters],
             "states": [tensor for state in optimizer.optim.state.values() for tensor in state_tensors(state)],
-            "bucket_buffers": [buffer for ranks in parameters.shard_groups for buffer in ranks.communicator.held()],
+            "bucket_buffers": [buffer for ranks in parameters.shard_groups for buffer in ranks.held()],
         }
     )
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero.communication import flat_buffers
+from lowlevel_zero.communication import shard_group
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.buffers import buffer_of
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
@@ -205,7 +205,7 @@ def assorted(rank: int) -> list[Tensor]:
 def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests) -> None:
     def broadcast(rank: int, world_size: int, batch_bytes: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flat_buffers, "_MESSAGE_BYTES", batch_bytes)
+            patch.setattr(shard_group, "_MESSAGE_BYTES", batch_bytes)
             tensors = assorted(rank)
             ShardGroup().broadcast(tensors, torch.device("cpu"))
             return [(tensor, tensor.stride()) for tensor in tensors]

@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_fp32_params
 from lowlevel_zero.checkpoint import Sharded
-from lowlevel_zero.communication import communicator
 from lowlevel_zero.communication import fp8 as codec
+from lowlevel_zero.communication import shard_group
 from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.communication.backends.shared_memory import SharedMemory
-from lowlevel_zero.communication.communicator import Communicator
 from lowlevel_zero.communication.fp8 import BLOCK, decode, encode, encoded_size
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.judging import off_the_way
@@ -32,20 +31,20 @@ CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
 WAYS = ["native", "messages", "shared memory", "staged"]
 over_world_sizes = pytest.mark.parametrize("world_size", [2, 3, 4])
-_on_gloo, _send, _start_shared = Communicator.on_gloo, Pairwise.send_and_receive, SharedMemory._start
+_on_gloo, _send, _start_shared = ShardGroup.on_gloo, Pairwise.send_and_receive, SharedMemory._start
 
 
 def choose(way: str) -> None:
     """How the wires of this rank, a forked process, travel from now on."""
     os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(way == "shared memory"))
-    patch_rank(Communicator, "on_gloo", (lambda self, device: False) if way == "native" else _on_gloo)
-    patch_rank(communicator, "is_staged", lambda device: way == "staged")
+    patch_rank(ShardGroup, "on_gloo", (lambda self, device: False) if way == "native" else _on_gloo)
+    patch_rank(shard_group, "is_staged", lambda device: way == "staged")
 
 
 def joined(way: str, **options: bool) -> ShardGroup:
     choose(way)
     group = ShardGroup()
-    group.communicator.connect(**options)
+    group.connect(**options)
     return group
 
 
@@ -127,7 +126,8 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_swapped_rows_go_where_they_belong(world_size: int) -> None:
     def swap(way: str, rank: int) -> None:
-        backend = joined(way).communicator.backend(CPU)
+        group = joined(way)
+        backend = group.backend(CPU)
         for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
             wires = [(numbers(world_size, row, seed=of).abs() % 200).to(dtype) for of in range(world_size)]
             packed = backend.new_buffer(row, dtype, CPU).copy_(wires[rank])

@@ -49,7 +49,7 @@ def train(rank: int, world_size: int, bare: bool, **options: Any) -> list[float]
     model = Many()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = LowLevelZeroOptimizer(sgd, model=model, reduce_bucket_size=1, **options)
-    assert optimizer.shard_group.communicator.hosts.shares_memory
+    assert optimizer.shard_group.hosts.shares_memory
     assert len(optimizer.sharded_groups[0].reducer.plan.whole.buckets) == BUCKETS
     for _ in range(2):
         loss = model(rank + 1)
@@ -77,7 +77,7 @@ def test_many_buckets_are_told_of_at_once() -> None:
 def test_a_peer_that_has_died_is_named_within_seconds() -> None:
     def write(rank: int, world_size: int) -> None:
         group = ShardGroup()
-        group.communicator.connect()
+        group.connect()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         first, *_ = start_many(group)
@@ -93,7 +93,7 @@ def test_a_peer_that_has_died_is_named_within_seconds() -> None:
 def test_a_peer_that_never_reads_is_waited_for_where_it_is_needed_and_as_long_as_the_group_allows() -> None:
     def write(rank: int, world_size: int) -> tuple[str, float]:
         group = ShardGroup(dist.new_group([0, 1], timeout=timedelta(seconds=2)))
-        group.communicator.connect()
+        group.connect()
         if rank == 1:
             dist.barrier()
             return "", 0.0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_grads
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.communication.process_groups import side_group
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks
 
@@ -223,7 +224,7 @@ def test_sockets_are_those_of_one_group_more() -> None:
         seen = [sockets()]
         dist.new_group([0, 1, 2], backend="gloo")
         seen.append(sockets())
-        ShardGroup().communicator.connect()
+        ShardGroup().connect()
         seen.append(sockets())
         return seen[1] - seen[0], seen[2] - seen[1]
 
@@ -234,7 +235,7 @@ def test_sockets_are_those_of_one_group_more() -> None:
 def test_it_has_the_callers_timeout_and_ends_with_all_groups() -> None:
     def look(rank: int, world_size: int) -> tuple[float, int]:
         group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
-        side = ShardGroup(group).side_group()
+        side = side_group(group)
         assert dist.get_process_group_ranks(side) == [0, 1]
         timeout = side._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         dist.barrier()
@@ -314,7 +315,7 @@ def test_one_communicator_serves_all_optimizers_and_trains(tmp_path: Path) -> No
         join_stand_in(rank, world_size, tmp_path / "meeting")
         before, models = groups(), [net() for _ in range(3)]
         values = [train(model, made(model, partition_grad=True), rank)[0] for model in models]
-        assert not ShardGroup().communicator.on_gloo(torch.device("cpu"))
+        assert not ShardGroup().on_gloo(torch.device("cpu"))
         return groups() - before, values
 
     (made_first, first), (made_second, second) = run_ranks(count, 2, init=False)

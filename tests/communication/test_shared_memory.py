@@ -46,13 +46,13 @@ FEW = 2**15
 
 
 def is_shared(group: ShardGroup) -> bool:
-    return group.communicator.hosts.shares_memory
+    return group.hosts.shares_memory
 
 
 def group_with_wires(shared: bool = True) -> ShardGroup:
     os.environ[SWITCH] = str(int(shared))
     group = ShardGroup()
-    group.communicator.connect()
+    group.connect()
     assert is_shared(group) == shared
     return group
 
@@ -308,7 +308,7 @@ def test_one_rank_that_can_t_makes_all_send_messages(refusal: str) -> None:
             if rank == 1:
                 REFUSALS[refusal](patch)
             group = ShardGroup()
-            group.communicator.connect()
+            group.connect()
             total = group.reduce_scatter(group.new_buffer(5, torch.float32, CPU).fill_(rank)).wait()
             gc.collect()
             seen += [is_shared(group), total.tolist(), mappings()]
@@ -474,7 +474,7 @@ def test_fifty_optimizers_one_after_another_take_no_more_than_one() -> None:
             group.all_reduce_max([0])  # all have read all
             del model, optimizer
             gc.collect()
-            seen.append((descriptors(), mappings(), sum(each.nbytes for each in group.communicator.held())))
+            seen.append((descriptors(), mappings(), sum(each.nbytes for each in group.held())))
         return seen
 
     for seen in run_ranks(run, 2):
@@ -489,12 +489,12 @@ def test_between_steps_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(rank: int, world_size: int) -> tuple[int, int]:
         group = group_with_wires()
         pending = [group.reduce_scatter(group.new_buffer(2**17, torch.float32, CPU).fill_(1)) for _ in range(8)]
-        before = sum(each.nbytes for each in group.communicator.held())
+        before = sum(each.nbytes for each in group.held())
         for each in pending:
             each.wait()
         group.all_reduce_max([0])
-        group.communicator.trim()
-        return before, sum(each.nbytes for each in group.communicator.held())
+        group.trim()
+        return before, sum(each.nbytes for each in group.held())
 
     for before, after in run_ranks(run, 2):
         assert before == 8 * 2**20

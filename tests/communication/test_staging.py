@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from lowlevel_zero.communication import communicator
+from lowlevel_zero.communication import shard_group
 from lowlevel_zero.communication.backends.staged import Staged
 from tests.support.numbers import DROPS, STAGES
 from tests.support.oracle import Result, Run, check_close, train_sharded
@@ -28,7 +28,7 @@ def test_training_ends_in_the_same_bits(monkeypatch: pytest.MonkeyPatch, stage: 
     def train(rank: int, world_size: int) -> list[Result]:
         direct = train_sharded(rank, world_size, run)
         assert not staged
-        monkeypatch.setattr(communicator, "is_staged", lambda device: True)
+        monkeypatch.setattr(shard_group, "is_staged", lambda device: True)
         monkeypatch.setattr(Staged, "_staged", counted)
         through_host = [
             train_sharded(rank, world_size, each)

@@ -25,7 +25,7 @@ from benchmarks.gpt import SIZES as SIZES_OF_GPT
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.bucket_plan import Item, make_plan
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint, saving
-from lowlevel_zero.communication import communicator, failed_ranks, monitored_barrier, process_groups
+from lowlevel_zero.communication import failed_ranks, monitored_barrier, process_groups, shard_group
 from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.options import ZeroOptions
 from lowlevel_zero.partition import EvenSplit, alignment_of
@@ -77,10 +77,10 @@ def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
     store = dist.HashStore()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(communicator.SWITCH, "0")
+        patch.setenv(shard_group.SWITCH, "0")
         patch.setattr(dist.distributed_c10d, "_new_process_group_helper", make_fake)
         patch.setattr(dist, "get_backend", lambda group=None: backend)
-        for module in (process_groups, communicator):
+        for module in (process_groups, shard_group):
             patch.setattr(module, "backends_by_device", lambda group: {"cpu": backend})
         for module in (monitored_barrier, failed_ranks):
             patch.setattr(module, "store_of", store_of)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, read_metadata, save_checkpoint
 from lowlevel_zero.communication import work
-from lowlevel_zero.communication.grid import GridCommunicator, shard_group
+from lowlevel_zero.communication.grid import GridGroup, shard_group
 from lowlevel_zero.communication.work import OnStream, OnThread, Work
 from lowlevel_zero.streams import Streams
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
@@ -108,9 +108,9 @@ def test_sixteen_bits_equal_one_process_to_rounding(dtype: torch.dtype, shared: 
         found = {}
         for (wire, stage, form), run in runs.items():
             model, optimizer, norms = train_rank(rank, world_size, run.with_options(**grid.options(form)))
-            communicator = optimizer.shard_group.communicator
-            assert isinstance(communicator, GridCommunicator)
-            assert communicator.inner.hosts.shares_memory == shared
+            group = optimizer.shard_group
+            assert isinstance(group, GridGroup)
+            assert group.inner.hosts.shares_memory == shared
             whole = accessors.full_fp32_params(model)
             found[wire, stage, form] = {name: value for name, value in whole.items() if value is not None}, norms
         return found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowlevel_zero.communication.backends.native import Native
-from lowlevel_zero.communication.communicator import Communicator
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.oracle import Odd, Run
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -42,7 +42,7 @@ def over_nccl(work: Callable[..., Any], *args: Any) -> None:
 
     def alone(rank: int, world_size: int) -> None:
         torch.backends.cudnn.allow_tf32 = False
-        patch_rank(Communicator, "_choose", lambda self, device, fp8=False: Native(dist.group.WORLD))
+        patch_rank(ShardGroup, "_choose", lambda self, device, fp8=False: Native(dist.group.WORLD))
         work(rank, world_size, *args)
         torch.cuda.synchronize()
 

@@ -240,7 +240,7 @@ def test_gathers_are_aligned_and_fill_the_rows(world_size: int, shared: str, mon
 
     def gather(rank: int, world_size: int) -> None:
         group = ShardGroup()
-        group.communicator.connect()
+        group.connect()
         for alignment in (Alignment(), Alignment(32, 32), Alignment(32, 128)):
             for dtype in (torch.float32, torch.bfloat16):
                 rows = [torch.full((world_size, size), -1.0, dtype=dtype) for size in sizes]

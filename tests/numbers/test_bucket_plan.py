@@ -98,9 +98,9 @@ def test_every_parameter_finds_its_bucket(case: Case) -> None:
 def test_slices_lie_end_to_end_and_the_row_is_padded_behind_them() -> None:
     """Slices of 500, 300 and 201 elements, on one rank, in a row of a multiple of 4."""
     items = [item(numel, 1)._replace(alignment=Alignment(4, 4)) for numel in (500, 300, 201)]
-    (bucket,) = make_plan(items, range(3), 1000).buckets
+    (bucket,) = make_plan(items, range(3), 2000).buckets
     assert (bucket.sizes, bucket.starts, bucket.body, bucket.row) == ((500, 300, 201), [0, 500, 800], 1001, 1004)
-    (narrow,) = narrowed(make_plan(items, range(3), 1000), (0, 1, 1), [each.alignment for each in items]).buckets
+    (narrow,) = narrowed(make_plan(items, range(3), 2000), (0, 1, 1), [each.alignment for each in items]).buckets
     assert (narrow.sizes, narrow.starts, narrow.body, narrow.row) == ((300, 201), [0, 300], 501, 504)
     assert PlannedBucket(0, (3, 1), (5, 2), row=7).starts == [0, 5]
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowlevel_zero.communication import communicator
-from lowlevel_zero.communication.communicator import SWITCH, Communicator
+from lowlevel_zero.communication import shard_group as groups
 from lowlevel_zero.communication.grid import shard_group
-from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.communication.shard_group import SWITCH, ShardGroup
 
 from .grid import Grid
 
@@ -32,15 +31,15 @@ def group_by(way: str) -> Iterator[ShardGroup]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, str(int("shared memory" in way)))
         if "native" in way:
-            patch.setattr(Communicator, "on_gloo", lambda self, device: False)
+            patch.setattr(ShardGroup, "on_gloo", lambda self, device: False)
         if "staged" in way:
-            patch.setattr(communicator, "is_staged", lambda device: True)
+            patch.setattr(groups, "is_staged", lambda device: True)
         group = ShardGroup()
         if "nested" in way or "replicated" in way:
             outer, inner = Grid.of(dist.get_rank(), (2, 2))
             group = shard_group(inner, outer, "replicated" in way)
-        group.communicator.connect()
-        innermost = getattr(group.communicator, "inner", group.communicator)
+        group.connect()
+        innermost = getattr(group, "inner", group)
         assert innermost.hosts.shares_memory == ("shared memory" in way)
         assert innermost.on_gloo(torch.device("cpu")) == (way != "alone" and "native" not in way)
         yield group
