@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..flat_buffers import in_rows, sum_rows
 from ..work import OnThread, Work
-from .backend import GATHER, HAND_OUT, KINDS, MAXIMUM, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
+from .backend import AGREED, GATHER, HAND_OUT, KINDS, MAXIMUM, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
 
 T = TypeVar("T")
 
@@ -81,9 +81,11 @@ class Pairwise(HostBackend):
         return _work(works, lambda: into, buffer, into)
 
     def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
-        """All ranks to all others; but a maximum goes in rounds."""
+        """All ranks to all others; but what is agreed on, and a maximum, in rounds."""
         if combine is MAXIMUM:
             return cast("Work[T]", self._maximum(few.clone(), kind))
+        if kind == AGREED:
+            return Work(lambda: combine(self._gathered(few)), tensors=(few,))
         parts = few.expand(self.size, *few.shape).clone()
         works = self.send_and_receive([(few, parts[of]) for _, of in self.peers], kind)
         return _work(works, lambda: combine(parts), few)
@@ -106,6 +108,16 @@ class Pairwise(HostBackend):
         if kind != PRESENT:
             return Work(run_rounds, tensors=(few,))
         return self._maps.after(Work(run_rounds, tensors=(few,)), lambda most: Work(lambda: most))
+
+    def _gathered(self, few: Tensor) -> Tensor:
+        """Everybody's, in rounds, each of which doubles the number of ranks whose this has. (Bruck et al., 1997.)"""
+        had = few.new_empty(self.size, *few.shape)  # of this rank, of the one before it, ...
+        had[0] = few
+        for at, peer in enumerate(self._in_rounds):
+            mine, theirs = had[: self.size - 2**at][: 2**at], had[2**at :][: 2**at]
+            for work in self.send_and_receive([(mine, theirs)], AGREED, [peer]):
+                work.wait()
+        return had[[(self.rank - rank) % self.size for rank in range(self.size)]]
 
     def send_and_receive(
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: int, peers: Sequence[tuple[int, int]] | None = None
