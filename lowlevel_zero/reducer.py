@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from weakref import finalize, proxy
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Phase, StepState
-from .communication.agreement import Call, Progress
+from .communication.agreement import Call, Progress, agree
 from .communication.work import Work
 from .options import ZeroOptions
 from .unused_parameters import Presence, UnusedParameters
@@ -329,10 +328,9 @@ class Reducer:
         steps, cleared = self._gradients.steps, sorted(self._gradients.cleared, key=lambda record: record.index)
         if call.name == "zero_grad":
             steps, cleared = 0, []
-        told = crc32(repr([record.index for record in cleared]).encode()) if cleared else 0
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        progress = Progress(self._group.progress.micro_batch, lacks, steps, told)
-        agreed = call.agree(self._group, progress, [record.name for record in cleared])
+        progress = Progress(self._group.progress.micro_batch, lacks, steps, [record.name for record in cleared])
+        agreed = agree(self._group, None, call.error, call.name, progress=progress)
         self._may_be_alone = False
         self._gradients.cleared.clear()
         return agreed

@@ -29,17 +29,72 @@ BUILDS = Alike(
 )
 
 
+class Call(NamedTuple):
+    """What this rank has been called for.
+
+    Attributes:
+        name: one of a few.
+        error: why it can't be done; None: it can.
+    """
+
+    name: str
+    error: Exception | None = None
+
+
+class Progress(NamedTuple):
+    """How far a rank has come with one optimizer.
+
+    Attributes:
+        syncs: gradient syncs that it has closed in this step.
+        lacks: whether a backward has left one of its parameters without a gradient.
+        steps: steps since gradients were cleared.
+        cleared: names of the parameters whose ``p.grad`` has been set to None, since the ranks agreed last.
+    """
+
+    syncs: int = 0
+    lacks: bool = False
+    steps: int = 0
+    cleared: Sequence[str] = ()
+
+
+_NONE = Progress()
+
+
+class _Statement(NamedTuple):
+    """What a rank says of its call: in a digest, and in full once something is wrong.
+
+    Attributes:
+        name: of the call.
+        optimizer: its number.
+        lines: what has to be alike on all ranks; None: the call is one of a few that compare nothing more.
+        steps, cleared: as in ``Progress``.
+        reason: why the call can't be done; None: it can.
+    """
+
+    name: str
+    optimizer: int
+    lines: Sequence[str] | None
+    steps: int
+    cleared: Sequence[str]
+    reason: str | None = None
+
+
 def agree(
     group: ShardGroup,
-    lines: Sequence[str],
+    lines: Sequence[str] | None,
     error: Exception | None,
     doing: str = CONSTRUCT,
     alike: Alike = BUILDS,
-) -> None:
-    """Raise on every rank if one has an error, or if their ``lines`` differ.
+    progress: Progress = _NONE,
+) -> Progress:
+    """Raise on every rank if one has an error, or if they do different things, or if their ``lines`` differ.
 
-    One small exchange where all is well, of a digest. Only when it shows that something is wrong do the ranks exchange
-    what.
+    One small exchange where all is well, of a digest, and of one size whatever it is for: ranks that came for different
+    things find that out here. Only when it shows that something is wrong do the ranks exchange what. In one order with
+    the calls of other optimizers over the same ranks.
+
+    Returns:
+        ``progress`` with the most syncs of any rank, and whether any lacks a gradient.
 
     Raises:
         Exception: this rank's own ``error``.
@@ -47,28 +102,19 @@ def agree(
         ValueError: the first line that differs, by its ranks.
     """
     if error is None and group.ranks == 1:
-        return
-    if _agreed(group, error, "\n".join(lines)) is not None:
-        return
-    statements = group.all_gather_object(_Statement(doing, group.number, _reason(error), lines=list(lines)))
-    if error is not None:
-        try:
-            raise error
-        finally:
-            error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
-    _raise_others(statements)
-    raise ValueError(_first_difference([each.lines or () for each in statements], alike))
-
-
-def _agreed(group: ShardGroup, error: Exception | None, same: str, most: tuple[int, ...] = (0, 0)) -> list[int] | None:
-    """The maximum of every rank's ``most``; None: a rank has an error, or not the ``same`` as the others.
-
-    One small exchange, of one size whatever it is for: ranks that came for different things find that out here.
-    """
-    own = struct.unpack("=4I", hashlib.sha256(same.encode()).digest()[:16])
-    bounds = [*own, *map(neg, own)]
-    any_failed, *agreed = group.all_reduce_max([error is not None, *bounds, *most])
-    return None if any_failed or agreed[: len(bounds)] != bounds else agreed[len(bounds) :]
+        return progress
+    mine = _Statement(doing, group.number, lines, progress.steps, progress.cleared)
+    digest = struct.unpack("=4I", hashlib.sha256(repr(mine).encode()).digest()[:16])
+    bounds = [*digest, *map(neg, digest)]
+    most = group.all_reduce_max([error is not None, *bounds, progress.syncs, progress.lacks])
+    if most[:-2] == [0, *bounds]:
+        return progress._replace(syncs=most[-2], lacks=bool(most[-1]))
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    statements = group.all_gather_object(mine._replace(reason=reason))
+    try:
+        raise _what_differs(statements, alike) if error is None else error
+    finally:
+        error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
 
 
 @contextmanager
@@ -90,18 +136,6 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
         error = None  # as in agree
 
 
-def _first_difference(by_rank: Iterable[Sequence[str]], alike: Alike) -> str:
-    """Name the first place where a rank's lines are not rank 0's."""
-    for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
-        for rank, got in enumerate(others, 1):
-            if got != expected:
-                return (
-                    f"expected {alike.what} on every rank; rank 0 has «{expected}» where "
-                    f"rank {rank} has «{got}»: {alike.remedy}"
-                )
-    raise AssertionError("digests differ, lines don't")
-
-
 def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], doing: str) -> None:
     """Raise on all ranks of the first of ``groups`` if ``lines`` differ in one of the others.
 
@@ -119,113 +153,44 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
     agree(groups[0], (), error, doing)
 
 
-class Call(NamedTuple):
-    """What this rank has been called for.
-
-    Attributes:
-        name: one of a few.
-        error: why it can't be done; None: it can.
-    """
-
-    name: str
-    error: Exception | None = None
-
-    def agree(self, group: ShardGroup, progress: Progress, cleared: Sequence[str] = ()) -> Progress:
-        """Raise, on all ranks of ``group``, if one of them can't do what it was called for, or was called for another.
-
-        In one order with the calls of other optimizers over the same ranks. Communicates.
-
-        Args:
-            group: the ranks.
-            progress: how far this one has come.
-            cleared: the names that ``progress.cleared`` is of.
-
-        Returns:
-            How far the ranks have come: the most syncs, and whether any rank lacks a gradient.
-
-        Raises:
-            Exception: this rank's own ``error``.
-            RuntimeError: another rank's, or who was called for what.
-        """
-        number = group.number
-        same = f"{self.name} of {number}, {progress.steps}, {progress.cleared}"
-        most = _agreed(group, self.error, same, (progress.syncs, progress.lacks))
-        if most is None:
-            mine = _Statement(self.name, number, _reason(self.error), progress.steps, list(cleared))
-            statements = group.all_gather_object(mine)
-            if self.error is not None:
-                raise self.error
-            _raise_others(statements)
-            _raise_cleared(statements)
-            raise _different_calls(_last_calls(statements))
-        syncs, lacks = most
-        return Progress(syncs, bool(lacks), progress.steps, progress.cleared)
+def _first_difference(by_rank: Iterable[Sequence[str]], alike: Alike) -> str:
+    """Name the first place where a rank's lines are not rank 0's."""
+    for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
+        for rank, got in enumerate(others, 1):
+            if got != expected:
+                return (
+                    f"expected {alike.what} on every rank; rank 0 has «{expected}» where "
+                    f"rank {rank} has «{got}»: {alike.remedy}"
+                )
+    raise AssertionError("digests differ, lines don't")
 
 
-class Progress(NamedTuple):
-    """How far a rank has come with one optimizer.
-
-    Attributes:
-        syncs: gradient syncs that it has closed in this step.
-        lacks: whether a backward has left one of its parameters without a gradient.
-        steps: steps since gradients were cleared.
-        cleared: stands for the parameters whose ``p.grad`` has been set to None, since the ranks agreed last.
-    """
-
-    syncs: int
-    lacks: bool
-    steps: int
-    cleared: int
-
-
-class _Statement(NamedTuple):
-    """What a rank says of its call, once something is wrong.
-
-    Attributes:
-        name: of the call.
-        optimizer: its number.
-        reason: why the call can't be done; None: it can.
-        steps: since gradients were cleared.
-        cleared: parameters whose ``p.grad`` has been set to None.
-        lines: what has to be alike on all ranks; None: the call is one of a few that compare nothing more.
-    """
-
-    name: str
-    optimizer: int
-    reason: str | None
-    steps: int = 0
-    cleared: Sequence[str] = ()
-    lines: Sequence[str] | None = None
-
-
-def _reason(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def _raise_others(statements: Sequence[_Statement]) -> None:
-    """Raise another rank's error, or that some compare lines where others do something else."""
+def _what_differs(statements: Sequence[_Statement], alike: Alike) -> Exception:
+    """Another rank's error; or where the ranks' statements differ."""
     for rank, each in enumerate(statements):
         if each.reason is not None:
-            raise RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
-    if len({each.lines is None for each in statements}) > 1:
-        raise _different_calls([each.name for each in statements])
+            return RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
+    names, lines = [each.name for each in statements], [each.lines for each in statements if each.lines is not None]
+    if 0 < len(lines) < len(statements):
+        return _different_calls(names)
+    if any(own != lines[0] for own in lines):
+        return ValueError(_first_difference(lines, alike))
+    if len({(each.name, each.optimizer) for each in statements}) == 1:
+        cleared = [each.cleared for each in statements]
+        if any(each != cleared[0] for each in cleared):
+            return _different_gradients(cleared)
+    return _different_calls(_last_calls(statements))
 
 
-def _raise_cleared(statements: Sequence[_Statement]) -> None:
-    """Raise if the ranks have cleared different gradients, before one and the same call."""
-    if len({(each.name, each.optimizer) for each in statements}) == 1 and any(
-        each.cleared != statements[0].cleared for each in statements
-    ):
-        told = "; ".join(
-            f"rank {rank} has set that of {each.cleared[0]} and {len(each.cleared) - 1} others"
-            if each.cleared
-            else f"rank {rank} none"
-            for rank, each in enumerate(statements)
-        )
-        raise RuntimeError(
-            f"expected p.grad to be set to None for the same parameters on every rank, got: {told}: drop gradients "
-            "alike on all ranks, or all of them by optimizer.zero_grad()"
-        )
+def _different_gradients(cleared: Sequence[Sequence[str]]) -> RuntimeError:
+    told = "; ".join(
+        f"rank {rank} has set that of {names[0]} and {len(names) - 1} others" if names else f"rank {rank} none"
+        for rank, names in enumerate(cleared)
+    )
+    return RuntimeError(
+        f"expected p.grad to be set to None for the same parameters on every rank, got: {told}: drop gradients "
+        "alike on all ranks, or all of them by optimizer.zero_grad()"
+    )
 
 
 def _different_calls(calls: Sequence[str]) -> RuntimeError:
