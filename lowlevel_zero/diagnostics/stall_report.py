@@ -1,6 +1,6 @@
-"""The stall report: one thread a process that says why its optimizers wait, and for which ranks; after Horovod's.
+"""The stall report: a thread that says why a shard group's collectives wait, and for which ranks; after Horovod's.
 
-It looks at each shard group's ``Progress`` now and then, and touches the store only where nothing has moved since it
+It looks at the group's ``Progress`` now and then, and touches the store only where nothing has moved since it
 last looked. Where the host, or its device, waits for one and the same collective for too long, it asks the others
 through the store: every rank's thread answers how far that rank has come, also for a rank that is busy elsewhere; who
 has ended doesn't. The first to ask about a collective finds out who is missing there and tells the others that wait
@@ -15,14 +15,13 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from ..communication.process_groups import is_alive, is_fake, store_of, timeout_of
 from ..communication.progress import Collective
@@ -36,13 +35,6 @@ _SLOWEST_LOOK, _FASTEST_LOOK = 5.0, 0.02
 _SLOW = "All ranks have come: it is slow, or doesn't get through"
 
 _log = logging.getLogger("lowlevel_zero")
-
-
-def watch(group: ShardGroup, timeout: float) -> Watch | None:
-    """Report what ``group`` waits for longer than so many seconds, or a share of its timeout; 0: nothing."""
-    if timeout <= 0 or group.ranks == 1 or is_fake(group.group):
-        return None
-    return _watchdog.watch(group, min(timeout, _SHARE_OF_TIMEOUT * timeout_of(group.group)))
 
 
 class _Question(NamedTuple):
@@ -61,23 +53,24 @@ class _Question(NamedTuple):
     until: float
 
 
-class Watch:
-    """What is known of one shard group, on this rank.
+class Watch(Thread):
+    """Watches one shard group until it is gone.
 
     Args:
         group: the shard group, which isn't kept alive.
         timeout: seconds after which a wait counts as a stall.
-        gone: called when the group is gone.
 
     Attributes:
-        group: a weak reference to it.
         timeout: as given.
         pause: seconds between looks.
+        over: there is nothing to look at any more. (A finaliser may put into it, whatever it interrupts.)
     """
 
-    def __init__(self, group: ShardGroup, timeout: float, gone: Callable[[], None]) -> None:
+    def __init__(self, group: ShardGroup, timeout: float) -> None:
+        super().__init__(name="lowlevel_zero watchdog", daemon=True)
+        self.over = over = SimpleQueue[None]()
+        self._group = ref(group, lambda _: over.put(None))
         self._ranks, self._rank, self._size = group.group, group.group_rank, group.ranks
-        self.group = ref(group, lambda _: gone())
         self._store = store_of(group.group, f"stall/{group.instance}")
         self._progress = group.progress
         self.timeout = timeout
@@ -88,12 +81,20 @@ class Watch:
         self._reported = False
         self._answered = 0
 
-    def look(self, now: float) -> bool:
+    def run(self) -> None:
+        """Look now and then; in the end, answer what anybody may ask later: this rank begins no more collectives."""
+        while self._look(monotonic()):
+            with suppress(Empty):
+                self.over.get(timeout=self.pause)
+                break
+        with suppress(RuntimeError):  # the process that holds the store has ended
+            self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
+
+    def _look(self, now: float) -> bool:
         """Answer who has asked, and ask if this rank has waited for too long; False: there is nothing to look at."""
-        group = self.group()
+        group = self._group()
         progress = self._progress = self._progress if group is None else group.progress  # which may change
         if progress.left or group is None or not is_alive(self._ranks):
-            self.leave()
             return False
         del group
         seen = (progress.waits_for is None, progress.waits, progress.step, *progress.begun.values())
@@ -115,11 +116,6 @@ class Watch:
                 waited = now - self._since
                 _log.warning("rank %d has waited %.3g s for the %s. %s", self._rank, waited, what, progress.missing)
         return True
-
-    def leave(self) -> None:
-        """Answer what anybody may ask from now on: this rank begins no more collectives."""
-        with suppress(RuntimeError):  # the process that holds the store has ended
-            self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
 
     def _place(self) -> Collective | None:
         """What the host waits for, or the last that a device was given to wait for; None: nothing."""
@@ -189,70 +185,24 @@ def _missing(place: Collective, answers: Iterable[dict[str, Any] | None]) -> str
     return f"Not there yet: {'; '.join(missing)}" if missing else ""
 
 
-class _Watchdog:
-    """The process's own thread, which lives as long as there is something to watch."""
-
-    def __init__(self) -> None:
-        self.watches: list[Watch] = []
-        self._calls: SimpleQueue[None] = SimpleQueue()  # a finaliser may put into it, whatever it interrupts
-        self._lock = Lock()
-        self._thread: Thread | None = None
-        self._stops = False
-
-    def watch(self, group: ShardGroup, timeout: float) -> Watch:
-        """Watch a shard group until it is gone; the watch that there is, if there is one."""
-        with self._lock:
-            for watch in self.watches:
-                if watch.group() is group:
-                    return watch
-            watch = Watch(group, timeout, self.wake)
-            self.watches.append(watch)
-            if self._thread is None:
-                self._thread = Thread(target=self._run, name="lowlevel_zero watchdog", daemon=True)
-                self._thread.start()
-        self.wake()
-        return watch
-
-    def wake(self) -> None:
-        """There is something to look at."""
-        self._calls.put(None)
-
-    def stop(self) -> None:
-        """The process ends: it must not do so while the thread is within the store."""
-        thread = self._thread
-        self._stops = True
-        self.wake()
-        if thread is not None:
-            thread.join(timeout=1.0)
-
-    def _run(self) -> None:
-        pause = 0.0
-        while True:
-            with suppress(Empty):
-                self._calls.get(timeout=pause)
-            over = [watch for watch in list(self.watches) if not self._goes_on(watch)]
-            with self._lock:
-                self.watches[:] = [watch for watch in self.watches if watch not in over]
-                if not self.watches:
-                    self._thread = None
-                    return
-                pause = min([watch.pause for watch in self.watches])
-
-    def _goes_on(self, watch: Watch) -> bool:
-        if self._stops:
-            watch.leave()
-        return not self._stops and watch.look(monotonic())
+_watches: WeakKeyDictionary[ShardGroup, Watch] = WeakKeyDictionary()
 
 
-_watchdog = _Watchdog()
+def watch(group: ShardGroup, timeout: float) -> Watch | None:
+    """Report what ``group`` waits for longer than so many seconds, or a share of its timeout; 0: nothing."""
+    if timeout <= 0 or group.ranks == 1 or is_fake(group.group):
+        return None
+    if group not in _watches:
+        _watches[group] = Watch(group, min(timeout, _SHARE_OF_TIMEOUT * timeout_of(group.group)))
+        _watches[group].start()
+    return _watches[group]
 
 
-def _begin_anew() -> None:
-    """In a forked process: its parent's thread isn't here, and neither are its parent's ranks."""
-    global _watchdog
-    _watchdog = _Watchdog()
-
-
-if hasattr(os, "register_at_fork"):  # else there is no fork
-    os.register_at_fork(after_in_child=_begin_anew)
-atexit.register(lambda: _watchdog.stop())
+@atexit.register
+def _end() -> None:
+    """The process ends: it must not do so while a thread is within the store."""
+    watches = list(_watches.values())
+    for each in watches:
+        each.over.put(None)
+    for each in watches:
+        each.join(timeout=1.0)

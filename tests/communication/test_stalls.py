@@ -356,7 +356,7 @@ def watchdogs() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
-def test_one_thread_watches_all_and_goes_with_the_last() -> None:
+def test_a_thread_watches_each_and_goes_with_it() -> None:
     def live(rank: int, world_size: int) -> list[int]:
         counts = [len(watchdogs())]
         optimizers = [wrap(net()) for _ in range(3)]
@@ -376,7 +376,7 @@ def test_one_thread_watches_all_and_goes_with_the_last() -> None:
         return counts
 
     for counts in run_ranks(live, 2):
-        assert counts == [0, 1, 0, 1, 0]
+        assert counts == [0, 3, 0, 1, 0]
 
 
 def test_one_rank_alone_needs_no_watching() -> None:
@@ -389,14 +389,12 @@ def test_one_rank_alone_needs_no_watching() -> None:
     assert run_ranks(live, 1) == [0]
 
 
-def test_a_forked_process_has_a_watchdog_of_its_own() -> None:
+def test_a_forked_process_has_none_of_its_parent_s_watchdogs() -> None:
     def live(rank: int, world_size: int) -> int:
         optimizer = wrap(net())
         child = os.fork()
         if child == 0:
-            from lowlevel_zero.diagnostics import stall_report
-
-            os._exit(10 * len(watchdogs()) + len(stall_report._watchdog.watches))
+            os._exit(len(watchdogs()))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         del optimizer
         return code
