@@ -306,8 +306,8 @@ MUTANTS = [
     Mutant(
         "what one rank has cleared isn't told",
         "communication/agreement.py",
-        "{progress.steps}, {progress.cleared}",
-        "{progress.steps}",
+        "progress.steps, progress.cleared)",
+        "progress.steps, ())",
         HANDLES,
     ),
     Mutant(
