@@ -20,9 +20,6 @@ from .shard_group import ShardGroup, is_staged
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
-# Of each row, its ranks and what each is told to be the column of.
-_Rows: TypeAlias = "list[list[tuple[int, list[int]]]]"
-
 # Of this process; in a program whose ranks do the same, a try has one number on all of them.
 _tries = count()
 
@@ -53,23 +50,13 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool) ->
         return ShardGroup(group)
     if not (dist.is_available() and dist.is_initialized()):
         return ShardGroup()  # raises
-    meeting = _Meeting()
-    try:
-        outer, inner = _pair(group, extra)
-        _check_own(outer, inner)
-        # A row's ranks tell each other of their columns, and a column's of their rows: so all know of all.
-        row = meeting.gather(inner, "row", (dist.get_rank(), dist.get_process_group_ranks(outer)))
-        rows: _Rows = meeting.gather(outer, "grid", row)
-        _check_grid(rows)
-    except (TypeError, ValueError, RuntimeError) as error:
-        meeting.refuse(error)
-        raise
+    outer, inner, grid = _met(group, extra)
     # A level of one rank is none.
     if dist.get_world_size(outer) == 1:
         return ShardGroup(inner)
     if dist.get_world_size(inner) == 1 and not hybrid_shard:
         return ShardGroup(outer)
-    return GridGroup(outer, inner, [[rank for rank, _ in row] for row in rows], hybrid_shard)
+    return GridGroup(outer, inner, grid, hybrid_shard)
 
 
 def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object) -> None:
@@ -169,51 +156,48 @@ class GridGroup(ShardGroup):
 # ---- from the caller's groups to a grid ----
 
 
-class _Meeting:
-    """What ranks tell each other through the store before they communicate.
+def _met(group: Any, extra: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[list[int]]]:
+    """The outer and the inner group, and global ranks, ``[outer][inner]``.
 
-    A collective would wait for whoever has other groups; here a rank that can't go on says so to all who may ask it.
+    The ranks tell each other through the store which groups they have. A collective would wait for whoever has other
+    ones; here a rank that can't go on says so to all who may ask it.
     """
+    store, me = store_of(default_group(), f"grid/{next(_tries)}"), dist.get_rank()
+    try:
+        outer, inner = _pair(group, extra)
+        _check_own(outer, inner)
+    except (TypeError, ValueError) as error:
+        store.set(str(me), json.dumps(f"rank {me} could not construct its LowLevelZeroOptimizer: {error}"))
+        raise
+    row = dist.get_process_group_ranks(inner)
+    store.set(str(me), json.dumps([row, dist.get_process_group_ranks(outer)]))
+    columns = [column for _, column in _told(store, row)]
+    everybody = [rank for column in columns for rank in column]
+    groups_of = dict(zip(everybody, _told(store, everybody), strict=True))
+    _check_grid(columns, groups_of)
+    return outer, inner, [list(ranks) for ranks in zip(*columns, strict=True)]
 
-    def __init__(self) -> None:
-        self._store = store_of(default_group(), f"grid/{next(_tries)}")
-        self._timeout = timeout_of(default_group())
 
-    def gather(self, group: dist.ProcessGroup, stage: str, said: object) -> list[Any]:
-        """What each rank of ``group`` has to say, in their order; the first one gathers it.
+def _told(store: Any, ranks: Sequence[int]) -> list[list[list[int]]]:
+    """Of each of ``ranks`` its inner group's and its outer group's ranks, in two requests.
 
-        Raises:
-            RuntimeError: what another rank can't go on for.
-            TimeoutError: one didn't come.
-        """
-        ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
-        self._store.set(f"{stage}/{me}", json.dumps(said))
-        if me == ranks[0]:
-            self._store.set(f"{stage} of all/{me}", json.dumps([self._ask(stage, rank) for rank in ranks]))
-        gathered: list[Any] = self._ask(f"{stage} of all", ranks[0])
-        return gathered
-
-    def _ask(self, stage: str, rank: int) -> Any:
-        key = f"{stage}/{rank}"
-        try:
-            self._store.wait([key], timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            raise TimeoutError(
-                f"{_KEYWORDS}: expected rank {rank} to construct its LowLevelZeroOptimizer too, and didn't hear from "
-                f"it within {self._timeout:g} seconds: construct it on every rank"
-            ) from error
-        said = json.loads(self._store.get(key))
-        if isinstance(said, dict):
-            raise RuntimeError(said["refused"])
-        return said
-
-    def refuse(self, error: Exception) -> None:
-        """Tell who may ask this rank, now or later, why it can't go on."""
-        reason = str(error)
-        if not isinstance(error, RuntimeError):  # that is another rank's, and says so
-            reason = f"rank {dist.get_rank()} could not construct its LowLevelZeroOptimizer: {error}"
-        for stage in ("row", "row of all", "grid", "grid of all"):
-            self._store.compare_set(f"{stage}/{dist.get_rank()}", "", json.dumps({"refused": reason}))
+    Raises:
+        RuntimeError: what another rank can't go on for.
+        TimeoutError: one didn't come.
+    """
+    keys, timeout = list(map(str, ranks)), timeout_of(default_group())
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        missing = next((key for key in keys if not store.check([key])), keys[-1])
+        raise TimeoutError(
+            f"{_KEYWORDS}: expected rank {missing} to construct its LowLevelZeroOptimizer too, and didn't hear from "
+            f"it within {timeout:g} seconds: construct it on every rank"
+        ) from error
+    told = list(map(json.loads, store.multi_get(keys)))
+    for refusal in (each for each in told if isinstance(each, str)):
+        raise RuntimeError(refusal)
+    return told
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
@@ -262,14 +246,14 @@ def _check_own(outer: Any, inner: Any) -> None:
         raise ValueError(f"{_KEYWORDS}: expected groups of one backend, got {backends[0]} and {backends[1]}")
 
 
-def _check_grid(rows: _Rows) -> None:
-    """Raise unless everybody's outer group is one place of all rows; all ranks find the same wrong."""
-    for column in zip_longest(*rows):
-        members = [member for member in column if member is not None]
-        for rank, outer in members:
-            if len(members) < len(rows) or outer != [other for other, _ in members]:
+def _check_grid(columns: list[list[int]], groups_of: dict[int, list[list[int]]]) -> None:
+    """Raise unless everybody's outer group is one place of all rows; whoever is in such a grid finds the same."""
+    for row in zip_longest(*columns):
+        for rank, column in zip(row, columns, strict=True):
+            if rank is None or groups_of[rank] != [list(row), column]:
+                inner = sorted({tuple(ranks) for ranks, _ in groups_of.values()})
                 raise ValueError(
                     f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one "
-                    f"place in all of them, got inner groups {[[each for each, _ in row] for row in rows]} and, on "
-                    f"rank {rank}, the outer one {outer}: {_REMEDY}"
+                    f"place in all of them, got inner groups {list(map(list, inner))} and, in one of these, the outer "
+                    f"ones {columns}: {_REMEDY}"
                 )

@@ -36,7 +36,6 @@ class GroupContext:
         pool: memory that all ranks see; or why there is none; None: nobody has asked.
         abandoned: collectives under way that nobody will wait for.
         shard_groups: numbers those made of it, alike on all ranks.
-        connected: numbers those that have an order of their own.
         barriers: by name, attempts at a monitored barrier that are known to be over.
         processes: of the default group: those of other ranks, by global rank.
         writing: what a thread is writing over the side group; None: nothing, as far as anybody has asked.
@@ -47,7 +46,7 @@ class GroupContext:
         self.agreements: HostBackend = Alone(0, 1)
         self.pool: Memory | str | None = None
         self.abandoned: list[Work[Any]] = []
-        self.shard_groups, self.connected = count(), count(1)
+        self.shard_groups = count(1)
         self.barriers: defaultdict[str, int] = defaultdict(int)
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None

@@ -54,8 +54,7 @@ class ShardGroup:
         group_rank: this process's rank among all over which gradients are summed; the first's values are everybody's.
         ranks: how many these are: ``size``, or more where slices have replicas (see ``hierarchical``).
         slice_ranks: global ranks of who holds slices 0, 1, 2, ...
-        instance: of the shard groups that were made of the process group, which it is; the same on all ranks.
-        number: of this instance among those of the process group that have an order of their own; 0: it has none.
+        number: of the shard groups that were made of the process group, which it is; the same on all ranks.
         device_types: types of the devices whose tensors the group can carry.
         has_others: there are other ranks, and they are there.
         hosts: what carries the hosts' own tensors and messages.
@@ -86,7 +85,7 @@ class ShardGroup:
         self.device_types = sorted(self._backends)
         self.has_others = self.size > 1 and not is_fake(self.group)
         self._context = context_of(self.group)
-        self.instance, self.number = next(self._context.shard_groups), 0
+        self.number = next(self._context.shard_groups)
         self.progress = Progress(self.group)
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # which would be a circle
         self._chains: dict[str, Chain] = {}
@@ -96,7 +95,7 @@ class ShardGroup:
         self.hosts: HostBackend = Alone(self.rank, 1)
         if self.has_others:
             self._meet()
-            self.hosts = Pairwise(side_group(self.group))
+            self.hosts = Pairwise(side_group(self.group), self.number)
 
     def _meet(self) -> None:
         """Have the ranks know each other's processes; all come, and once is enough."""
@@ -107,21 +106,19 @@ class ShardGroup:
             know(dict(zip(self.slice_ranks, processes, strict=True)))
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
-        """Give what hosts send each other from here an order of its own; all ranks call it.
+        """Choose how buffers travel; all ranks call it.
 
-        On gloo a rank may then be ahead with one optimizer's buffers when another's, or the caller's own collectives,
-        are next. On NCCL the order of all optimizers' buffers must be the same on every rank. If ``shared`` and all
-        ranks are processes of one host, buffers on gloo travel through shared memory, unless
+        If ``shared`` and all ranks are processes of one host, buffers on gloo travel through shared memory, unless
         ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit buffers in
         fp32 elsewhere too.
+
+        What hosts send each other has an order of its own here: on gloo a rank may be ahead with one optimizer's
+        buffers when another's, or the caller's own collectives, are next. On NCCL the order of all optimizers' buffers
+        must be the same on every rank.
         """
         if sums_in_fp32 and self.size > 1:
             self._native = Native(data_group(self.group), sums_in_fp32=True)
         self.backend.cache_clear()
-        if not self.has_others:
-            return
-        self.number = next(self._context.connected)
-        self.hosts = Pairwise(side_group(self.group), self.number)
         if self.on_gloo(_HOST):
             refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
             if not self._context.agreements.exchange(refused, AGREED, MAXIMUM).wait():

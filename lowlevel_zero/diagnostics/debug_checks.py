@@ -90,7 +90,7 @@ class FingerprintStore:
         self._rank, self._size = group.group_rank, group.ranks
         self._ranks = dist.get_process_group_ranks(group.group)
         self._patience = patience
-        self._store = store_of(group.group, f"debug/{group.instance}")
+        self._store = store_of(group.group, f"debug/{group.number}")
         self._own: list[str] = []
         self._to_forget: list[str] = []
 

@@ -71,7 +71,7 @@ class Watch(Thread):
         self.over = over = SimpleQueue[None]()
         self._group = ref(group, lambda _: over.put(None))
         self._ranks, self._rank, self._size = group.group, group.group_rank, group.ranks
-        self._store = store_of(group.group, f"stall/{group.instance}")
+        self._store = store_of(group.group, f"stall/{group.number}")
         self._progress = group.progress
         self.timeout = timeout
         self.pause = min(max(timeout / _LOOKS, _FASTEST_LOOK), _SLOWEST_LOOK)
