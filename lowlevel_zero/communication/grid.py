@@ -202,17 +202,15 @@ def _told(store: Any, ranks: Sequence[int]) -> list[list[list[int]]]:
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
     """The outer and the inner one; what it raises depends on the shape of the arguments alone."""
-    if isinstance(group, (tuple, list)) and extra is not None:
+    is_pair = isinstance(group, (tuple, list))
+    if is_pair and extra is not None:
         raise ValueError("extra_dp_group: expected None beside a pair in dp_process_group, got one more group")
-    if group is None and not isinstance(extra, (tuple, list)):
+    if group is None:
         raise ValueError(
             "extra_dp_group: expected dp_process_group beside it, got None: pass the inner groups there, or "
             "dp_process_group=(outer, inner)"
         )
-    pair = (extra, group)
-    for one, other in ((group, extra), (extra, group)):
-        if isinstance(one, (tuple, list)) and other is None:
-            pair = tuple(one)
+    pair = tuple(group) if is_pair else (extra, group)
     if len(pair) != 2:
         raise ValueError(f"dp_process_group: expected a process group or two, (outer, inner), got {len(pair)}")
     for one in pair:
