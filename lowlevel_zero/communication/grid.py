@@ -92,10 +92,9 @@ class GridGroup(ShardGroup):
         self._replicated = replicated
         everybody, self._backends_of_all = self.slice_ranks, self._backends
         self._backends, self.device_types = backends_by_device(inner), self.inner.device_types
-        self.rank, self.size, self.slice_ranks = self.inner.rank, self.inner.size, self.inner.slice_ranks
-        if not replicated:
-            self.rank, self.size = self.rank * self.outer.size + self.outer.rank, self.size * self.outer.size
-            self.slice_ranks = [rank for column in zip(*grid, strict=True) for rank in column]
+        columns = [rank for column in zip(*grid, strict=True) for rank in column]
+        self.slice_ranks = self.inner.slice_ranks if replicated else columns
+        self.rank, self.size = self.slice_ranks.index(dist.get_rank()), len(self.slice_ranks)
         self._places = [everybody.index(rank) for rank in self.slice_ranks]
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:

@@ -24,20 +24,17 @@ _FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.5  # seconds between looks at the store
 _SHARE = 0.25  # of what this rank has waited, between two looks
 _BITS = 62  # ranks in one of the store's numbers
 
-# Empty: all have come; else who is "missing" after "seconds", or who is "lost".
+# Empty: all have come; else which ranks are "lost", or, in words, who has come and who is "missing".
 _Outcome: TypeAlias = "dict[str, Any]"
 
 
-def monitored_barrier(
-    group: dist.ProcessGroup, name: str, timeout: float | None = None, doing: str | None = None
-) -> None:
+def monitored_barrier(group: dist.ProcessGroup, name: str, timeout: float | None = None) -> None:
     """Return when every rank of ``group`` has called this with the same ``name``.
 
     Args:
         group: the ranks that are to come.
         name: what they come for, as in ``"save_checkpoint"``.
         timeout: seconds to wait for the last; None: as long as a collective of ``group`` may take.
-        doing: what this rank does there, for the message; None: ``name``.
 
     Raises:
         TimeoutError: somebody didn't come. Raised by all that did, once the first of them has waited for
@@ -46,14 +43,14 @@ def monitored_barrier(
     """
     if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
-    with naming_lost(group, doing or name):
+    with naming_lost(group, name):
         store = _enter(group, name)
         outcome = _wait(store, group, timeout_of(group) if timeout is None else timeout)
         context_of(group).barriers[name] += 1
     if "lost" in outcome:
-        raise lost_rank_error(outcome["lost"], doing or name)
+        raise lost_rank_error(outcome["lost"], name)
     if "missing" in outcome:
-        raise _timed_out(dist.get_world_size(group), outcome, doing or name)
+        raise TimeoutError(f"{name}: expected {outcome['missing']}: call it on every rank")
 
 
 def _enter(group: dist.ProcessGroup, name: str) -> Any:
@@ -78,12 +75,9 @@ def _wait(store: Any, group: dist.ProcessGroup, timeout: float) -> _Outcome:
         if gone:
             return _settle(store, {"lost": gone})
         if waited >= timeout:
-            came = [int(store.add(f"came/{word}", 0)) for word in range(-(-len(ranks) // _BITS))]
-            missing = [rank for rank in range(len(ranks)) if not came[rank // _BITS] >> rank % _BITS & 1]
-            return _settle(store, {"missing": missing, "seconds": timeout})
+            return _settle(store, {"missing": _who_came(store, len(ranks), timeout)})
         time.sleep(min(max(_SHARE * waited, _FIRST_LOOK), _SLOWEST_LOOK, max(timeout - waited, _FIRST_LOOK)))
-    outcome: _Outcome = json.loads(store.get("outcome"))
-    return outcome
+    return _settle(store, {})
 
 
 def _settle(store: Any, outcome: _Outcome) -> _Outcome:
@@ -92,10 +86,10 @@ def _settle(store: Any, outcome: _Outcome) -> _Outcome:
     return settled
 
 
-def _timed_out(size: int, outcome: _Outcome, doing: str) -> TimeoutError:
-    missing: list[int] = outcome["missing"]
-    came = [rank for rank in range(size) if rank not in missing]
-    return TimeoutError(
-        f"{doing}: expected all {size} ranks, got {listed_ranks(came)} and, within {outcome['seconds']:g} seconds, not "
-        f"{listed_ranks(missing)}: call it on every rank"
-    )
+def _who_came(store: Any, size: int, timeout: float) -> str:
+    words = [int(store.add(f"came/{word}", 0)) for word in range(-(-size // _BITS))]
+    by_arrival: list[list[int]] = [[], []]
+    for rank in range(size):
+        by_arrival[words[rank // _BITS] >> rank % _BITS & 1].append(rank)
+    missing, came = map(listed_ranks, by_arrival)
+    return f"all {size} ranks, got {came} and, within {timeout:g} seconds, not {missing}"
