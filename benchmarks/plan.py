@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 _SOME = "zro fsdp2 deepspeed-1 deepspeed-2 colossalai-1 colossalai-2 ours-1 ours-2 floor"
@@ -66,13 +65,15 @@ WHOLE = (
 )
 
 
-def _over_links() -> Iterator[Part]:
-    """Two hosts at the rates of a data centre's link, a cheaper one's, and two sites'; and two ranks on each."""
-    quick = "--size tiny --rounds 1 --steps 1 --warm-up 2 --patience 0"
-    yield Part("hosts-10gbit", "hosts", "--rate 10gbit --rounds 5 --steps 2", quick)
-    yield Part("hosts-1gbit", "hosts", "--rate 1gbit --rounds 5 --steps 2", quick)
-    yield Part("hosts-100mbit", "hosts", "--rate 100mbit --rounds 3 --steps 1 --warm-up 2", quick)
-    yield Part("hosts-1gbit-2x2", "hosts", "--rate 1gbit --ranks 2 --rounds 5 --steps 2", quick)
+# Two hosts at the rates of a data centre's link, of a cheaper one, and of two sites', where bytes are all that counts
+# and a smaller model tells as much; and two ranks on each.
+LINKS = {
+    "10gbit": "--rate 10gbit --rounds 5 --steps 2",
+    "1gbit": "--rate 1gbit --rounds 5 --steps 2",
+    "100mbit": "--rate 100mbit --delay 20 --size 6m --rounds 3 --steps 1 --warm-up 2",
+    "1gbit-2x2": "--rate 1gbit --ranks 2 --rounds 5 --steps 2",
+    "100mbit-2x2": "--rate 100mbit --ranks 2 --size 6m --rounds 3 --steps 1 --warm-up 2",
+}
 
 
 PARTS = (
@@ -82,6 +83,9 @@ PARTS = (
     Part("overhead-4096-elements", "overhead", "--elements 4096 --rounds 7", "--parameters 50 --rounds 1"),
     Part("scale", "scale", "", "--size tiny --world-sizes 8 64"),
     Part("collectives", "collectives", "--rounds 7", "--world-sizes 2 --elements 1024 --rounds 1"),
-    *_over_links(),
+    *(
+        Part(f"hosts-{name}", "hosts", link, "--size tiny --rounds 1 --steps 1 --warm-up 2 --patience 0")
+        for name, link in LINKS.items()
+    ),
     Part("cuda", "cuda", "", "--device cpu --size tiny --world-sizes 1 8 --copied 1000000 --steps 1"),
 )

@@ -47,7 +47,7 @@ def _step(row: dict[str, Any]) -> list[str]:
 def hosts(content: dict[str, Any]) -> Table:
     """A contestant's whole step over links beside the baseline's, and what a host sends."""
     titles = ["", "time", "least to most", "ms", "forward and backward, ms", "step, ms"]
-    titles += ["MB a host sends", "by its own account", "ms that the link takes for them"]
+    titles += ["MB a host sends", "by its own account", "ms that the link takes for them", "time to that"]
     return Table(titles, [_over_links(row) for row in content["contestants"].values()])
 
 
@@ -63,6 +63,7 @@ def _over_links(row: dict[str, Any]) -> list[str]:
         f"{spread['least']:.2f} to {spread['most']:.2f}",
         *(f"{1e3 * seconds:.0f}" for seconds in times),
         *("-" if value is None else f"{value / unit:.0f}" for value, unit in sent),
+        f"{times[0] / row['link seconds']:.2f}" if row["link seconds"] else "-",
     ]
 
 

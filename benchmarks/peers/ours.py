@@ -65,8 +65,15 @@ class Ours(Peer):
         self.optimizer.backward(loss)
 
     def handed_over(self) -> float:
-        """The optimizer keeps account: what goes through shared memory is seen by no interface."""
-        return sum(self.optimizer.traffic().values())
+        """The optimizer keeps account: what goes through shared memory is seen by no interface.
+
+        Where ``torchrun`` has started ranks of several hosts, what goes to the others' of it: all ranks get alike.
+        """
+        sent, ranks = self.optimizer.traffic(), dist.get_world_size()
+        if "reduce_outer" in sent:
+            return float(sent["reduce_outer"] + sent["gather_outer"])
+        near = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return sum(sent.values()) * (ranks - near) / max(1, ranks - 1)
 
     def held(self) -> dict[str, int]:
         """The optimizer keeps account itself."""

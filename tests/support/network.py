@@ -19,9 +19,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
+from tests.support.relay import relay
+
 INTERFACE = "eth0"  # in each host
 _NETWORK = "10.77.0"
-_PACKETS, _QUEUE = 100_000, "64mb"  # that may wait for a link; more are lost
+_QUEUE = "64mb"  # that may wait for a link; more is lost
 _BURST = "256kb"  # that a link takes at once
 _OUTSIDE = "LOWLEVEL_ZERO_BENCHMARK_NETWORK"  # set within the namespace of the switch
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
@@ -34,13 +36,13 @@ class Link(NamedTuple):
 
     Attributes:
         rate: as ``tc`` takes it, such as ``1gbit``.
-        delay: one way, such as ``0.2ms``; empty: what the kernel takes.
-        loss: of packets, such as ``1%``; empty: none.
+        delay: milliseconds, one way; 0: what the kernel takes.
+        loss: percent of packets.
     """
 
     rate: str
-    delay: str = ""
-    loss: str = ""
+    delay: float = 0.0
+    loss: float = 0.0
 
     @property
     def bytes_per_second(self) -> float:
@@ -65,13 +67,10 @@ def missing() -> str:
         return f"hosts need {', '.join(lacking)}: install util-linux and iproute2"
     if os.geteuid() != 0:
         return "hosts need root, who may make network namespaces: run it with sudo, or in a container with --privileged"
+    if not Path("/dev/net/tun").exists():
+        return "hosts need /dev/net/tun: load the kernel's module tun"
     refused = _try("ip link add one type veth peer name two && ip link add three type bridge")
     return f"hosts can't be made here: {refused}" if refused else ""
-
-
-def has_netem() -> bool:
-    """Whether this kernel can delay packets and lose them; else it can but limit rates."""
-    return not _try("ip link add one type veth peer name two && tc qdisc add dev one root netem delay 1ms")
 
 
 def _try(script: str) -> str:
@@ -106,11 +105,7 @@ def started(
     hosts: list[subprocess.Popen[bytes]] = []
     try:
         for number, command in enumerate(commands):
-            hosts.append(_waiting(command, address_of(number), output))
-            _join(number, hosts[-1].pid, link)
-        for host in hosts:
-            assert host.stdin is not None
-            host.stdin.close()  # what each waits for
+            hosts.append(boot(number, command, link, output))
         yield hosts
     finally:
         for host in hosts:
@@ -119,27 +114,23 @@ def started(
         _run("ip", "link", "delete", "switch")
 
 
+def boot(number: int, command: Sequence[str], link: Link, output: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a host that runs ``command``; where one of this number has died, it comes back."""
+    host = _waiting(command, address_of(number), output)
+    _join(number, host.pid, link)
+    assert host.stdin is not None
+    host.stdin.close()  # what it waits for
+    return host
+
+
 def torchrun(host: int, hosts: int, ranks: int, program: Sequence[str], *more: str) -> list[str]:
     """What runs ``program`` on a host's ranks."""
     meets = ["--rdzv-backend", "c10d", "--rdzv-id", "hosts", "--rdzv-endpoint", f"{address_of(0)}:{_PORT}"]
     meets += ["--rdzv-conf", f"is_host={int(host == 0)}"]
     where = ["--nnodes", str(hosts), "--nproc-per-node", str(ranks), "--local-addr", address_of(host)]
     environment = ["env", "OMP_NUM_THREADS=1", "TORCH_CPP_LOG_LEVEL=ERROR", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
+    environment += ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]  # one that outlives a start has the ranks that were
     return [*environment, sys.executable, "-m", "torch.distributed.run", *where, *meets, *more, *program]
-
-
-def shape(host: int, pid: int, link: Link) -> None:
-    """Give the link of ``host``, whose first process is ``pid``, its rate, and on leaving the host the rest."""
-    _run("tc", "qdisc", "replace", "dev", f"port{host}", "root", *_discipline(Link(link.rate)))
-    _inside(pid, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *_discipline(link))
-
-
-def _discipline(link: Link) -> list[str]:
-    """What ``tc`` is told of one end."""
-    if link.delay or link.loss:
-        delay, loss = ["delay", link.delay or "0ms"], ["loss", link.loss] if link.loss else []
-        return ["netem", "rate", link.rate, "limit", str(_PACKETS), *delay, *loss]
-    return ["tbf", "rate", link.rate, "burst", _BURST, "limit", _QUEUE]
 
 
 def set_up(host: int, up: bool) -> None:
@@ -162,13 +153,20 @@ def _die_with_parent() -> None:
 def _join(host: int, pid: int, link: Link) -> None:
     """Join a host to the switch."""
     _await_namespace(pid)
-    port = f"port{host}"
-    _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(pid))
+    port, end = f"port{host}", f"end{host}"
+    subprocess.run(["ip", "link", "delete", port], capture_output=True, check=False)  # of a host that has died
+    if link.delay or link.loss:
+        relay(end, port, link.delay / 1e3, link.loss / 1e2)
+    else:
+        _run("ip", "link", "add", port, "type", "veth", "peer", "name", end)
     _run("ip", "link", "set", port, "master", "switch", "up")
+    _run("ip", "link", "set", end, "netns", str(pid), "name", INTERFACE)
     _inside(pid, "ip", "link", "set", "lo", "up")
     _inside(pid, "ip", "address", "add", f"{address_of(host)}/24", "dev", INTERFACE)
     _inside(pid, "ip", "link", "set", INTERFACE, "up")
-    shape(host, pid, link)
+    limit = ["root", "tbf", "rate", link.rate, "burst", _BURST, "limit", _QUEUE]
+    _run("tc", "qdisc", "replace", "dev", port, *limit)
+    _inside(pid, "tc", "qdisc", "replace", "dev", INTERFACE, *limit)
 
 
 def _await_namespace(pid: int) -> None:
