@@ -13,7 +13,8 @@ from .output import RESULTS
 from .report import ratio
 
 FP32, BF16, FOUR = "step-25m-fp32-1x-2r", "step-25m-bf16-1x-2r", "step-25m-fp32-1x-4r"
-LINK = "hosts-1gbit"
+LINK, SLOW_LINK = "hosts-1gbit", "hosts-100mbit"
+TWO_BY_TWO = {link: f"{link}-2x2" for link in (LINK, SLOW_LINK)}
 SHARDING = ("zro", "fairscale", "fsdp2", "fsdp2-reshard", "deepspeed-1", "deepspeed-2", "colossalai-1", "colossalai-2")
 SHARDING_STATES = ("zro", "deepspeed-1", "colossalai-1")  # and no gradients
 
@@ -51,6 +52,8 @@ BARS = (
     Bar(LINK, "ours-{}-overlap", "ddp", (None, 0.85)),
     Bar(LINK, "ours-{}-bf16", "ddp", (None, 0.55)),
     Bar(LINK, "ours-{}-drop", "ddp", (None, 0.60)),
+    Bar(TWO_BY_TWO[LINK], "ours-{}-hybrid", "ours-{}", (None, 1.00)),
+    Bar(TWO_BY_TWO[SLOW_LINK], "ours-{}-hybrid", "ours-{}", (None, 1.00)),
 )
 
 
@@ -74,7 +77,7 @@ def verdicts(folder: Path) -> list[Verdict]:
     found = [verdict for stage in (1, 2) for bar in BARS for verdict in _time(folder, bar, stage)]
     found += [verdict for stage in (1, 2) for verdict in _dropped_bytes(folder, stage)]
     found += [verdict for part in (FP32, BF16) for stage in (1, 2) for verdict in _held(folder, part, stage)]
-    return [*found, *_peak(folder), *_overhead(folder)]
+    return [*found, *_over_links(folder), *_peak(folder), *_overhead(folder)]
 
 
 def report(folder: Path) -> str:
@@ -153,6 +156,19 @@ def _must_hold(run: dict[str, Any], stage: int, moment: str) -> float:
     share = 1 / run["ranks"]
     gradient = width * (1 if stage == 1 else share) if moment == "held after backward" else 0
     return width + gradient + (8 if run["dtype"] == "fp32" else 12) * share
+
+
+def _over_links(folder: Path) -> Iterator[Verdict]:
+    """Bytes that cross with replicas to those without; and a step's time to the link's, where that is slow."""
+    for part in TWO_BY_TWO.values():
+        rows, what = _rows(folder, part), "bytes of ours-2-hybrid / of ours-2"
+        sent = [rows.get(name, {}).get("sent by a host") for name in ("ours-2-hybrid", "ours-2")]
+        yield Verdict(part, what, sent[0] / sent[1] if all(sent) else None, 0.505)  # headers
+    for part, names in ((SLOW_LINK, ("ours-1", "ours-2")), (TWO_BY_TWO[SLOW_LINK], ("ours-2", "ours-2-hybrid"))):
+        for name in names:
+            row = _rows(folder, part).get(name)
+            measured = row["seconds"]["whole"]["median"] / row["link seconds"] if row else None
+            yield Verdict(part, f"{name}, time / the link's", measured, 1.1)
 
 
 def _peak(folder: Path) -> Iterator[Verdict]:
