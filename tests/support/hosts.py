@@ -28,7 +28,7 @@ RANKS = 2  # of a host
 UNHARMED = 5  # steps before a fault
 GONE_FOR = 5.0  # seconds
 STOPPED, RUNNING = 0.9, 0.1  # seconds of each second in which a slow rank isn't done
-RESTARTS = 3
+AWAY, RESTARTS = 12.0, 3  # seconds until a host is back: the other's ranks have ended before
 
 Host = subprocess.Popen[bytes]
 
@@ -116,7 +116,7 @@ def come_back(task: Task) -> None:
         while len(task.told()) < task.steps // 2:
             time.sleep(0.05)
         crash(hosts)
-        hosts[1].wait()
+        time.sleep(AWAY)
         hosts[1] = boot(1, _mortal(1, task._replace(deaths=())), link)
         codes = [host.wait() for host in hosts]
     if any(codes):
