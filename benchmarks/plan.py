@@ -70,7 +70,7 @@ WHOLE = (
 LINKS = {
     "10gbit": "--rate 10gbit --rounds 5 --steps 2",
     "1gbit": "--rate 1gbit --rounds 5 --steps 2",
-    "100mbit": "--rate 100mbit --delay 20 --size 6m --rounds 3 --steps 1 --warm-up 2",
+    "100mbit": "--rate 100mbit --delay 20 --size 6m --rounds 3 --steps 1 --warm-up 2 --patience 0",
     "1gbit-2x2": "--rate 1gbit --ranks 2 --rounds 5 --steps 2",
     "100mbit-2x2": "--rate 100mbit --ranks 2 --size 6m --rounds 3 --steps 1 --warm-up 2",
 }
