@@ -24,7 +24,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, width=32, heads=2, batch=2, context=16),
-    "6m": Size(layers=8, width=256, heads=8, batch=2, context=64),
+    "6m": Size(layers=8, width=256, heads=8, batch=1, context=16),
     "25m": Size(layers=8, width=512, heads=8, batch=2, context=64),
     "85m": Size(layers=12, width=768, heads=12, batch=2, context=64),
     "1b": Size(layers=20, width=2048, heads=16, batch=1, context=64),
