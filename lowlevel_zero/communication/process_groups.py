@@ -137,6 +137,17 @@ def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _group_beside(group, "data", backends, dist.get_process_group_ranks(group))
 
 
+def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The gloo group over the same ranks that carries hosts' buffers from rank to rank, where no memory is shared.
+
+    A connection carries what it is given in one order: what hosts agree on would wait until all buffers before it have
+    left. Where devices' buffers have a group of their own, the few of the host have no further one.
+    """
+    if data_group(group) is not group:
+        return side_group(group)
+    return _group_beside(group, "buffers", "gloo", dist.get_process_group_ranks(group))
+
+
 def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of these global ranks: the default one if it is of all, else one of gloo's, made by them alone."""
     default, members = default_group(), sorted(ranks)

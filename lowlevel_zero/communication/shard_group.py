@@ -29,7 +29,16 @@ from .backends.staged import Staged
 from .failed_ranks import know, naming_lost
 from .flat_buffers import as_bytes
 from .fp8 import Fp8, encoded_size
-from .process_groups import backends_by_device, context_of, data_group, default_group, is_fake, side_group, timeout_of
+from .process_groups import (
+    backends_by_device,
+    buffer_group,
+    context_of,
+    data_group,
+    default_group,
+    is_fake,
+    side_group,
+    timeout_of,
+)
 from .processes import own_process
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
 from .work import Chain, OnStream, OnThread, Work
@@ -123,6 +132,8 @@ class ShardGroup:
             refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
             if not self._context.agreements.exchange(refused, AGREED, MAXIMUM).wait():
                 self._share_memory()
+            if shared and not self.hosts.shares_memory:
+                self.hosts = Pairwise(side_group(self.group), self.number, buffer_group(self.group))
 
     def _share_memory(self) -> None:
         """Go through shared memory, if all ranks can; alike on all."""

@@ -18,6 +18,7 @@ from ..work import Work
 # Each has an order of its own between hosts: reductions, sums on their way back, gathers, all_to_all; agreements,
 # sums of a few numbers, presence maps.
 REDUCE, SPREAD, GATHER, HAND_OUT, AGREED, ADDED, PRESENT = range(1, 8)
+BUFFERS = range(REDUCE, AGREED)  # of them
 KINDS = 16  # at most
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..flat_buffers import in_rows, sum_rows
 from ..work import OnThread, Work
-from .backend import AGREED, GATHER, HAND_OUT, KINDS, MAXIMUM, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
+from .backend import AGREED, BUFFERS, GATHER, HAND_OUT, KINDS, MAXIMUM, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
 
 T = TypeVar("T")
 
@@ -27,14 +27,16 @@ class Pairwise(HostBackend):
     Args:
         group: a gloo group. Its collectives aren't used.
         number: of the optimizer whose messages these are.
+        buffers: a gloo group over the same ranks, whose connections carry buffers, lest a few numbers wait behind them;
+            None: ``group``, too.
 
     Attributes:
         peers: whom to send to and receive from, turn by turn. Few ranks send buffers over gloo: a loop will do.
     """
 
-    def __init__(self, group: dist.ProcessGroup, number: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup, number: int = 0, buffers: dist.ProcessGroup | None = None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self._group = ref(group)  # whose context may have this
+        self._group, self._buffers = ref(group), ref(buffers or group)  # a group's context may have this
         self._first_tag = KINDS * number
         self._sums, self._maps = OnThread(), OnThread()
         turns = range(1, self.size)
@@ -124,7 +126,8 @@ class Pairwise(HostBackend):
     ) -> list[_Message]:
         """Start sending the first and receiving into the second of a pair, a pair a turn; what is empty stays."""
         works: list[_Message] = []
-        group, tag = self._group(), self._first_tag + kind
+        group = self._buffers() if kind in BUFFERS else self._group()
+        tag = self._first_tag + kind
         assert group is not None
         for (to, of), (mine, theirs) in zip(self.peers if peers is None else peers, pairs, strict=True):
             if theirs.numel():
