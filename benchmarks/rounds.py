@@ -154,6 +154,8 @@ def _turn_in_peace(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
 
 def _turn(peer: Peer, batches: list[Tensor], course: Course) -> Turn:
     steps = course.steps
+    peer.forward_backward(batches)  # not measured: what it leaves under way is the first measured one's to wait for
+    peer.step()
     dist.barrier()
     before, told, cpu, start = counters.read(course.interface), peer.handed_over(), process_time(), perf_counter()
     watch = Stopwatch(course.setting.device)
