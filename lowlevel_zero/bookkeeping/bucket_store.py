@@ -93,9 +93,10 @@ class Bucket:
         if how.streams.several:
             how.streams.borrow(gradients)
         first, lead = gradients[0], self.records[0]
-        # Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which an all-reduce would write
-        # twice. (One rank alone gets the buffer itself back as the sum, to be written to.)
-        may = self.planned.in_place and how.keeps_row_only and how.group.size > 1 and how.divisor == 1.0
+        # Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which would be written twice.
+        # (One rank alone gets the buffer itself back as the sum, to be written to.)
+        may = self.planned.in_place and how.group.size > 1 and how.divisor == 1.0
+        may = may and how.group.only_reads(lead.padded.device, how.keeps_row_only, self.planned.fp8)
         if may and first is not None and first.dtype == lead.communication_dtype:
             buffer = first.detach().view(how.group.size, self.planned.row)
         else:

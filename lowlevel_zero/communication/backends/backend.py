@@ -54,10 +54,12 @@ class Backend(ABC):
         in_flight: reductions that are worth having under way: enough to keep the network busy, few enough for stage
             2's memory, since each holds a buffer.
         limits_all_reduce: ``in_flight`` holds for all-reduces too, whose buffers are not what remains of them.
+        all_reduce_only_reads: it doesn't write to its buffer, nor copy it: so that may be a gradient.
     """
 
     in_flight = 3
     limits_all_reduce = False
+    all_reduce_only_reads = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

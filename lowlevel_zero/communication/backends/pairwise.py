@@ -34,6 +34,8 @@ class Pairwise(HostBackend):
         peers: whom to send to and receive from, turn by turn. Few ranks send buffers over gloo: a loop will do.
     """
 
+    limits_all_reduce = all_reduce_only_reads = True
+
     def __init__(self, group: dist.ProcessGroup, number: int = 0, buffers: dist.ProcessGroup | None = None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group, self._buffers = ref(group), ref(buffers or group)  # a group's context may have this
@@ -51,22 +53,19 @@ class Pairwise(HostBackend):
         return _work(works, lambda: sum_rows([buffer[self.rank], *others], into), buffer, others)
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Each rank sums a row, in rank order, and sends it to all others, whatever it is at then.
-
-        In place, if ``buffer`` (of any shape) can be cut into as many rows as there are ranks.
-        """
+        """Each rank sums a row, in rank order, and sends it to all others, whatever it is at then."""
         rows = in_rows(buffer, self.size)
-        total = rows.view(-1)[: buffer.numel()].view(buffer.shape)
+        total = torch.empty_like(rows)
         theirs = {of: torch.empty_like(rows[0]) for _, of in self.peers}
         works = self.send_and_receive([(rows[to], theirs[of]) for to, of in self.peers], REDUCE)
 
         def sum_own() -> None:
             versions = theirs | {self.rank: rows[self.rank]}
-            rows[self.rank].copy_(sum_rows([versions[rank] for rank in range(self.size)]))
+            sum_rows([versions[rank] for rank in range(self.size)], total[self.rank])
 
         def spread(_: None) -> Work[Tensor]:
-            works = self.send_and_receive([(rows[self.rank], rows[of]) for _, of in self.peers], SPREAD)
-            return _work(works, lambda: total, rows)
+            works = self.send_and_receive([(total[self.rank], total[of]) for _, of in self.peers], SPREAD)
+            return _work(works, lambda: total.view(-1)[: buffer.numel()].view(buffer.shape), total)
 
         return self._sums.after(_work(works, sum_own, rows, *theirs.values()), spread)
 
