@@ -315,7 +315,7 @@ class GroupMaker(NamedTuple):
     def _new_group(self, number: int) -> ShardedGroup:
         parameters, options = self.parameters, self.options
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
-        gradients = GradientStore(records, self.stepping.bucket_type(), self.state)
+        gradients = GradientStore(records, self.stepping.bucket_type(), self.state, self.streams)
         how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.observer)
         buckets = BucketStore(records, how, self.stepping.bucket_type())
         reducer = Reducer(parameters, options, gradients, buckets, number, self.state)

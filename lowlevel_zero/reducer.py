@@ -270,9 +270,9 @@ class Reducer:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        with self._streams.home(join=False):
+        with self._streams.beside():
             bucket = self.buckets.in_flight.popleft()
-            self._gradients.accumulate(bucket, bucket.finish_reduce())
+            self._gradients.accumulate(bucket, bucket.finish_reduce(self._streams))
 
     # ---- the end of a step's syncs ----
 
@@ -296,7 +296,8 @@ class Reducer:
     def even_out(self, call: Call, with_leftovers: bool = False) -> bytes | None:
         """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
 
-        Nothing is in flight then. ``p.grad`` stays, but for what is left there ``with_leftovers``.
+        Nothing is in flight then, and the current stream waits for all sums. ``p.grad`` stays, but for what is left
+        there ``with_leftovers``.
 
         The call comes first, before anything has been done. But where unused parameters are detected others may be in
         a backward, waiting to hear what this rank will use: then the syncs do.
@@ -320,6 +321,7 @@ class Reducer:
                 present = self._unused.exchange_presence().wait().used
         while self.buckets.in_flight:
             self._finish_oldest()
+        self._streams.join()
         return present
 
     def _compare(self, call: Call) -> Progress:

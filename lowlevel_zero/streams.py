@@ -1,11 +1,18 @@
 """Streams: on which of a device's streams this package works, and who waits for whom; the host never does.
 
-Gradients may come on any stream: autograd runs a parameter's hook on the stream of its forward. All buffers are
-packed, started, finished and summed on one, the *home* stream: the one that was current when the optimizer was made,
-which is usually the only one there is. (NCCL works on a stream of its own beside it, in the order of the stream that
-starts and waits for it.) Home waits for every stream that a gradient came on, and for whoever calls; who calls waits
-for home before it goes on where it may look at results. So memory of ours is used in one order, and can be let go of at
-any time; a gradient of another stream's memory is kept from being used again before home has read it.
+Gradients may come on any stream: autograd runs a parameter's hook on the stream of its forward. All buffers are packed
+and started on one, the *home* stream: the one that was current when the optimizer was made, on which the model computes
+as a rule. (NCCL works on a stream of its own beside it, in the order of the stream that starts and waits for it.) Home
+waits for every stream that a gradient came on, and for whoever calls; who calls waits for home before it goes on where
+it may look at results.
+
+Home never waits for a reduction before the step: reductions are finished and summed on a stream *beside* it, which
+waits for home, and which home joins when the step's gradients are to be complete. What one stream's memory is used for
+by another is told to the allocator, which then sees to it that nobody else gets it too early; so all of it can be let
+go of at any time.
+
+A CUDA graph that somebody captures is to hold its own work: a stream that is being captured waits for nobody here, and
+nobody waits for it.
 """
 
 from __future__ import annotations
@@ -46,16 +53,26 @@ class Streams:
     def produced(self) -> None:
         """A gradient has come on the current stream."""
 
-    def borrow(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the memory of ``gradients`` from being used again, once they are let go of, before home has read it."""
+    def keep(self, tensors: Iterable[Tensor | None]) -> None:
+        """Keep their memory from being used again, once they are let go of, before the current stream is done."""
+
+    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """The same, on home, of gradients: they have come on any stream."""
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
         """Work on the home stream; ``join``: what the caller's stream does afterwards, it does after that work."""
         return nullcontext()
 
-    def copies(self) -> AbstractContextManager[None]:
-        """Copy on a stream beside the current one, from where that is now."""
+    def beside(self) -> AbstractContextManager[None]:
+        """Work on a stream beside home, from where that and the current one are now."""
         return nullcontext()
+
+    def join(self) -> None:
+        """Have the current stream wait for what has been done beside it."""
+
+    def captures(self) -> bool:
+        """Whether a graph of the current stream's work is being captured."""
+        return False
 
     def mark(self) -> Mark:
         """Where the current stream is now."""
@@ -77,7 +94,7 @@ class DeviceStreams(Streams):
         self._device = device
         self._api = api
         self._home = api.current_stream(device)
-        self._copies: Any = None
+        self._beside: Any = None
         self._producers: dict[Any, None] = {}
         self._others_seen = False
 
@@ -88,12 +105,17 @@ class DeviceStreams(Streams):
             self._producers[stream] = None
             self._others_seen = True
 
-    def borrow(self, gradients: Sequence[Tensor | None]) -> None:
-        """Tell the allocator that home uses them; where there is but home, it knows."""
+    def keep(self, tensors: Iterable[Tensor | None]) -> None:
+        """Tell the allocator that the current stream uses them."""
+        stream = self.current()
+        for tensor in tensors:
+            if tensor is not None and tensor.device == self._device:
+                tensor.record_stream(stream)
+
+    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Where there is but home, the allocator knows."""
         if self._others_seen:
-            for gradient in gradients:
-                if gradient is not None and gradient.device == self._device:
-                    gradient.record_stream(self._home)
+            self.keep(gradients)
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
         """The home stream, after the current one and those of gradients."""
@@ -104,23 +126,34 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def _on_home(self, caller: Any, join: bool) -> Iterator[None]:
-        for stream in (caller, *self._producers):
+        apart = caller == self._home or self.captures()
+        for stream in (*([] if apart else [caller]), *self._producers):
             if stream != self._home:
                 self._home.wait_stream(stream)
         self._producers.clear()
         with self._api.stream(self._home):
             yield
-        if join and caller != self._home:
+        if join and not apart:
             caller.wait_stream(self._home)
 
     @contextmanager
-    def copies(self) -> Iterator[None]:
+    def beside(self) -> Iterator[None]:
         """A stream of its own."""
-        if self._copies is None:
-            self._copies = self._api.Stream(self._device)
-        self._copies.wait_stream(self.current())
-        with self._api.stream(self._copies):
+        if self._beside is None:
+            self._beside = self._api.Stream(self._device)
+        for stream in {self._home, self.current()}:
+            self._beside.wait_stream(stream)
+        with self._api.stream(self._beside):
             yield
+
+    def join(self) -> None:
+        """The current stream waits, if there was anything."""
+        if self._beside is not None:
+            self.current().wait_stream(self._beside)
+
+    def captures(self) -> bool:
+        """As ``torch.cuda`` tells; a device that doesn't has no graphs."""
+        return hasattr(self._api, "is_current_stream_capturing") and self._api.is_current_stream_capturing()
 
     def mark(self) -> Mark:
         """An event."""
@@ -139,13 +172,14 @@ class _DeviceMark(Mark):
         self.event = event
 
     def wait(self) -> None:
-        self._streams.current().wait_event(self.event)
+        if not self._streams.captures():
+            self._streams.current().wait_event(self.event)
 
     def synchronize(self) -> None:
         self.event.synchronize()
 
     def query(self) -> bool:
-        return bool(self.event.query())
+        return not self._streams.captures() and bool(self.event.query())
 
 
 def streams_of(devices: Iterable[torch.device]) -> Streams:

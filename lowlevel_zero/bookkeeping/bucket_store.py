@@ -91,7 +91,7 @@ class Bucket:
         """Pack the gradients and start summing them over the ranks; whether all were there."""
         gradients = list(map(ShardedParameter.take_gradient, self.records))
         if how.streams.several:
-            how.streams.borrow(gradients)
+            how.streams.keep_gradients(gradients)
         first, lead = gradients[0], self.records[0]
         # Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which would be written twice.
         # (One rank alone gets the buffer itself back as the sum, to be written to.)
@@ -125,9 +125,10 @@ class Bucket:
         pack(buffer, flats, how.divisor)
         return buffer
 
-    def finish_reduce(self) -> Tensor:
+    def finish_reduce(self, streams: Streams) -> Tensor:
         """The sum, when it is there: this rank's row, ``[body]``, or several ranks', ``[world_size, body]``."""
         total = self.work.wait()
+        streams.keep((total, *self.work.tensors))
         del self.work  # and what it keeps alive
         total = (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
         for record in self.cleared:
@@ -283,6 +284,8 @@ class BucketStore:
                 self._next += 1
                 self.lacked |= not bucket.start_reduce(self._how)
                 self.in_flight.append(bucket)
+            if close:
+                self._how.group.go_on()
         if close:
             self._buckets = []
             self.is_open = False

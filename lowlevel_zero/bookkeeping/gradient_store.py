@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..streams import Streams
 from .bucket_plan import PlannedBucket
 from .bucket_store import Bucket, BucketState, NewBucket
 from .sharded_parameter import ShardedParameter
@@ -26,6 +27,7 @@ class GradientStore:
         new_bucket: makes one, which keeps its shard where steps are taken. All arithmetic but the step's own is done
             where the parameters are.
         state: of the optimizer's step.
+        streams: beside home, sums are added to until the ranks agree on a step's.
 
     Attributes:
         version: goes up with each change of a gradient.
@@ -34,12 +36,15 @@ class GradientStore:
         taken_out: those whose sharded gradients a backward isn't to meet in ``p.grad``.
     """
 
-    def __init__(self, records: Sequence[ShardedParameter], new_bucket: NewBucket, state: StepState) -> None:
+    def __init__(
+        self, records: Sequence[ShardedParameter], new_bucket: NewBucket, state: StepState, streams: Streams
+    ) -> None:
         self._records = records
         self._rank = records[0].rank
         self._gradient_scale = state.gradient_scale
         self._new_bucket = new_bucket
         self._state = state
+        self._streams = streams
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self.taken_out: list[ShardedParameter] = []
@@ -95,6 +100,8 @@ class GradientStore:
         sums = at_least_fp32(bucket.sums())
         if bucket.scale is not None:
             sums = sums * (bucket.scale / self._gradient_scale())
+            if isinstance(bucket.scale, Tensor):
+                self._streams.keep([bucket.scale])
             bucket.scale = None
         return sums
 
@@ -234,7 +241,8 @@ class GradientStore:
             return shown
         for bucket in in_flight:
             bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
-        self.drop(cleared)
+        with self._streams.beside():
+            self.drop(cleared)
         self.cleared.update(cleared)
         shown = [record for record in shown if record.shown is not None]
         if not shown:

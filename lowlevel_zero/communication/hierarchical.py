@@ -61,9 +61,14 @@ class Hierarchical(Backend):
         """From the sum of this rank's block over the inner group to the sum of its row over all."""
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """A block within, across, and all blocks within again; the sum is a new tensor."""
-        block = self._chain.after(self._inner.reduce_scatter(self._blocks(buffer)), self._outer.all_reduce)
-        return self._chain.after(block, partial(self._spread, like=buffer))
+        """A block within, across, and all blocks within again; the sum is a new tensor.
+
+        The last part comes behind the first one of the next buffer, which so travels within while this one is across.
+        """
+        scattered = self._inner.reduce_scatter(self._blocks(buffer))
+        self._chain.go_on()
+        block = self._chain.after(scattered, self._outer.all_reduce)
+        return self._chain.behind(block, partial(self._spread, like=buffer))
 
     def _spread(self, block: Tensor, like: Tensor) -> Work[Tensor]:
         whole = torch.empty_like(like)

@@ -162,6 +162,11 @@ class ShardGroup:
             self._chains[device.type] = OnThread() if self.on_gloo(device) else OnStream(streams_of([device]))
         return self._chains[device.type]
 
+    def go_on(self) -> None:
+        """No more reductions come for now: start all parts of those that have come."""
+        for chain in self._chains.values():
+            chain.go_on()
+
     def way_of(self, device: torch.device) -> str | None:
         """How buffers of ``device`` travel, in words; None: as the process group's backend has it."""
         if not self.on_gloo(device):
@@ -184,7 +189,7 @@ class ShardGroup:
 
     def only_reads(self, device: torch.device, row_only: bool, fp8: bool) -> bool:
         """Whether a reduction leaves its buffer as it is, and makes no copy of it."""
-        return row_only or self.communicator.backend(device, fp8).all_reduce_only_reads
+        return row_only or self.backend(device, fp8).all_reduce_only_reads
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result is this rank's row of the sum, ``[row]``.

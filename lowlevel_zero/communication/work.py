@@ -57,6 +57,15 @@ class Chain(Protocol):
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """Start a collective with the first one's result; second ones start in the order of these calls."""
 
+    def behind(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+        """The same on a group that isn't to be kept waiting for the first one: see ``go_on``."""
+
+    def go_on(self) -> None:
+        """What one waits for has been started on that group, or nothing comes there for now: start what is ``behind``.
+
+        All ranks call it at the same points of their collectives.
+        """
+
 
 class OnStream:
     """A stream of its own waits for the first, and the second starts from there.
@@ -67,12 +76,25 @@ class OnStream:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self._behind: Callable[[], None] | None = None
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """At once, as far as the host can tell."""
-        with self._streams.copies():
+        with self._streams.beside():
             second = start(first.wait())
         return Work(second.wait, second.done, (*first.tensors, *second.tensors))
+
+    def behind(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+        """At ``go_on``: what a group of ranks is given on a device it does in this order, and waits where one waits."""
+        second: list[Work[T]] = []
+        self._behind = lambda: second.append(self.after(first, start))
+        return Work(lambda: second[0].wait(), lambda: bool(second), first.tensors)
+
+    def go_on(self) -> None:
+        """One is behind at most."""
+        start, self._behind = self._behind, None
+        if start is not None:
+            start()
 
 
 class OnThread:
@@ -92,6 +114,11 @@ class OnThread:
         second: Future[Work[T]] = Future()
         self._tasks.put(partial(_carry_on, first, start, second))
         return Work(lambda: second.result().wait(), partial(_is_done, second), first.tensors)
+
+    behind = after  # each kind of message has an order of its own
+
+    def go_on(self) -> None:
+        """Nothing is behind."""
 
 
 _Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"

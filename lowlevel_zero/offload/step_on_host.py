@@ -7,10 +7,8 @@ parameters are on the host too, these are copies within its memory.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +20,6 @@ from ..communication.flat_buffers import lay_end_to_end
 from ..streams import Mark, Streams
 
 HOST = torch.device("cpu")
-
-# Rows on their way down, whose memory on the device isn't used again before they have arrived.
-LEAVING = 2
 
 
 class HostBucket(Bucket):
@@ -58,18 +53,13 @@ class HostBucket(Bucket):
 
     def fetch(self, part: Tensor) -> Tensor:
         """One H2D copy."""
-        self._copies.wait(self._arrived)
+        self._arrived.synchronize()
         return self._copies.up(part, self._device, asynchronous=False)
 
     def to_step(self) -> Tensor:
         """The host waits for the D2H copy."""
-        self._copies.wait(self._arrived)
+        self._arrived.synchronize()
         return self.row
-
-
-class _Leaving(NamedTuple):
-    row: Tensor
-    arrived: Mark
 
 
 class StepOnHost(StepOnDevice):
@@ -81,7 +71,6 @@ class StepOnHost(StepOnDevice):
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._leaving: deque[_Leaving] = deque()
 
     def bucket_type(self) -> NewBucket:
         """What makes buckets whose rows rest on the host."""
@@ -96,20 +85,10 @@ class StepOnHost(StepOnDevice):
 
     def down(self, row: Tensor) -> tuple[Tensor, Mark]:
         """Start copying a row to the host, beside what the current stream does next; and when that has arrived."""
-        with self._streams.copies():
+        with self._streams.beside():
             host = self._copy_down(row)
-            arrived = self._streams.mark()
-        self._leaving.append(_Leaving(row, arrived))
-        while len(self._leaving) > LEAVING:
-            self._leaving[0].arrived.wait()  # so whatever gets its memory next comes after the copy
-            self._leaving.popleft()
-        return host, arrived
-
-    def wait(self, arrived: Mark) -> None:
-        """Let the host wait for a row. Rows arrive in the order in which they left."""
-        arrived.synchronize()
-        while self._leaving and self._leaving[0].arrived.query():
-            self._leaving.popleft()
+            self._streams.keep([row])
+            return host, self._streams.mark()
 
     @staticmethod
     def up(row: Tensor, device: torch.device, asynchronous: bool = True) -> Tensor:

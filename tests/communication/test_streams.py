@@ -15,7 +15,10 @@ from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
+from lowlevel_zero.communication.backends.backend import Alone
+from lowlevel_zero.communication.hierarchical import Replicated
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.communication.work import OnStream, Work
 from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
@@ -31,6 +34,13 @@ class Line:
     def work(self) -> Point:
         self.seen[self] += 1
         return self, self.seen[self]
+
+    def take(self, giver: Line) -> tuple[Point, Event]:
+        """Work that starts where its giver is, as a communicator does on its own stream; and its end."""
+        self.wait_stream(giver)
+        point, over = self.work(), Event()
+        over.record(self)
+        return point, over
 
     def comes_after(self, point: Point) -> bool:
         line, at = point
@@ -88,13 +98,20 @@ class Api:
 
 
 class Simulated(DeviceStreams):
-    """On the host's tensors, whose memory can't be pinned, nor kept for a stream."""
+    """On the host's tensors, whose memory can't be pinned, nor kept for a stream.
+
+    Attributes:
+        kept: where memory is, and the stream that it was kept for.
+    """
 
     pins = False
 
-    def borrow(self, gradients: Any) -> None:
-        if self._others_seen:
-            self.borrowed = [*getattr(self, "borrowed", []), *(g for g in gradients if g is not None)]
+    def __init__(self, device: torch.device, api: Any) -> None:
+        super().__init__(device, api)
+        self.kept: list[tuple[int, Line]] = []
+
+    def keep(self, tensors: Any) -> None:
+        self.kept += [(each.untyped_storage().data_ptr(), self.current()) for each in tensors if each is not None]
 
 
 class Traced:
@@ -118,10 +135,12 @@ class Traced:
         self.added: list[Point] = []
         self.stepped: list[Point] = []
         self.written: list[Point] = []
+        self.reduced: list[Point] = []
+        self.network = Line()
         self.waited: list[Line] = []
         for index, p in enumerate(self.model.parameters()):
             p.register_hook(self._on_its_line(index))
-        self._spy(monkeypatch, Bucket, "start_reduce", self._starts)
+        self._spy(monkeypatch, Bucket, "start_reduce", self._starts, then=self._reduces)
         self._spy(monkeypatch, GradientStore, "accumulate", lambda *_: self.added.append(self.api.now.work()))
         self._spy(monkeypatch, Stepper, "assign_gradients", self._assigns)
         self._spy(monkeypatch, ShardGroup, "gather", self._gathers)
@@ -151,6 +170,7 @@ class Traced:
         name: str,
         before: Callable[..., Any],
         inside: Callable[..., Any] | None = None,
+        then: Callable[..., Any] = lambda *_: None,
     ) -> None:
         method = getattr(owner, name)
 
@@ -159,7 +179,9 @@ class Traced:
             if inside is not None:
                 wait = args[0].wait
                 args = (_Waited(lambda: (wait(), inside())),)
-            return method(it, *args)
+            result = method(it, *args)
+            then(it)
+            return result
 
         monkeypatch.setattr(owner, name, run)
 
@@ -167,6 +189,12 @@ class Traced:
         assert self.api.now is self.home
         assert all(self.home.comes_after(self.made[index]) for index in bucket.planned.members)
         self.packed.append(self.home.work())
+
+    def _reduces(self, bucket: Bucket) -> None:
+        """As NCCL does, on a stream of its own; who waits for it has its stream wait."""
+        point, over = self.network.take(self.api.now)
+        self.reduced.append(point)
+        bucket.work = Work(_first(lambda: self.api.now.wait_event(over), bucket.work.wait), tensors=bucket.work.tensors)
 
     def _assigns(self, *_: Any) -> None:
         assert all(self.api.now.comes_after(point) for point in self.added)
@@ -182,6 +210,14 @@ class _Waited:
         self.wait = wait
 
 
+def _first(before: Callable[[], Any], method: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def both() -> Tensor:
+        before()
+        return method()
+
+    return both
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("producers", [0, 1, 3])
 def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after_its_sum(
@@ -192,19 +228,28 @@ def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after
         for _ in range(3):
             traced.packed.clear()
             traced.waited.clear()
+            traced.reduced.clear()
+            traced.added.clear()
             traced.backward()
+            assert len(traced.waited) >= len(traced.packed) - 1 > 2  # its order is learnt after the first backward
+            beside = set(traced.waited)
+            assert len(beside) == 1
+            assert beside.isdisjoint({traced.home, *traced.lines})
+            assert not any(traced.home.comes_after(point) for point in (*traced.reduced, *traced.added))
             traced.api.now = caller = Line()
             traced.optimizer.finish_gradients()
             assert len(traced.waited) == len(traced.packed)
-            assert set(traced.waited) == {traced.home}
+            assert all(caller.comes_after(point) for point in (*traced.reduced, *traced.added))
             traced.optimizer.step()
             assert traced.api.now is caller
             assert len(traced.packed) > 2
             assert all(caller.comes_after(point) for point in (*traced.packed, *traced.added, *traced.written))
             traced.optimizer.zero_grad()
             traced.api.now = traced.home
-        borrowed = getattr(traced.optimizer.streams, "borrowed", [])
-        assert len(borrowed) == (24 if producers else 0)  # all gradients, where any comes on a stream of its own
+        kept = traced.optimizer.streams.kept
+        assert {line for _, line in kept} == ({*beside, traced.home} if producers else beside)
+        on_home = [where for where, line in kept if line is traced.home]
+        assert len(on_home) == (24 if producers else 0)  # all gradients, where any comes on a stream of its own
 
     run_ranks(work, 2)
 
@@ -237,39 +282,77 @@ def test_who_reads_a_parameter_comes_after_its_rows_on_whatever_stream(monkeypat
 
 def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, world_size: int) -> None:
-        copied: list[tuple[Any, Line]] = []
-        waited: list[Any] = []
+        copied: list[Any] = []
         traced = Traced(monkeypatch, 3, cpu_offload=True, partition_grad=True)
-        down, wait = StepOnHost.down, StepOnHost.wait
+        down = StepOnHost.down
 
         def spy_down(self: StepOnHost, row: Tensor) -> Any:
             host, arrived = down(self, row)
-            copied.append((arrived, traced.api.now))
-            copies = self._streams._copies
-            assert copies is not traced.home
-            assert copies.comes_after(traced.added[-1])
-            assert len(self._leaving) <= 2
+            copied.append(arrived)
+            ((line, _),) = (point for point in (traced.added[-1],) if arrived.event.seen[point[0]] >= point[1])
+            assert line is not traced.home
+            assert self._streams.kept[-1] == (row.untyped_storage().data_ptr(), line)  # until it has been copied
             return host, arrived
 
-        def spy_wait(self: StepOnHost, arrived: Any) -> None:
-            wait(self, arrived)
-            assert arrived.query()
-            waited.append(arrived)
-
         monkeypatch.setattr(StepOnHost, "down", spy_down)
-        monkeypatch.setattr(StepOnHost, "wait", spy_wait)
         traced.backward()
         traced.optimizer.finish_gradients()
         assert len(copied) > 2
-        assert all(line is traced.home for _, line in copied)
-        assert not waited  # nothing but the step waits for copies
-        # Memory on the device is let go of in the order of home's work: the first rows' copies come before that.
-        (first, _), *_ = copied
-        assert all(traced.home.comes_after((line, at)) for line, at in first.event.seen.items())
+        assert not any(arrived.query() for arrived in copied)  # nothing but the step waits for copies
         traced.optimizer.step()
-        assert waited == [arrived for arrived, _ in copied]
+        assert all(arrived.query() for arrived in copied)
 
     run_ranks(work, 2)
+
+
+class Level(Alone):
+    """A group of ranks, whose communicator does what it is given in this order."""
+
+    def __init__(self, api: Api, size: int, log: list[tuple[str, Point, dict[Line, int]]]) -> None:
+        super().__init__(0, size)
+        self.api = api
+        self.log = log
+        self.line = Line()
+
+    def _do(self, what: str, result: Any) -> Work[Any]:
+        point, over = self.line.take(self.api.now)
+        self.log.append((what, point, over.seen))
+        return Work(_first(lambda: self.api.now.wait_event(over), lambda: result))
+
+    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
+        return self._do("scatter", buffer[0])
+
+    def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
+        return self._do("across", buffer)
+
+    def gather(self, own: Any, rows: Any, row: int) -> Work[None]:
+        return self._do("spread", None)
+
+
+def test_one_buffer_goes_within_while_another_goes_across() -> None:
+    """Stage 1 over two levels: a group's last part of one buffer doesn't keep its first part of the next waiting."""
+    api, log = Api(), []
+    home = api.now
+    inner, outer = Level(api, 2, log), Level(api, 2, log)
+    chain = OnStream(Simulated(torch.device("cpu"), api))
+    levels = Replicated(outer, inner, chain, 0, 2)
+    works = []
+    for _ in range(4):
+        home.work()
+        works.append(levels.all_reduce(torch.zeros(2, 3)))
+        # What can be waited for now may be waited for, or not: the order of collectives doesn't change.
+        assert [work.done() for work in works] == [True] * (len(works) - 1) + [False]
+    chain.go_on()
+    assert all(work.done() for work in works)
+    assert [what for what, *_ in log] == ["scatter", "across", *(["scatter", "spread", "across"] * 3), "spread"]
+    scattered, across, spread = ([each for each in log if each[0] == what] for what in ("scatter", "across", "spread"))
+    for before, (_, _, seen) in zip(across, scattered[1:], strict=False):
+        line, at = before[1]
+        assert seen.get(line, 0) < at
+    assert home.seen.keys() == {home}  # the stream that computes has waited for nothing
+    for work, (_, point, _) in zip(works, spread, strict=True):
+        work.wait()
+        assert home.comes_after(point)
 
 
 def test_the_host_has_no_streams() -> None:

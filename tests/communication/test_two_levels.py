@@ -91,6 +91,43 @@ def test_it_equals_one_process(shape: tuple[int, int], forms: tuple[str, ...], s
                 check_run(run, [each[form, name] for each in ranks])
 
 
+def test_levels_in_the_order_of_a_device_equal_one_process(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each group's collectives have one order: a buffer's last part within comes behind the next one's first."""
+    runs = {
+        form: Run(world_size=4, drop=drop_on_one_rank, steps=4, micro_batches=2, bare=form == "hybrid").with_options(
+            reduce_bucket_size=50
+        )
+        for form in ("pair", "hybrid")
+    }
+
+    def rank(rank: int, world_size: int) -> dict[str, Result]:
+        grid = Grid.of(rank, (2, 2))
+        found = {
+            form: train_sharded(rank, world_size, run.with_options(**grid.options(form))) for form, run in runs.items()
+        }
+        assert began.count("first") == began.count("behind") > 40
+        return found
+
+    began: list[str] = []
+
+    class Noted(OnStream):
+        def behind(self, first: Work[Any], start: Callable[[Any], Work[Any]]) -> Work[Any]:
+            began.append("first")
+            work = super().behind(first, start)
+            assert not work.done()
+            return Work(lambda: (began.append("behind"), work.wait())[1], work.done, work.tensors)
+
+    monkeypatch.setattr(
+        GridCommunicator, "_chain", lambda self, device: self._chains.setdefault("cpu", Noted(Streams()))
+    )
+    ranks = run_ranks(rank, 4)
+    for form, run in runs.items():
+        with subtests.test(form):
+            check_run(run, [each[form] for each in ranks])
+
+
 @pytest.mark.parametrize(("dtype", "shared"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
 def test_sixteen_bits_equal_one_process_to_rounding(dtype: torch.dtype, shared: bool) -> None:
     """Once with fp32 on the wire, where nothing but the last bits is rounded, and once as it is."""
@@ -353,7 +390,7 @@ def test_on_a_device_a_stream_waits_and_the_host_does_not() -> None:
 
     class Recording(Streams):
         @contextmanager
-        def copies(self) -> Any:
+        def beside(self) -> Any:
             log.append("beside")
             yield
             log.append("back")

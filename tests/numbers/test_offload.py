@@ -208,17 +208,16 @@ class Late(Streams):
 
     def __init__(self) -> None:
         self.copies_due: deque[Callable[[], object]] = deque()
-
-        self._copying = False
+        self._is_beside = False
 
     @contextmanager
-    def copies(self) -> Iterator[None]:
-        self._copying = True
+    def beside(self) -> Iterator[None]:
+        before, self._is_beside = self._is_beside, True
         yield
-        self._copying = False
+        self._is_beside = before
 
     def mark(self) -> Mark:
-        return LateMark(self.copies_due) if self._copying else super().mark()
+        return LateMark(self.copies_due) if self._is_beside else super().mark()
 
 
 class LateMark(Mark):

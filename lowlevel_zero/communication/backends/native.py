@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -18,6 +19,9 @@ _RENAMED = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor")
 _all_gather_single = getattr(dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor")
 
+# With one of these set, the host waits for NCCL's works, and not a stream.
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
 
 class Native(Backend):
     """The backend's own collectives.
@@ -32,6 +36,7 @@ class Native(Backend):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
         self._sums_in_fp32 = sums_in_fp32
+        self._host_waits = any(os.environ.get(name, "0") != "0" for name in _BLOCKING_WAIT)
 
     def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
         """One collective into a fresh row."""
@@ -39,11 +44,11 @@ class Native(Backend):
             return self.swap(buffer).then(lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))
         row = buffer.new_empty(buffer.shape[1])
         work = _reduce_scatter_single(row, buffer.view(-1), group=self._group, async_op=True)
-        return _work(work, row, buffer)
+        return self._work(work, row, buffer)
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """In place."""
-        return _work(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
+        return self._work(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
 
     def sum(self, value: Tensor) -> Work[Tensor]:
         """As a buffer."""
@@ -52,21 +57,24 @@ class Native(Backend):
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """In place."""
         work = _all_gather_single(buffer.view(-1), buffer[self.rank], group=self._group, async_op=True)
-        return _work(work, buffer)
+        return self._work(work, buffer)
 
     def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
         """One collective, of bytes: gloo doesn't take all dtypes."""
         width = buffer.element_size()
         counts = [width * size for size in sizes_into], [width * size for size in sizes]
         raw = into.view(torch.uint8), buffer.view(torch.uint8)
-        return _work(dist.all_to_all_single(*raw, *counts, group=self._group, async_op=True), into, buffer)
+        return self._work(dist.all_to_all_single(*raw, *counts, group=self._group, async_op=True), into, buffer)
 
+    def _work(self, work: object, result: Tensor, *others: Tensor) -> Work[Tensor]:
+        """No device is asked how far it is: a stream's wait returns at once, and a graph's capture allows no query."""
+        handle = cast(dist.Work, work)
 
-def _work(work: object, result: Tensor, *others: Tensor) -> Work[Tensor]:
-    handle = cast(dist.Work, work)
+        def finish() -> Tensor:
+            handle.wait()
+            return result
 
-    def finish() -> Tensor:
-        handle.wait()
-        return result
-
-    return Work(finish, handle.is_completed, (result, *others))
+        begun = Work(finish, tensors=(result, *others))
+        if self._host_waits or result.is_cpu:
+            begun.done = handle.is_completed
+        return begun
