@@ -65,7 +65,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             the dynamic loss scale, used where a parameter is fp16 (see ``LossScaler``).
         clip_grad_norm: clip gradients to this global L2 norm; 0: don't.
         verbose: log each skipped fp16 step, if any rank asks for it; on a GPU the host waits for the device then.
-        reduce_bucket_size: elements in a communication bucket.
+        reduce_bucket_size: elements in a communication bucket; None: 2**20 on a CPU, 12 * 2**20 on a GPU.
         communication_dtype: dtype in which gradients travel; None: each parameter's own.
         overlap_communication: reduce during backward.
         partition_grad: False: stage 1, True: stage 2.
@@ -97,6 +97,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         debug: compare ranks before each collective, and raise on all where they differ or one stays away; it is slow.
         verify_every: ``verify()`` after every so many steps; 0: never.
         max_skipped_steps: raise at the so manyth fp16 overflow in a row if the loss scale is at its minimum; 0: never.
+        own_communicator: on NCCL, reduce and gather by a communicator made at construction, beside that of the process
+            group, whose collectives in a backward then can't pair up with reductions; False: by the group's own.
         error_if_nonfinite: without fp16, refuse to step by a gradient norm that is inf or NaN; the host waits for it.
 
     Raises:
@@ -122,7 +124,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         max_scale: float = 2**24,
         clip_grad_norm: float = 0.0,
         verbose: bool = False,
-        reduce_bucket_size: int = 1024 * 1024,
+        reduce_bucket_size: int | None = None,
         communication_dtype: torch.dtype | None = None,
         overlap_communication: bool = True,
         partition_grad: bool = False,
@@ -150,6 +152,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         verify_every: int = 0,
         max_skipped_steps: int = 20,
         error_if_nonfinite: bool = False,
+        own_communicator: bool = True,
     ) -> None:
         keywords = locals()
         ranks = rooms.data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
@@ -171,7 +174,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.shard_group = groups[0]
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
         for group in groups:
-            group.connect(sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation)
+            group.connect(
+                sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation, own=self.options.own_communicator
+            )
         sharding = self._shard(optimizer, names, CONSTRUCT, model)
         with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
@@ -216,7 +221,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         average = options.unit(self.shard_group.ranks)
         scale = None if self.scaler is None else self.scaler.scale
         self.step_state = StepState(partial(float, average) if scale is None else partial(truediv, average, scale))
-        self._guard = rooms.Guard(optimizer, parameters, model, self.step_state)
+        self._guard = rooms.Guard(optimizer, parameters, model, self.step_state, self.streams)
         stepping = rooms.StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer)
         self._maker.extend(self.sharded_groups)

@@ -83,9 +83,8 @@ class Reducer:
         self._in_turn = number > 0 and not parameters.on_host
         self._overlaps = options.overlap_communication and not self._in_turn
         self._unused = UnusedParameters(parameters, number)
-        self.plan = LearntPlan(
-            self._records, group, options.reduce_bucket_size, options.pad_buckets_for_high_nccl_busbw
-        )
+        bucket_size = options.bucket_size(device.type)
+        self.plan = LearntPlan(self._records, group, bucket_size, options.pad_buckets_for_high_nccl_busbw)
         self._hooks: list[RemovableHandle] = []
         self.remove_hooks = finalize(self, _remove, self._hooks)
         self._announced: Work[Presence] | None = None  # what the open sync carries
@@ -179,6 +178,11 @@ class Reducer:
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
                 "loss.backward()"
+            )
+        if self._streams.captures():
+            raise RuntimeError(
+                f"{record.name}: expected its gradient outside of a CUDA graph's capture, got it within, whose replays "
+                "run no hooks: capture parts of the model by torch.cuda.make_graphed_callables"
             )
         self._may_be_alone = True
         self._gradients.drop_cleared(self.buckets.in_flight)

@@ -81,8 +81,8 @@ class AwaitedParameter(nn.Parameter):
 
 
 def can_be_awaited(p: Tensor) -> bool:
-    """Whether a use of ``p`` can't go unnoticed: subclasses and scripted or compiled code have ways of their own."""
-    return type(p) is nn.Parameter and not _compiler_at_work()
+    """Whether a use of ``p`` can't go unnoticed: subclasses, compiled code and CUDA graphs have ways of their own."""
+    return type(p) is nn.Parameter and not _compiler_at_work() and torch.cuda.graph.default_capture_stream is None
 
 
 def let_await(parameters: Iterable[Tensor], wait: Callable[[], None]) -> None:

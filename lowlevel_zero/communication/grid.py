@@ -97,11 +97,11 @@ class GridGroup(ShardGroup):
         self.rank, self.size = self.slice_ranks.index(dist.get_rank()), len(self.slice_ranks)
         self._places = [everybody.index(rank) for rank in self.slice_ranks]
 
-    def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
+    def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
         """Of each level, and of what hosts tell each other over a group of all ranks."""
-        self.outer.connect(shared, sums_in_fp32)
-        self.inner.connect(shared, sums_in_fp32)
-        super().connect(False, sums_in_fp32)
+        self.outer.connect(shared, sums_in_fp32, own)
+        self.inner.connect(shared, sums_in_fp32, own)
+        super().connect(False, sums_in_fp32, own)
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
         if self.on_gloo(device) and is_staged(device):

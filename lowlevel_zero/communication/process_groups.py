@@ -143,7 +143,7 @@ def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     A connection carries what it is given in one order: what hosts agree on would wait until all buffers before it have
     left. Where devices' buffers have a group of their own, the few of the host have no further one.
     """
-    if data_group(group) is not group:
+    if set(backends_by_device(group).values()) != {"gloo"}:
         return side_group(group)
     return _group_beside(group, "buffers", "gloo", dist.get_process_group_ranks(group))
 

@@ -100,7 +100,8 @@ class ShardGroup:
         self._chains: dict[str, Chain] = {}
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
         self._parts: dict[str, int] = {}  # bytes of those of no rows, by purpose
-        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(data_group(self.group))
+        self._data = self.group  # what carries tensors of devices that gloo doesn't
+        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(self._data)
         self.hosts: HostBackend = Alone(self.rank, 1)
         if self.has_others:
             self._meet()
@@ -114,7 +115,7 @@ class ShardGroup:
                 processes = agreements.all_gather_object(own_process())
             know(dict(zip(self.slice_ranks, processes, strict=True)))
 
-    def connect(self, shared: bool = True, sums_in_fp32: bool = False) -> None:
+    def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
         """Choose how buffers travel; all ranks call it.
 
         If ``shared`` and all ranks are processes of one host, buffers on gloo travel through shared memory, unless
@@ -123,10 +124,11 @@ class ShardGroup:
 
         What hosts send each other has an order of its own here: on gloo a rank may be ahead with one optimizer's
         buffers when another's, or the caller's own collectives, are next. On NCCL the order of all optimizers' buffers
-        must be the same on every rank.
+        must be the same on every rank, and if not ``own``, that of the caller's collectives among them.
         """
-        if sums_in_fp32 and self.size > 1:
-            self._native = Native(data_group(self.group), sums_in_fp32=True)
+        if self.size > 1:
+            self._data = data_group(self.group) if own else self.group
+            self._native = Native(self._data, sums_in_fp32)
         self.backend.cache_clear()
         if self.on_gloo(_HOST):
             refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
@@ -261,7 +263,9 @@ class ShardGroup:
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, in a few large messages.
 
-        Those on devices that the group doesn't serve travel by way of one that it does, this rank's own.
+        Those on devices that the group doesn't serve travel by way of one that it does, this rank's own. On a device
+        they are the first collective of the group that carries buffers: now all ranks are sure to come, as they have
+        to when NCCL begins; the first reduction may be started by one that runs a backward alone.
         """
         if self.has_others:
             spread = partial(self._broadcast, [tensor.detach() for tensor in tensors if tensor.numel()], by_way_of)
@@ -272,7 +276,9 @@ class ShardGroup:
         for tensor in tensors:
             served = tensor.device if tensor.device.type in self.device_types else by_way_of
             carried.append(as_bytes(tensor).to(_HOST if self.on_gloo(tensor.device) else served))
-        dist._broadcast_coalesced(self.group, carried, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
+        for group, by_gloo in ((self.group, True), (self._data, False)):
+            if share := [data for data in carried if self.on_gloo(data.device) is by_gloo]:
+                dist._broadcast_coalesced(group, share, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
         for tensor, data in zip(tensors, carried, strict=True):
             if data.data_ptr() != tensor.data_ptr():
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

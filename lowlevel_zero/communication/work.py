@@ -88,7 +88,7 @@ class OnStream:
         """At ``go_on``: what a group of ranks is given on a device it does in this order, and waits where one waits."""
         second: list[Work[T]] = []
         self._behind = lambda: second.append(self.after(first, start))
-        return Work(lambda: second[0].wait(), lambda: bool(second), first.tensors)
+        return Work(lambda: second[0].wait(), lambda: bool(second) and second[0].done(), first.tensors)
 
     def go_on(self) -> None:
         """One is behind at most."""

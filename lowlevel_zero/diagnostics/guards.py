@@ -14,6 +14,7 @@ from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.step_state import StepState
 from ..sharded_optimizer import alive
+from ..streams import Streams
 
 
 class Guard:
@@ -24,6 +25,7 @@ class Guard:
         parameters: the records.
         model: gives names; None: there is none.
         state: of the optimizer's step.
+        streams: of the parameters' device.
 
     Attributes:
         latest: stands for the optimizer that was made last.
@@ -31,8 +33,16 @@ class Guard:
 
     latest: ClassVar[object]
 
-    def __init__(self, optim: Optimizer, parameters: ParameterStore, model: nn.Module | None, state: StepState) -> None:
+    def __init__(
+        self,
+        optim: Optimizer,
+        parameters: ParameterStore,
+        model: nn.Module | None,
+        state: StepState,
+        streams: Streams,
+    ) -> None:
         self._state = state
+        self._streams = streams
         self._optim = optim
         self._parameters = parameters
         self._model = model
@@ -67,6 +77,13 @@ class Guard:
             raise RuntimeError(
                 f"{call}: expected it outside of torch.inference_mode, whose tensors can't be updated later, got it "
                 "within: use torch.no_grad where gradients aren't wanted"
+            )
+
+        if self._streams.captures():
+            raise RuntimeError(
+                f"{call}: expected it outside of a CUDA graph's capture, got it within: hosts have their part in it, "
+                "which a graph doesn't replay: capture the model's forward and backward, as "
+                "torch.cuda.make_graphed_callables does, and leave the optimizer out"
             )
 
     def trouble(self) -> RuntimeError | None:

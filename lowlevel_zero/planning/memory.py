@@ -194,7 +194,7 @@ def _trained(
 def _under_way(options: ZeroOptions, ranks: int) -> int:
     """Bytes of bucket buffers in a backward, or of gathered rows in a step, whichever is more."""
     itemsize = (options.communication_dtype or options.forced_dtype or torch.float32).itemsize
-    reducing = (Backend.in_flight + 1) * options.reduce_bucket_size if options.keeps_row_only else 0
+    reducing = (Backend.in_flight + 1) * options.bucket_size() if options.keeps_row_only else 0
     gathering = (IN_FLIGHT + 1) * PART * ranks
     return max(reducing, gathering) * itemsize if ranks > 1 else 0
 

@@ -77,7 +77,7 @@ class StepTime(NamedTuple):
 def bucket_rows(shapes: Sequence[tuple[int, torch.dtype]], ranks: int, options: ZeroOptions) -> Iterator[BucketRow]:
     """The buckets of trained parameters of so many elements each, as a run fills them before it has learnt an order."""
     items = [_item(numel, dtype, ranks, options) for numel, dtype in shapes]
-    plan = make_plan(items, range(len(items))[::-1], options.reduce_bucket_size)
+    plan = make_plan(items, range(len(items))[::-1], options.bucket_size())
     for bucket in plan.buckets:
         dtype = shapes[bucket.members[0]][1]
         sizes = (bucket.row * each.itemsize for each in (options.communication_dtype or dtype, dtype))

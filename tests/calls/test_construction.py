@@ -390,6 +390,20 @@ def test_every_option_is_a_documented_keyword_with_the_same_default() -> None:
         assert keywords[name].default == scale[name].default, name
 
 
+def test_buckets_are_larger_on_a_gpu_unless_they_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [ZeroOptions().bucket_size(kind) for kind in ("cpu", "cuda")] == [2**20, 12 * 2**20]
+    assert ZeroOptions(reduce_bucket_size=5).bucket_size("cuda") == 5
+
+    def work(rank: int, world_size: int) -> int:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        return len(optimizer.layout().buckets)
+
+    assert run_ranks(work, 1) == [1]
+    monkeypatch.setattr(ZeroOptions, "bucket_size", lambda self, kind: {"cpu": 1}[kind])  # its parameters' device
+    assert run_ranks(work, 1) == [4]
+
+
 def test_a_group_that_comes_later_is_converted_too() -> None:
     def work(rank: int, world_size: int) -> tuple[torch.dtype, torch.dtype, float]:
         model, late = nn.Linear(3, 2), nn.Parameter(torch.ones(3))

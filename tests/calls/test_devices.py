@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint
+from lowlevel_zero.communication.backends.native import Native
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.diagnostics.bad_numbers import LaterRead
 from tests.support.ranks import run_ranks
@@ -61,6 +62,7 @@ class OnOther(Tensor):
     """A tensor of the host that says that it is on the device that isn't current."""
 
     is_cuda = True
+    is_cpu = False
     device = OTHER
 
 
@@ -79,6 +81,30 @@ def test_a_number_is_read_when_it_has_come_from_its_own_device(monkeypatch: pyte
     assert number.read() == 2.5
     assert (api.lines[OTHER].recorded, api.lines[CURRENT].recorded) == (1, 0)
     assert pinned == [(True, "cpu")]
+
+
+@pytest.mark.parametrize(("blocks", "asked"), [(None, 0), ("0", 0), ("1", 1)])
+def test_no_device_is_asked_how_far_it_is_unless_the_host_would_wait(
+    monkeypatch: pytest.MonkeyPatch, blocks: str | None, asked: int
+) -> None:
+    """To ask would break a graph's capture, and ranks that find different answers would go on differently."""
+
+    class Handle:
+        questions = 0
+
+        def is_completed(self) -> bool:
+            self.questions += 1
+            return False
+
+    handle = Handle()
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: handle)
+    if blocks is not None:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", blocks)
+    work = Native(None).all_reduce(torch.zeros(1).as_subclass(OnOther))  # type: ignore[arg-type]
+    assert work.done() == (not asked)
+    assert handle.questions == asked
 
 
 def test_what_a_group_does_not_serve_travels_by_way_of_this_rank_s_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

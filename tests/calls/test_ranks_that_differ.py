@@ -346,6 +346,7 @@ OTHER_OPTIONS: dict[str, Any] = {
     "verify_every": 1,
     "max_skipped_steps": 1,
     "error_if_nonfinite": True,
+    "own_communicator": False,
     "initial_scale": 2.0,
     "min_scale": 0.5,
     "growth_factor": 3.0,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_grads
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.communication import process_groups
 from lowlevel_zero.communication.process_groups import side_group
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks
@@ -302,6 +304,7 @@ def test_what_a_device_reduces_is_not_taken_for_the_callers_own(tmp_path: Path) 
     def mix(rank: int, world_size: int) -> tuple[list[float], float]:
         join_stand_in(rank, world_size, tmp_path / "meeting")
         group, callers = ShardGroup(), torch.full((world_size,), 10.0 * (rank + 1))
+        group.connect()
         buffer = torch.full((world_size, 1), rank + 1.0)
         early = group.all_reduce(buffer) if rank == 0 else None
         asked = dist.all_reduce(callers, async_op=True)
@@ -313,14 +316,54 @@ def test_what_a_device_reduces_is_not_taken_for_the_callers_own(tmp_path: Path) 
     assert run_ranks(mix, 2, init=False) == [([3.0, 3.0], 30.0)] * 2
 
 
-def test_one_communicator_serves_all_optimizers_and_trains(tmp_path: Path) -> None:
-    def count(rank: int, world_size: int) -> tuple[int, list[Tensor]]:
+def test_one_communicator_serves_all_optimizers_and_trains_unless_it_is_given_up(tmp_path: Path) -> None:
+    def count(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[str], list[Tensor]]]:
         join_stand_in(rank, world_size, tmp_path / "meeting")
-        before, models = groups(), [net() for _ in range(3)]
-        values = [train(model, made(model, partition_grad=True), rank)[0] for model in models]
-        assert not ShardGroup().on_gloo(torch.device("cpu"))
-        return groups() - before, values
+        used: list[str] = []
+        for name in ("_broadcast_coalesced", "all_reduce"):
+            collective = getattr(dist, name)
 
-    (made_first, first), (made_second, second) = run_ranks(count, 2, init=False)
-    assert made_first == made_second == 2  # for buffers, and for what hosts tell each other
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+            def noted(*args: Any, collective: Any = collective, **keywords: Any) -> Any:
+                used.append(keywords.get("group", args[0]).group_name)
+                return collective(*args, **keywords)
+
+            monkeypatch.setattr(dist, name, noted)
+        found = []
+        for own in (False, True):
+            before, models = groups(), [net() for _ in range(3)]
+            used.clear()
+            optimizers = [made(model, own_communicator=own) for model in models]
+            # The first one's tensors come at construction, where all ranks are: NCCL would begin in a backward else.
+            assert len(set(used)) == 1
+            values = [train(model, optimizer, rank)[0] for model, optimizer in zip(models, optimizers, strict=True)]
+            assert not optimizers[0].shard_group.on_gloo(torch.device("cpu"))
+            found.append((groups() - before, set(used), values))
+        return found
+
+    ranks = run_ranks(count, 2, pytest.MonkeyPatch(), init=False)
+    for given_up, own in ranks:
+        assert given_up[:2] == (1, {"0"})  # one for what hosts tell each other
+        assert own[:2] == (1, {"lowlevel_zero/data/0"})  # and this for buffers
+    first, *others = [values for found in ranks for *_, values in found]
+    for other in others:
+        assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True))
+
+
+def test_a_part_of_the_ranks_shares_its_communicator_where_it_would_be_split_off_that_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ``init_process_group`` was given a device: ranks that aren't in the group would have to take part."""
+
+    def look(rank: int, world_size: int) -> list[bool]:
+        join_stand_in(rank, world_size, tmp_path / "meeting")
+        part = dist.new_group([0, 1])
+        if rank == 2:
+            return []
+        found = []
+        for device in (torch.device("cuda", 0), None):
+            bound = SimpleNamespace(bound_device_id=device)
+            monkeypatch.setattr(process_groups, "default_group", lambda bound=bound: bound)
+            found.append(process_groups.data_group(part) is part)
+        return found
+
+    assert run_ranks(look, 3, init=False) == [[True, False], [True, False], []]

@@ -28,8 +28,9 @@ from tests.support.ranks import run_ranks
 class Line:
     """A stream: how much of each stream's work comes before what it does next."""
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, captures: bool = False) -> None:
         self.seen: dict[Line, int] = {self: 0}
+        self.captures = captures  # a graph of its work: nothing else may wait for it, or it for anything
 
     def work(self) -> Point:
         self.seen[self] += 1
@@ -47,6 +48,7 @@ class Line:
         return self.seen.get(line, 0) >= at
 
     def wait_event(self, event: Event) -> None:
+        assert not self.captures
         for line, at in event.seen.items():
             self.seen[line] = max(self.seen.get(line, 0), at)
 
@@ -69,6 +71,7 @@ class Event:
         self.reached = False
 
     def record(self, stream: Line) -> None:
+        assert not stream.captures
         self.seen = dict(stream.seen)
 
     def query(self) -> bool:
@@ -89,6 +92,9 @@ class Api:
 
     def current_stream(self, device: object) -> Line:
         return self.now
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.now.captures
 
     @contextmanager
     def stream(self, line: Line) -> Iterator[None]:
@@ -276,6 +282,77 @@ def test_who_reads_a_parameter_comes_after_its_rows_on_whatever_stream(monkeypat
         traced.optimizer.step()  # takes what is still awaited
         traced.optimizer._force_wait_all_gather()
         assert all(type(p) is nn.Parameter for p in traced.model.parameters())
+
+    run_ranks(work, 2)
+
+
+def test_a_graph_that_is_captured_meanwhile_holds_its_own_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that it reads are there when it is replayed; hosts' calls, which it wouldn't replay, are refused."""
+
+    def refuse_query(_: Event) -> bool:
+        raise AssertionError("a capture allows no query")
+
+    def work(rank: int, world_size: int) -> None:
+        traced = Traced(monkeypatch, 0, overlap_allgather=True)
+        model, optimizer, weight = traced.model, traced.optimizer, traced.model[1].weight
+        traced.backward()
+        optimizer.step()
+        traced.api.now = graph = Line(captures=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Event, "query", refuse_query)
+            weight + 0
+            weight + 0
+        assert len(traced.written) == 1
+        assert graph.seen == {graph: 0}
+        for call in (optimizer.step, optimizer.zero_grad, lambda: optimizer.backward(model(torch.ones(2, 4)).sum())):
+            with pytest.raises(RuntimeError, match="expected it outside of a CUDA graph's capture"):
+                call()
+        traced.lines = [graph]
+        with pytest.raises(RuntimeError, match="expected its gradient outside of a CUDA graph's capture"):
+            sum(p.sum() for p in model.parameters()).backward()
+        traced.api.now = after = Line()
+        weight + 0
+        assert after.comes_after(traced.written[0])
+
+    run_ranks(work, 2)
+
+
+def test_where_graphs_are_replayed_a_step_waits_for_its_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads parameters without asking anybody."""
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", Line())
+
+    def work(rank: int, world_size: int) -> None:
+        traced = Traced(monkeypatch, 0, overlap_allgather=True)
+        traced.backward()
+        traced.optimizer.step()
+        assert traced.written
+        assert all(traced.home.comes_after(point) for point in traced.written)
+        assert {type(p) for p in traced.model.parameters()} == {nn.Parameter}
+
+    run_ranks(work, 2)
+
+
+def test_gradients_that_are_cleared_go_where_others_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are touched on one stream until all is complete, and the next backward doesn't wait for them."""
+
+    def work(rank: int, world_size: int) -> None:
+        traced = Traced(monkeypatch, 0)
+        zeroed: list[Line] = []
+        traced._spy(monkeypatch, GradientStore, "drop", lambda *_: zeroed.append(traced.api.now))
+        traced.backward()
+        traced.optimizer.step()
+        traced.optimizer.zero_grad()
+        traced.waited.clear()
+        traced.backward()
+        traced.model[1].weight.grad = None
+        traced.reduced.clear()
+        traced.added.clear()
+        traced.backward()
+        assert len(zeroed) == 1
+        assert {*zeroed, *traced.waited} == {zeroed[0]}
+        assert not any(traced.home.comes_after(point) for point in (*traced.reduced, *traced.added))
+        traced.optimizer.zero_grad(set_to_none=False)  # writes to sums
+        assert all(traced.home.comes_after(point) for point in (*traced.reduced, *traced.added))
 
     run_ranks(work, 2)
 

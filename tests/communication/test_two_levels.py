@@ -119,9 +119,7 @@ def test_levels_in_the_order_of_a_device_equal_one_process(
             assert not work.done()
             return Work(lambda: (began.append("behind"), work.wait())[1], work.done, work.tensors)
 
-    monkeypatch.setattr(
-        GridCommunicator, "_chain", lambda self, device: self._chains.setdefault("cpu", Noted(Streams()))
-    )
+    monkeypatch.setattr(GridGroup, "_chain", lambda self, device: self._chains.setdefault("cpu", Noted(Streams())))
     ranks = run_ranks(rank, 4)
     for form, run in runs.items():
         with subtests.test(form):

@@ -448,5 +448,6 @@ def test_the_optimizer_s_keywords_and_defaults_are_colossalais() -> None:
     def keywords(optimizer: Any) -> list[tuple[str, Any]]:
         return [(name, p.default) for name, p in inspect.signature(optimizer).parameters.items()]
 
-    theirs = [(name, True if name == "overlap_communication" else default) for name, default in keywords(Theirs)]
+    ours = {"overlap_communication": True, "reduce_bucket_size": None}
+    theirs = [(name, ours.get(name, default)) for name, default in keywords(Theirs)]
     assert keywords(LowLevelZeroOptimizer)[: len(theirs)] == theirs

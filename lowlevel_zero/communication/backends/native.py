@@ -36,7 +36,7 @@ class Native(Backend):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
         self._sums_in_fp32 = sums_in_fp32
-        self._host_waits = any(os.environ.get(name, "0") != "0" for name in _BLOCKING_WAIT)
+        self._host_waits = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
 
     def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
         """One collective into a fresh row."""
