@@ -116,6 +116,8 @@ def run_course(rank: int, world_size: int, course: Course) -> dict[str, Record]:
                 alive[name] = peer
             del peer
             gc.collect()
+            if course.setting.device == "cuda":
+                torch.cuda.empty_cache()  # blocks of the sizes that another wants
     if rank == 0:
         print(file=sys.stderr)
     return records

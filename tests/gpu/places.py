@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowlevel_zero.communication.backends.native import Native
 from lowlevel_zero.communication.shard_group import ShardGroup
@@ -17,6 +17,7 @@ from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
 DEVICE = "cuda"
+LONG = 10**8  # cycles that the device sleeps, about 0.05 s: whoever doesn't wait comes too early
 GPUS = min(4, torch.cuda.device_count())  # of which tests use so many at most
 
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -24,6 +25,19 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "overlap_allgather": {"overlap_allgather": True},
     "cpu_offload": {"cpu_offload": True},
 }
+
+
+class Blocks(nn.Module):
+    """Layers that are large enough for a device to have something to do."""
+
+    def __init__(self, width: int = 512, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().square().mean()
 
 
 class OnDevice(Odd):

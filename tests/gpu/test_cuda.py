@@ -20,28 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.offload.step_on_host import StepOnHost
-from tests.gpu.places import DEVICE, EXTRAS, over_nccl
+from tests.gpu.places import DEVICE, EXTRAS, LONG, Blocks, over_nccl
 from tests.support.numbers import STAGES
 from tests.support.oracle import adamw, momentum
 from tests.support.patching import patch_rank
 
-LONG = 10**8  # cycles that the device sleeps, about 0.05 s: whoever doesn't wait comes too early
-
-
 # ---- nothing waits for the device ----
-
-
-class Blocks(nn.Module):
-    """Layers that are large enough for a device to have something to do."""
-
-    def __init__(self, width: int = 512, layers: int = 8) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.float().square().mean()
 
 
 @contextmanager
@@ -219,6 +203,30 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 
     def work(rank: int, world_size: int) -> None:
         torch.testing.assert_close(train(Checkpointed), train(Blocks))
+
+    over_nccl(work)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("way", ["graphed", "compiled"])
+def test_parts_that_are_replayed_or_compiled_read_the_new_values(way: str, overlaps: bool) -> None:
+    def train(changed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = Blocks(width=64).to(DEVICE), torch.ones(4, 64, device=DEVICE, requires_grad=True)
+        optimizer = LowLevelZeroOptimizer(
+            momentum(model.parameters()), model=model, reduce_bucket_size=5000, overlap_allgather=overlaps
+        )
+        forward: Any = model
+        for step in range(5):
+            if changed and step == 2:  # gathers of the step before are still to be finished, if anybody waits for them
+                forward = torch.cuda.make_graphed_callables(model, (x,)) if way == "graphed" else torch.compile(model)
+            optimizer.backward(forward(x))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def work(rank: int, world_size: int) -> None:
+        torch.testing.assert_close(train(True), train(False))
 
     over_nccl(work)
 
