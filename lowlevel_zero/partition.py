@@ -34,14 +34,12 @@ class EvenSplit:
         world_size: ranks that share it.
         multiple: what rows are multiples of, in elements.
         slice_size: elements of one row, ``ceil(numel / world_size)`` rounded up to a ``multiple``.
-        packed_numel: elements from the first one on that ``torch.chunk`` cuts into slices of this size.
     """
 
     numel: int
     world_size: int
     multiple: int = 1
     slice_size: int = field(init=False)
-    packed_numel: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.numel < 0 or self.world_size < 1:
@@ -50,7 +48,6 @@ class EvenSplit:
             )
         rows = -(-self.numel // (self.world_size * self.multiple))
         object.__setattr__(self, "slice_size", rows * self.multiple)
-        object.__setattr__(self, "packed_numel", self.numel if self.multiple == 1 else self.padded_numel)
 
     @property
     def padded_numel(self) -> int:

@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from weakref import finalize, proxy
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping.bucket_plan import LearntPlan, PlanState
-from .bookkeeping.bucket_store import BucketStore
+from .bookkeeping.bucket_store import BucketStore, Sync
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
@@ -99,7 +99,7 @@ class Reducer:
     def extend(self) -> None:
         """Take records that have no hook yet into hooks and plan, which starts anew in reverse order."""
         for record in self._records[len(self._hooks) :]:  # a parameter outlives its optimizer
-            hook = partial(Reducer.gradient_ready, proxy(self), record)
+            hook = partial(Reducer.gradient_ready, ref(self), record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.plan.restore()
         self.plan.follow(self._unused.detecting)
@@ -124,11 +124,10 @@ class Reducer:
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
         if self._state.syncs:
-            shown = self._gradients.drop_cleared(self.buckets.in_flight)
+            self._gradients.drop_cleared(self.buckets.in_flight)
             if self.buckets.is_open:
                 self._close_sync()
-            if shown:
-                self._gradients.take_out(shown)
+            self._gradients.take_out()
             reached = None
             try:
                 if self._unused.detecting:
@@ -144,29 +143,49 @@ class Reducer:
             self._close_sync()
             self._unused.lacked |= self.buckets.lacked
 
-    def gradient_ready(self, record: ShardedParameter, _: Tensor) -> None:
-        """A gradient has been accumulated into ``p.grad``; of one that is frozen through ``param_groups`` it goes."""
-        if not record.p32.requires_grad:
-            record.drop_gradient()
+    @staticmethod
+    def gradient_ready(reducer: ReferenceType[Reducer], record: ShardedParameter, _: Tensor) -> None:
+        """A gradient has been accumulated into ``p.grad``."""
+        self = reducer()
+        assert self is not None, "its hooks go with it"
+        buckets, state, running = self.buckets, self._state, StepState.in_backward
+        usual = running and running[-1] is state and state.syncs and buckets.sync is Sync.OF_ALL
+        if (record.arrived or not usual) and not self._admit(record):
             return
         if self._streams.several:
             self._streams.produced()
+        record.arrived = True
+        if buckets.fill(record) and self._overlaps:
+            self._start_complete()
+
+    def _admit(self, record: ShardedParameter) -> bool:
+        """Whether the open sync takes a gradient; without one, it may be the first of a plain ``loss.backward()``.
+
+        One that is frozen through ``param_groups`` goes. (In a sync of everything its bucket sees to that.)
+        """
+        if not record.p32.requires_grad:
+            record.drop_gradient()
+            return False
+        self._streams.produced()
         record.arrived = True
         running = StepState.in_backward
         if not self._state.syncs or (running and running[-1] is not self._state):
             if self._state.phase is Phase.COMPLETE:
                 self._state.phase = Phase.COMING
-            return
+            return False
         if not self.buckets.is_open:
             self._open_plain(record)
         if not running:
             self._watch_graph_task()
-        if not record.is_empty and self.buckets.fill(record) and self._overlaps:
-            if self._announced is not None and self._announced.done():
-                self._read_announced(self._announced)
-            if self._announced is None:
-                self.buckets.start()
-                self._finish_some()
+        return True
+
+    def _start_complete(self) -> None:
+        """Start buckets that wait for nothing, if it is known which they are."""
+        if self._announced is not None and self._announced.done():
+            self._read_announced(self._announced)
+        if self._announced is None:
+            self.buckets.start()
+            self._finish_some()
 
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
@@ -253,7 +272,7 @@ class Reducer:
         return [
             record.index
             for record in self._records
-            if (record.arrived or record.p.grad is not record.shown)
+            if (record.p.grad is not record.shown or record.pending is not None)
             and record.unreduced is not None
             and not record.is_empty
         ]
@@ -330,10 +349,11 @@ class Reducer:
 
     def _compare(self, call: Call) -> Progress:
         """Agree on the call; returns how many syncs a rank has closed, at most, and whether one lacks a gradient."""
-        lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
-        steps, cleared = self._gradients.steps, sorted(self._gradients.cleared, key=lambda record: record.index)
         if call.name == "zero_grad":
-            steps, cleared = 0, []
+            lacks, steps, cleared = False, 0, []
+        else:
+            lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
+            steps, cleared = self._gradients.steps, sorted(self._gradients.cleared, key=lambda record: record.index)
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
         progress = Progress(self._group.progress.micro_batch, lacks, steps, [record.name for record in cleared])
         agreed = agree(self._group, None, call.error, call.name, progress=progress)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
-from operator import is_
+from operator import is_not
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, take_gradients
 from .step_observer import StepObserver
 
 
@@ -33,6 +33,14 @@ class BucketState(Enum):
     REDUCING = "its buffer is being reduced"
     REDUCED = "its row holds sums over the ranks"
     STEPPED = "its row holds gradients that a step has used"
+
+
+class Sync(Enum):
+    """What the open gradient sync takes."""
+
+    CLOSED = "none is open"
+    OF_ALL = "any gradient may come"
+    OF_EXPECTED = "others than those expected are noted"
 
 
 class Reduction(NamedTuple):
@@ -89,7 +97,7 @@ class Bucket:
 
     def start_reduce(self, how: Reduction) -> bool:
         """Pack the gradients and start summing them over the ranks; whether all were there."""
-        gradients = list(map(ShardedParameter.take_gradient, self.records))
+        gradients = take_gradients(self.records)
         if how.streams.several:
             how.streams.keep_gradients(gradients)
         first, lead = gradients[0], self.records[0]
@@ -106,7 +114,7 @@ class Bucket:
         start = how.group.reduce_scatter if how.keeps_row_only else how.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)
         self.state = BucketState.REDUCING
-        return True not in map(partial(is_, None), gradients)
+        return all(map(partial(is_not, None), gradients))
 
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
         """A fresh buffer with the gradients, and zeros for those that aren't there."""
@@ -114,12 +122,12 @@ class Bucket:
         buffer = how.group.new_buffer(planned.row, lead.communication_dtype, lead.padded.device, planned.fp8)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
         flats = [
-            zero.expand(record.split.packed_numel) if gradient is None else gradient
+            zero.expand(record.split.numel) if gradient is None else gradient
             for record, gradient in zip(self.records, gradients, strict=True)
         ]
-        missing = [record.split.packed_numel - flat.numel() for record, flat in zip(self.records, flats, strict=True)]
-        if any(missing):  # ``pack`` would cut rows that are narrower than the slices
-            flats = [F.pad(flat, (0, short)) for flat, short in zip(flats, missing, strict=True)]
+        shorts = [record.short for record in self.records]
+        if any(shorts):  # ``pack`` would cut rows that are narrower than the slices
+            flats = [F.pad(flat, (0, short)) for flat, short in zip(flats, shorts, strict=True)]
         if planned.row > planned.body:
             flats.append(zero.new_zeros(len(buffer) * (planned.row - planned.body)))
         pack(buffer, flats, how.divisor)
@@ -206,7 +214,7 @@ class BucketStore:
         repeats: parameters whose gradient may come more than once in a backward: their bucket waits for its end.
         lacked: a bucket of this sync left without one of its gradients.
         in_flight: buckets that are being reduced, the oldest first.
-        is_open: a sync is.
+        sync: whether one is open.
     """
 
     def __init__(self, records: Sequence[ShardedParameter], how: Reduction, new_bucket: NewBucket) -> None:
@@ -217,7 +225,7 @@ class BucketStore:
         self.in_flight: deque[Bucket] = deque()
         self.repeats: set[int] = set()
         self.open_sync(None)
-        self.is_open = False
+        self.sync = Sync.CLOSED
 
     # ---- filling ----
 
@@ -230,7 +238,7 @@ class BucketStore:
         self.arrivals: dict[int, None] = {}
         self.unexpected: list[int] = []
         self.lacked = False
-        self.is_open = True
+        self.sync = Sync.OF_ALL if expected is None else Sync.OF_EXPECTED
         if plan is not None:
             self.follow(plan)
 
@@ -264,7 +272,7 @@ class BucketStore:
         self.arrivals[index] = None
         if self._bucket_of is None:
             return True
-        position = self._bucket_of[index]
+        position = self._bucket_of[index]  # -1: it has none
         if position < self._next:
             return False
         bucket = self._buckets[position]
@@ -272,6 +280,11 @@ class BucketStore:
         return bucket.missing == 0
 
     # ---- starting, in the plan's order ----
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a sync is."""
+        return self.sync is not Sync.CLOSED
 
     @torch.no_grad()  # gradients may have come with a graph of their own
     def start(self, close: bool = False) -> None:
@@ -288,7 +301,7 @@ class BucketStore:
                 self._how.group.go_on()
         if close:
             self._buckets = []
-            self.is_open = False
+            self.sync = Sync.CLOSED
 
 
 def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:

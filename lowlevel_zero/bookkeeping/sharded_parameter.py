@@ -55,6 +55,7 @@ class ShardedParameter:
         is_flat: ``p`` is 1-D.
         is_empty: ``p`` has no elements, so that nothing of it travels.
         split: how its elements are shared.
+        short: elements that a bucket buffer wants of its gradient behind those that there are.
         rank: the rank whose row is ours.
         communication_dtype: the dtype of its bucket's buffer, or, with ``fp8``, of its sum.
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
@@ -74,6 +75,14 @@ class ShardedParameter:
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
     """
 
+    # Every step looks at each record: so it lies in two or three lines of cache, where a dict would take several more.
+    __slots__ = (
+        *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
+        *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
+        *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
+        *("_offered", "__weakref__"),
+    )
+
     def __init__(
         self,
         place: Place,
@@ -89,6 +98,7 @@ class ShardedParameter:
         self.is_flat = p.dim() == 1
         self.is_empty = p.numel() == 0
         self.split = split
+        self.short = split.padding if split.multiple > 1 else 0
         self.rank = rank
         self.communication_dtype = communication_dtype or p.dtype
         self.fp8 = fp8
@@ -272,34 +282,10 @@ class ShardedParameter:
                 "from what has come now: call optimizer.zero_grad() or step before setting requires_grad"
             )
 
-    def take_gradient(self) -> Tensor | None:
-        """Move ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None if there is none.
-
-        One that came with a graph may still hang on it. The sharded one takes its place, on all ranks alike.
-        """
-        p = self.p
-        gradient = p.grad
-        if gradient is self.shown:
-            gradient, self.pending = self.pending, None
-        if gradient is not None and gradient.layout is not torch.strided:
-            self._refuse_sparse(gradient)
-        try:
-            p.grad = self.shown = self.handle
-        except RuntimeError:  # the model has been converted, which the step refuses
-            p.grad = self.shown = None
-        self.p32.grad = self.slice_handle
-        self.arrived = False
-        if gradient is None:
-            return None
-        self.worked = True
-        if self.is_flat:
-            return gradient
-        return gradient.reshape(-1) if self.is_contiguous else self.flatten(gradient)
-
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise ``RuntimeError`` unless ``p.grad`` can be reduced: dense, and from a backward or instead of one."""
         if gradient.layout is not torch.strided:
-            self._refuse_sparse(gradient)
+            self.refuse_sparse(gradient)
         if self.worked and not self.arrived:
             raise RuntimeError(
                 f"{self.name}: expected the p.grad that backward has left, which stands for its slices, got one that "
@@ -308,7 +294,8 @@ class ShardedParameter:
                 "which assigns p.grad, hand over the plain model"
             )
 
-    def _refuse_sparse(self, gradient: Tensor) -> NoReturn:
+    def refuse_sparse(self, gradient: Tensor) -> NoReturn:
+        """Raise for a gradient that isn't dense."""
         raise RuntimeError(
             f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
             "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
@@ -320,6 +307,36 @@ def _rounds_to(row: Tensor, known: Known) -> Tensor:
     plain = known.value.to(row.dtype)
     same = plain == row
     return same | is_rounded(plain, row) if known.fp8 and len(row) else same
+
+
+def take_gradients(records: Iterable[ShardedParameter]) -> list[Tensor | None]:
+    """Move each ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None where there is none.
+
+    One that came with a graph may still hang on it; one of a parameter that is frozen through ``param_groups`` goes.
+    The sharded one takes its place, on all ranks alike.
+    """
+    taken: list[Tensor | None] = []
+    for record in records:
+        p = record.p
+        gradient = p.grad
+        if gradient is record.shown:
+            gradient, record.pending = record.pending, None
+        if not record.p32.requires_grad:
+            gradient = None
+        if gradient is not None:
+            if gradient.layout is not torch.strided:
+                record.refuse_sparse(gradient)
+            record.worked = True
+            if not record.is_flat:
+                gradient = gradient.reshape(-1) if record.is_contiguous else record.flatten(gradient)
+        try:
+            p.grad = record.shown = record.handle
+        except RuntimeError:  # the model has been converted, which the step refuses
+            p.grad = record.shown = None
+        record.p32.grad = record.slice_handle
+        record.arrived = False
+        taken.append(gradient)
+    return taken
 
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:
