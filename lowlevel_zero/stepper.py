@@ -230,8 +230,7 @@ class Stepper:
             row.mul_(scale.factor)
         for record, gradient in zip(bucket.records, bucket.split(row.to(dtype)), strict=True):
             if record.worked:
-                p = record.p
-                if p.data_ptr() != record.address or not (record.shares_storage or p._version == record.version):
+                if record.p._version != record.version:
                     record.follow_edits()
                 record.p32.grad = gradient
 

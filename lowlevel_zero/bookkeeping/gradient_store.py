@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -227,32 +227,30 @@ class GradientStore:
 
     # ---- what stands for them in ``p.grad`` ----
 
-    def drop_cleared(self, in_flight: Iterable[Bucket]) -> list[ShardedParameter]:
-        """Forget gradients whose ``p.grad`` has been set to None since, as by ``model.zero_grad()``; whose are shown.
+    def drop_cleared(self, in_flight: Collection[Bucket]) -> None:
+        """Forget gradients whose ``p.grad`` has been set to None since, as by ``model.zero_grad()``.
 
         There may be what a backward has left since. Those ``in_flight`` are dropped when they have come.
         """
-        if self._state.phase is Phase.SYNCHRONIZED:
-            return []
-        shown = [record for record in self._records if record.shown is not None]
-        replaced = [record for record in shown if record.p.grad is not record.shown]
-        cleared = [record for record in replaced if record.p.grad is None or record.arrived]
-        if not cleared:
-            return shown
-        for bucket in in_flight:
-            bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
-        with self._streams.beside():
-            self.drop(cleared)
-        self.cleared.update(cleared)
-        shown = [record for record in shown if record.shown is not None]
-        if not shown:
-            self.steps = 0
-        return shown
+        if self._state.phase is Phase.SYNCHRONIZED or not (self._buckets or in_flight):
+            return
+        replaced = [record for record in self._records if record.p.grad is not record.shown]
+        cleared = [
+            record for record in replaced if record.shown is not None and (record.p.grad is None or record.arrived)
+        ]
+        if cleared:
+            for bucket in in_flight:
+                bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
+            with self._streams.beside():
+                self.drop(cleared)
+            self.cleared.update(cleared)
+            if not any(record.shown is not None for record in self._records):
+                self.steps = 0
 
-    def take_out(self, shown: Iterable[ShardedParameter]) -> None:
+    def take_out(self) -> None:
         """Take sharded gradients out of ``p.grad`` until ``put_back``: a backward would add to each by a call."""
-        for record in shown:
-            if record.p.grad is record.shown and record.pending is None:
+        for record in self._records:
+            if record.shown is not None and record.p.grad is record.shown and record.pending is None:
                 record.p.grad = record.shown = None
                 self.taken_out.append(record)
 
@@ -344,7 +342,8 @@ class GradientStore:
         self._bucket_of.clear()
         for record in self._records:
             record.arrived = False
-            record.hide()
+            if record.worked or record.shown is not None:
+                record.hide()
 
 
 def _without_padding(record: ShardedParameter, gradient: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class Guard:
             p = record.p
             if p.data_ptr() != record.address and (p.requires_grad or record.worked):
                 record.take_back()
-            if p.grad is not None and p.grad is not record.shown:
+            if p.grad is not record.shown and p.grad is not None:
                 record.check_gradient(p.grad)
 
     def _refuse_regrouped(self) -> None:
