@@ -24,7 +24,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping.bucket_plan import LearntPlan, PlanState
-from .bookkeeping.bucket_store import BucketStore, Sync
+from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
@@ -149,7 +149,7 @@ class Reducer:
         self = reducer()
         assert self is not None, "its hooks go with it"
         buckets, state, running = self.buckets, self._state, StepState.in_backward
-        usual = running and running[-1] is state and state.syncs and buckets.sync is Sync.OF_ALL
+        usual = running and running[-1] is state and state.syncs and buckets.is_open and buckets.expected is None
         if (record.arrived or not usual) and not self._admit(record):
             return
         if self._streams.several:

@@ -35,14 +35,6 @@ class BucketState(Enum):
     STEPPED = "its row holds gradients that a step has used"
 
 
-class Sync(Enum):
-    """What the open gradient sync takes."""
-
-    CLOSED = "none is open"
-    OF_ALL = "any gradient may come"
-    OF_EXPECTED = "others than those expected are noted"
-
-
 class Reduction(NamedTuple):
     """How buckets are reduced.
 
@@ -214,7 +206,8 @@ class BucketStore:
         repeats: parameters whose gradient may come more than once in a backward: their bucket waits for its end.
         lacked: a bucket of this sync left without one of its gradients.
         in_flight: buckets that are being reduced, the oldest first.
-        sync: whether one is open.
+        is_open: a sync is.
+        expected: what is expected in it; None: all, or nobody knows.
     """
 
     def __init__(self, records: Sequence[ShardedParameter], how: Reduction, new_bucket: NewBucket) -> None:
@@ -225,20 +218,20 @@ class BucketStore:
         self.in_flight: deque[Bucket] = deque()
         self.repeats: set[int] = set()
         self.open_sync(None)
-        self.sync = Sync.CLOSED
+        self.is_open = False
 
     # ---- filling ----
 
     def open_sync(self, plan: BucketPlan | None, expected: Collection[int] | None = None) -> None:
-        """A sync begins, in which these are expected; None: all, or nobody knows. Without ``plan`` ``follow`` comes."""
+        """A sync begins, in which these are expected. Without ``plan`` ``follow`` comes."""
         self._buckets: list[Bucket] = []
         self._bucket_of: Sequence[int] | None = None
         self._next = 0
-        self._expected = expected
+        self.expected = expected
         self.arrivals: dict[int, None] = {}
         self.unexpected: list[int] = []
         self.lacked = False
-        self.sync = Sync.OF_ALL if expected is None else Sync.OF_EXPECTED
+        self.is_open = True
         if plan is not None:
             self.follow(plan)
 
@@ -247,11 +240,11 @@ class BucketStore:
         records = self._records
         self._buckets = [self._new_bucket(each, [records[at] for at in each.members]) for each in plan.buckets]
         self._bucket_of = plan.bucket_of
-        if self._expected is None and not self.arrivals:
+        if self.expected is None and not self.arrivals:
             return
         for bucket in self._buckets:
             bucket.missing = 0
-        for index in range(len(records)) if self._expected is None else self._expected:
+        for index in range(len(records)) if self.expected is None else self.expected:
             if plan.bucket_of[index] >= 0 and (index not in self.arrivals or index in self.repeats):
                 self._buckets[plan.bucket_of[index]].missing += 1
 
@@ -266,7 +259,7 @@ class BucketStore:
         if index in self.arrivals:
             self.repeats.add(index)
             waited_for = False
-        elif self._expected is not None and index not in self._expected:
+        elif self.expected is not None and index not in self.expected:
             self.unexpected.append(index)
             waited_for = False
         self.arrivals[index] = None
@@ -280,11 +273,6 @@ class BucketStore:
         return bucket.missing == 0
 
     # ---- starting, in the plan's order ----
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a sync is."""
-        return self.sync is not Sync.CLOSED
 
     @torch.no_grad()  # gradients may have come with a graph of their own
     def start(self, close: bool = False) -> None:
@@ -301,7 +289,7 @@ class BucketStore:
                 self._how.group.go_on()
         if close:
             self._buckets = []
-            self.sync = Sync.CLOSED
+            self.is_open = False
 
 
 def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:

@@ -129,7 +129,7 @@ class GradientStore:
     @property
     def has_stepped(self) -> bool:
         """Whether gradients are here that a step has used."""
-        return any(bucket.state is BucketState.STEPPED for bucket in self._buckets)
+        return BucketState.STEPPED in [bucket.state for bucket in self._buckets]
 
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
         """The bucket that ``g`` is a part of, or None: there is no ``g``."""
