@@ -210,30 +210,43 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _assemble(self, optimizer: Optimizer, model: nn.Module | None, scaling: dict[str, Any]) -> None:
         """Put the parts together that a step is made of, on this rank; hooks on parameters come with them."""
         super().__init__(optimizer)
-        parameters, options = self.sharded_parameters, self.options
         self.model = model
-        self.device = parameters.records[0].padded.device
-        half = any(record.p.dtype == torch.float16 for record in parameters)
-        self.scaler = LossScaler(**scaling, device=self.device) if half else None
+        self.device = self.sharded_parameters.records[0].padded.device
         self.streams = streams_of([self.device])
-        self.sharded_groups: list[ShardedGroup] = []
-        self._observer: StepObserver = rooms.BadNumbers(parameters, self.sharded_groups, options, self.scaler)
-        average = options.unit(self.shard_group.ranks)
+        self._make_state(scaling)
+        self._guard = rooms.Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
+        self._make_groups()
+        self.gradients = rooms.OptimizerGradients(self)
+        self.gradients.make_handles(self.sharded_parameters)
+        self._make_stepper()
+        enter(self)
+
+    def _make_state(self, scaling: dict[str, Any]) -> None:
+        """What a step knows of itself: how gradients are scaled, and how far they are."""
+        half = any(record.p.dtype == torch.float16 for record in self.sharded_parameters)
+        self.scaler = LossScaler(**scaling, device=self.device) if half else None
+        average = self.options.unit(self.shard_group.ranks)
         scale = None if self.scaler is None else self.scaler.scale
         self.step_state = StepState(partial(float, average) if scale is None else partial(truediv, average, scale))
-        self._guard = rooms.Guard(optimizer, parameters, model, self.step_state, self.streams)
+        self._skips_synchronize = False
+        self._warned = False
+
+    def _make_groups(self) -> None:
+        """What takes the gradients of each shard group's parameters to new values."""
+        parameters, options = self.sharded_parameters, self.options
+        self.sharded_groups: list[ShardedGroup] = []
+        self._observer: StepObserver = rooms.BadNumbers(parameters, self.sharded_groups, options, self.scaler)
         stepping = rooms.StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer)
         self._maker.extend(self.sharded_groups)
-        self.gradients = rooms.OptimizerGradients(self)
-        self.gradients.make_handles(parameters)
-        step_whole = rooms.whole_step(optimizer, parameters)
-        self._stepper = Stepper(optimizer, self.sharded_groups, step_whole, on_host=options.cpu_offload)
-        self._norm_first = options.clip_grad_norm > 0 or half or options.error_if_nonfinite
+
+    def _make_stepper(self) -> None:
+        """What steps all of them, and when that wants the norm."""
+        options = self.options
+        step_whole = rooms.whole_step(self.optim, self.sharded_parameters)
+        self._stepper = Stepper(self.optim, self.sharded_groups, step_whole, on_host=options.cpu_offload)
+        self._norm_first = options.clip_grad_norm > 0 or self.scaler is not None or options.error_if_nonfinite
         self._tells_norm = self._norm_first or not options.overlap_allgather
-        self._skips_synchronize = False
-        self._warned = False
-        enter(self)
 
     def __del__(self) -> None:
         if "_guard" in self.__dict__ and not self._guard.forked:

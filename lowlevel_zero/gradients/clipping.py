@@ -52,7 +52,8 @@ def clip_grad_norm_(
         )
     factor = clip_factor(norm, max_norm)
     for optimizer, records in sharded.items():
-        optimizer.gradients.multiply(records, factor)
+        for store, some in optimizer.gradients.complete(records):
+            store.multiply(some, factor)
     if own and foreach:
         torch._foreach_mul_(own, factor)
     else:
@@ -76,7 +77,8 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     """
     sharded, plain = _parted(parameters)
     for optimizer, records in sharded.items():
-        optimizer.gradients.clamp(records, -float(clip_value), float(clip_value))
+        for store, some in optimizer.gradients.complete(records):
+            store.clamp(some, -float(clip_value), float(clip_value))
     torch.nn.utils.clip_grad_value_(plain, clip_value, foreach=foreach)
 
 

@@ -65,26 +65,14 @@ class OptimizerGradients:
         known = self._known[norm_type]
         return [known[record.index] for record in records]
 
-    def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
-        """Multiply gradients with a number."""
-        for gradients, some in self._complete(records):
-            gradients.multiply(some, factor)
-
-    def clamp(self, records: Sequence[ShardedParameter], least: float | None, most: float | None) -> None:
-        """Clamp the elements of gradients. fp16: what overflowed stays so, and the step is skipped."""
-        for gradients, some in self._complete(records):
-            gradients.clamp(some, least, most)
-
-    def zero(self, records: Sequence[ShardedParameter]) -> None:
-        """Make gradients zeros."""
-        for gradients, some in self._complete(records):
-            gradients.zero(some)
-
-    def own(self, record: ShardedParameter) -> Tensor | None:
-        """This rank's slice, ``[s]``, averaged and unscaled, or None."""
-        for gradients, _ in self._complete([record]):
-            return gradients.averaged(record)
-        return None
+    def complete(self, records: Sequence[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
+        """Each shard group's gradients, finished, and those of the records that have one there."""
+        if not self._finished:
+            self._alive.finish_for_callers("edit p.grad")
+        for each in self._groups:
+            some = [record for record in records if record.shard_group == each.number and record.worked]
+            if some:
+                yield each.gradients, some
 
     def whole(self, record: ShardedParameter) -> Tensor | None:
         """All of a gradient, averaged and unscaled, or None. Every rank calls it."""
@@ -116,15 +104,6 @@ class OptimizerGradients:
         rows[group.rank] = own
         norms: Tensor = torch.linalg.vector_norm(group.all_gather(rows).wait(), norm_type, dim=0)
         return norms
-
-    def _complete(self, records: Sequence[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
-        """Each shard group's gradients, finished, and those of the records that have one there."""
-        if not self._finished:
-            self._alive.finish_for_callers("edit p.grad")
-        for each in self._groups:
-            some = [record for record in records if record.shard_group == each.number and record.worked]
-            if some:
-                yield each.gradients, some
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -15,6 +15,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from ..bookkeeping.gradient_store import GradientStore
+
 if TYPE_CHECKING:
     from ..bookkeeping.sharded_parameter import ShardedParameter
     from .of_optimizer import OptimizerGradients
@@ -68,8 +70,11 @@ class ShardedGradient(torch.Tensor):
     def to_local(self) -> Tensor:
         """This rank's slice, ``[s]`` with padding, fp32 at least, averaged and unscaled. Every rank calls it."""
         record, gradients = self._held()
-        own = gradients.own(record)
-        return torch.zeros(record.split.slice_size, device=self.device) if own is None else own
+        for store, _ in gradients.complete([record]):
+            own = store.averaged(record)
+            if own is not None:
+                return own
+        return torch.zeros(record.split.slice_size, device=self.device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Without its elements, of which this rank has a part."""
@@ -173,12 +178,18 @@ def _norm(
     return norms if dtype is None else [norm.to(dtype) for norm in norms]
 
 
+def _edit(tensors: list[ShardedGradient], edit: Callable[..., None], *values: Any) -> list[ShardedGradient]:
+    """Have each shard group's store ``edit`` the gradients that stand there. fp16: what overflowed stays so."""
+    for gradients, records in _by_optimizer(tensors).items():
+        for store, some in gradients.complete(records):
+            edit(store, some, *values)
+    return tensors
+
+
 def _multiply(tensors: list[ShardedGradient], factor: float | Tensor) -> list[ShardedGradient]:
     if isinstance(factor, Tensor) and factor.numel() != 1:
         tensors[0]._refuse("a product with a tensor")
-    for gradients, records in _by_optimizer(tensors).items():
-        gradients.multiply(records, factor)
-    return tensors
+    return _edit(tensors, GradientStore.multiply, factor)
 
 
 def _divide(tensors: list[ShardedGradient], divisor: float | Tensor) -> list[ShardedGradient]:
@@ -188,15 +199,11 @@ def _divide(tensors: list[ShardedGradient], divisor: float | Tensor) -> list[Sha
 def _clamp(
     tensors: list[ShardedGradient], least: float | None = None, most: float | None = None
 ) -> list[ShardedGradient]:
-    for gradients, records in _by_optimizer(tensors).items():
-        gradients.clamp(records, least, most)
-    return tensors
+    return _edit(tensors, GradientStore.clamp, least, most)
 
 
 def _zero(tensors: list[ShardedGradient]) -> list[ShardedGradient]:
-    for gradients, records in _by_optimizer(tensors).items():
-        gradients.zero(records)
-    return tensors
+    return _edit(tensors, GradientStore.zero)
 
 
 _ADD_, _ADD = _aten.add_.Tensor, _aten.add.Tensor
