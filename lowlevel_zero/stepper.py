@@ -17,7 +17,7 @@ from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.bucket_store import Bucket, BucketState
 from .bookkeeping.gather_store import PART
-from .bookkeeping.sharded_parameter import ShardedParameter, follow_edits
+from .bookkeeping.sharded_parameter import ShardedParameter
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
 from .construction import ShardedGroup
@@ -161,7 +161,6 @@ class Stepper:
         in_parts = steps_in_parts(self._optim)
         if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
             for part in parts:  # kernels that don't scale gradients don't see to an overflow either
-                follow_edits(part.records)
                 _gather(part)
         elif parts:
             with _fused(self._optim) if self._on_host else nullcontext():
@@ -230,8 +229,6 @@ class Stepper:
             row.mul_(scale.factor)
         for record, gradient in zip(bucket.records, bucket.split(row.to(dtype)), strict=True):
             if record.worked:
-                if record.p._version != record.version:
-                    record.follow_edits()
                 record.p32.grad = gradient
 
     def _step_part(self, part: Sequence[ShardedParameter]) -> None:

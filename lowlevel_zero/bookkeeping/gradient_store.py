@@ -310,7 +310,9 @@ class GradientStore:
         unknown = [record for record in self._records if not record.worked and record.index in self._bucket_of]
         for record in unknown:
             record.worked = present[record.index] != 0
-            if not record.worked:
+            if record.worked:
+                record.follow_edits()
+            else:
                 record.hide()
         if unknown:
             self._keep_working()

@@ -194,7 +194,7 @@ class ShardedParameter:
         if not self.shares_storage and (self.p._version != self.version or self._offered is not None):
             self._settle(self._own, self._offered)
             self._offered = None
-            self.note_version()
+        self.note_version()
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -342,6 +342,5 @@ def take_gradients(records: Iterable[ShardedParameter]) -> list[Tensor | None]:
 def follow_edits(records: Iterable[ShardedParameter]) -> None:
     """``follow_edits`` of those that may need it."""
     for record in records:
-        p = record.p
-        if p.data_ptr() != record.address or not (record.shares_storage or p._version == record.version):
+        if record.p.data_ptr() != record.address or record.p._version != record.version:
             record.follow_edits()

@@ -93,7 +93,7 @@ class Guard:
             if self._seen is not Guard.latest:
                 self._refuse_shared()
             self._refuse_regrouped()
-            self._refuse_moved()
+            self._follow_edits()
         except RuntimeError as error:
             return error
         return None
@@ -109,11 +109,12 @@ class Guard:
                     "after unfreezing it"
                 )
 
-    def _refuse_moved(self) -> None:
+    def _follow_edits(self) -> None:
+        """Put parameters back that were moved, have masters follow what was written; raise where that can't be."""
         for record in self._parameters.records:
             p = record.p
-            if p.data_ptr() != record.address and (p.requires_grad or record.worked):
-                record.take_back()
+            if (p.data_ptr() != record.address or p._version != record.version) and (p.requires_grad or record.worked):
+                record.follow_edits()
             if p.grad is not record.shown and p.grad is not None:
                 record.check_gradient(p.grad)
 
