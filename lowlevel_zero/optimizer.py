@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from . import rooms
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.sharded_parameter import hide_gradients
 from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.step_state import Phase, StepState
@@ -252,8 +253,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if "_guard" in self.__dict__ and not self._guard.forked:
             for each in self.sharded_groups:
                 each.reducer.remove_hooks()
-                for record in each.records:
-                    record.hide()
+                hide_gradients(each.records)
             with suppress(RuntimeError):  # others have gone
                 self.finish_gathers()
                 if self._norm is not None:

@@ -150,24 +150,23 @@ class Reducer:
         assert self is not None, "its hooks go with it"
         buckets, state, running = self.buckets, self._state, StepState.in_backward
         usual = running and running[-1] is state and state.syncs and buckets.is_open and buckets.expected is None
-        if (record.arrived or not usual) and not self._admit(record):
-            return
+        earlier, record.arrived = record.arrived, True
         if self._streams.several:
             self._streams.produced()
-        record.arrived = True
+        if (earlier or not usual) and not self._admit(record, earlier):
+            return
         if buckets.fill(record) and self._overlaps:
             self._start_complete()
 
-    def _admit(self, record: ShardedParameter) -> bool:
+    def _admit(self, record: ShardedParameter, earlier: bool) -> bool:
         """Whether the open sync takes a gradient; without one, it may be the first of a plain ``loss.backward()``.
 
-        One that is frozen through ``param_groups`` goes. (In a sync of everything its bucket sees to that.)
+        One that is frozen through ``param_groups`` goes; in a sync of everything its bucket sees to that. ``earlier``:
+        ``p.grad`` may have held another before.
         """
         if not record.p32.requires_grad:
-            record.drop_gradient()
+            record.drop_gradient(earlier and not (self.buckets.is_open and record.index in self.buckets.arrivals))
             return False
-        self._streams.produced()
-        record.arrived = True
         running = StepState.in_backward
         if not self._state.syncs or (running and running[-1] is not self._state):
             if self._state.phase is Phase.COMPLETE:

@@ -87,9 +87,9 @@ class Bucket:
 
     # ---- its reduction ----
 
-    def start_reduce(self, how: Reduction) -> bool:
-        """Pack the gradients and start summing them over the ranks; whether all were there."""
-        gradients = take_gradients(self.records)
+    def start_reduce(self, how: Reduction, arrivals: Collection[int]) -> bool:
+        """Pack the gradients, of which these came in this sync, and start summing them; whether all were there."""
+        gradients = take_gradients(self.records, arrivals)
         if how.streams.several:
             how.streams.keep_gradients(gradients)
         first, lead = gradients[0], self.records[0]
@@ -283,7 +283,7 @@ class BucketStore:
                 if bucket.missing and not close:
                     return
                 self._next += 1
-                self.lacked |= not bucket.start_reduce(self._how)
+                self.lacked |= not bucket.start_reduce(self._how, self.arrivals)
                 self.in_flight.append(bucket)
             if close:
                 self._how.group.go_on()

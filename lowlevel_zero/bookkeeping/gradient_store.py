@@ -11,7 +11,7 @@ from torch import Tensor
 from ..streams import Streams
 from .bucket_plan import PlannedBucket
 from .bucket_store import Bucket, BucketState, NewBucket
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, follow_edits, hide_gradients
 from .step_state import Phase, StepState
 
 
@@ -192,8 +192,7 @@ class GradientStore:
             self.clear()
             return
         self.zero(records)
-        for record in records:
-            record.hide()
+        hide_gradients(records)
         self._keep_working()
 
     def _by_bucket(self, records: Iterable[ShardedParameter]) -> dict[Bucket, list[ShardedParameter]]:
@@ -283,9 +282,7 @@ class GradientStore:
         self._bucket_of.clear()
         for records in together:
             left = {record: record.p32.grad for record in records if record.p32.grad is not None}
-            for record in records:
-                if record not in left:
-                    record.hide()
+            hide_gradients(record for record in records if record not in left)
             if left:
                 bucket = self._bucket_apart(list(left))
                 self._enter(bucket)
@@ -310,11 +307,9 @@ class GradientStore:
         unknown = [record for record in self._records if not record.worked and record.index in self._bucket_of]
         for record in unknown:
             record.worked = present[record.index] != 0
-            if record.worked:
-                record.follow_edits()
-            else:
-                record.hide()
         if unknown:
+            follow_edits(record for record in unknown if record.worked)
+            hide_gradients(record for record in unknown if not record.worked)
             self._keep_working()
 
     # ---- what callers see ----
@@ -344,8 +339,7 @@ class GradientStore:
         self._bucket_of.clear()
         for record in self._records:
             record.arrived = False
-            if record.worked or record.shown is not None:
-                record.hide()
+        hide_gradients(self._records)
 
 
 def _without_padding(record: ShardedParameter, gradient: Tensor) -> Tensor:

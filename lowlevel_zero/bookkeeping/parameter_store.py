@@ -1,4 +1,4 @@
-"""The records of an optimizer's parameters, found by parameter or by slice, and the mapping of those that worked."""
+"""The records of an optimizer's parameters, found by parameter or by slice."""
 
 from __future__ import annotations
 
@@ -79,7 +79,3 @@ class ParameterStore:
                 "hold: pass the model's own parameter, not a copy or a view"
             )
         return record
-
-    def working(self) -> list[ShardedParameter]:
-        """The mapping p <-> p32 <-> g of this step: those that have a ``g``; a dropped layer's don't."""
-        return [record for record in self.records if record.worked]

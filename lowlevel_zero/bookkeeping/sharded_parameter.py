@@ -15,7 +15,7 @@ g         this rank's slice of the gradient, summed over the ranks:  [s]        
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -248,16 +248,6 @@ class ShardedParameter:
             self.pending = self.p.grad
         self.p.grad = self.shown = self.handle
 
-    def hide(self) -> None:
-        """There is no ``g``: neither ``p.grad`` nor ``p32.grad`` tells of one any more."""
-        self.worked = False
-        shown = self.shown
-        if shown is not None:
-            if self.p.grad is shown:
-                self.p.grad = None
-            self.shown = self.pending = None
-        self.p32.grad = None
-
     @property
     def unreduced(self) -> Tensor | None:
         """What a backward, or its caller, has left to be reduced, or None."""
@@ -271,9 +261,8 @@ class ShardedParameter:
         self.pending = None
         self.arrived = False
 
-    def drop_gradient(self) -> None:
+    def drop_gradient(self, earlier: bool) -> None:
         """Let go of a gradient that has come while ``p32.requires_grad`` is False, as if it hadn't been computed."""
-        earlier = self.arrived
         self.drop_unreduced()
         if earlier:
             raise RuntimeError(
@@ -309,11 +298,11 @@ def _rounds_to(row: Tensor, known: Known) -> Tensor:
     return same | is_rounded(plain, row) if known.fp8 and len(row) else same
 
 
-def take_gradients(records: Iterable[ShardedParameter]) -> list[Tensor | None]:
+def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int]) -> list[Tensor | None]:
     """Move each ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None where there is none.
 
-    One that came with a graph may still hang on it; one of a parameter that is frozen through ``param_groups`` goes.
-    The sharded one takes its place, on all ranks alike.
+    One that came with a graph may still hang on it. Of a parameter that is frozen through ``param_groups`` one goes
+    that is among ``arrivals``, this sync's. The sharded one takes its place, on all ranks alike.
     """
     taken: list[Tensor | None] = []
     for record in records:
@@ -321,7 +310,7 @@ def take_gradients(records: Iterable[ShardedParameter]) -> list[Tensor | None]:
         gradient = p.grad
         if gradient is record.shown:
             gradient, record.pending = record.pending, None
-        if not record.p32.requires_grad:
+        if not record.p32.requires_grad and record.index in arrivals:
             gradient = None
         if gradient is not None:
             if gradient.layout is not torch.strided:
@@ -337,6 +326,17 @@ def take_gradients(records: Iterable[ShardedParameter]) -> list[Tensor | None]:
         record.arrived = False
         taken.append(gradient)
     return taken
+
+
+def hide_gradients(records: Iterable[ShardedParameter]) -> None:
+    """There is no ``g``: neither ``p.grad`` nor ``p32.grad`` tells of one any more."""
+    for record in records:
+        record.worked = False
+        if record.shown is not None:
+            if record.p.grad is record.shown:
+                record.p.grad = None
+            record.shown = record.pending = None
+        record.p32.grad = None
 
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:

@@ -151,6 +151,23 @@ def test_a_frozen_group_is_a_dropped_layer() -> None:
     run_ranks(work, 2)
 
 
+def test_what_came_before_freezing_is_stepped() -> None:
+    def work(rank: int, world_size: int) -> None:
+        frozen, trained = Two(), Two()
+        for model in (frozen, trained):
+            optimizer = two(model)
+            with optimizer.no_sync():
+                optimizer.backward(model.loss(rank))
+            for p in optimizer.param_groups[1]["params"]:
+                p.requires_grad_(model is trained)
+            optimizer.backward(model.loss(2 + rank, second=False))
+            optimizer.step()
+        for p, q in zip(frozen.parameters(), trained.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+    run_ranks(work, 2)
+
+
 def test_a_gradient_that_cannot_be_told_from_an_earlier_one_is_refused() -> None:
     def work(rank: int, world_size: int, clear: bool) -> None:
         model = Two()
