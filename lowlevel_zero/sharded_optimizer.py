@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from . import rooms
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_observer import CallGuard
 from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import Call
 from .communication.shard_group import ShardGroup
@@ -46,7 +45,7 @@ class ShardedOptimizer(Optimizer):
     streams: Streams  # those of the device that work is done on
     runs: tuple[str, ...] = ()  # for checkpoints in files: this optimizer's run, and then those that it went on from
 
-    _guard: CallGuard
+    _guard: rooms.Guard  # of its calls
     _norm: GlobalNorm | None = None  # the last step's
 
     def __init__(self, optim: Optimizer) -> None:
@@ -259,7 +258,7 @@ class ShardedOptimizer(Optimizer):
         """This rank's slices of the averaged gradients, in their parameters' dtype. Communicates before the first."""
         self._guard.enter("look at gradients")
         self.finish_gradients()
-        for record in filter(wanted, self.sharded_parameters.working()):
+        for record in filter(wanted, self.sharded_parameters):
             own = self.sharded_group_of(record).gradients.averaged(record)
             if own is not None:
                 yield record, own.to(record.p.dtype)

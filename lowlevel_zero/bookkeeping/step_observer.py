@@ -1,9 +1,8 @@
-"""The seams of ``diagnostics``: who is told what happens in a step, and who says whether a call can be made."""
+"""The seam of ``diagnostics``: who is told what happens in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -42,20 +41,3 @@ class StepObserver:
 
     def cleared(self) -> None:
         """The gradients that have been packed so far count no more: they have been stepped, or dropped."""
-
-
-class CallGuard(Protocol):
-    """Finds what was done to an optimizer's parameters since its last call."""
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is another process than that of construction."""
-
-    def enter(self, call: str) -> None:
-        """Raise where ``call`` can't be made, whatever the parameters are."""
-
-    def refuse_unfrozen(self) -> None:
-        """Raise where a backward would give a gradient to a parameter that this optimizer doesn't train."""
-
-    def trouble(self) -> RuntimeError | None:
-        """What keeps this rank from stepping its parameters, which others may not see; None: nothing."""
