@@ -320,7 +320,7 @@ OBJECTS = [
     Wrong(
         "two optimizers over one model", train_by_two, Refused(RuntimeError, "0.weight: .* found another", ends=True)
     ),
-    Wrong("a GradScaler", scale_by_a_grad_scaler, Refused(RuntimeError, "GradScaler")),
+    Wrong("a GradScaler", scale_by_a_grad_scaler, Refused(RuntimeError, "GradScaler.*optimizer.backward.loss.")),
     Wrong("a scheduler of another optimizer", schedule_another_optimizer, Right()),
     Wrong("a string for a learning rate", not_a_number, Refused(TypeError, "bad operand type", ends=True)),
     Wrong(

@@ -33,7 +33,7 @@ PAIRS, MEMORY = "communication/backends/pairwise.py", "communication/backends/sh
 LEVELS, FOLDERS = "communication/hierarchical.py", "checkpoint/folders.py"
 
 NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/numbers/test_layer_drop.py"
-BACKWARD, UNUSED_TESTS = "tests/numbers/test_backward.py", "tests/numbers/test_unused_parameters.py"
+RECOMPUTATION, UNUSED_TESTS = "tests/numbers/test_recomputation.py", "tests/numbers/test_unused_parameters.py"
 COLLECTIVES = "tests/communication/test_collectives.py"
 SHARED, STATES = "tests/communication/test_shared_memory.py", "tests/checkpoint/test_state.py"
 STEPPING = "tests/numbers/test_stepping.py"
@@ -96,14 +96,14 @@ MUTANTS = [
         BUCKETS,
         "if position < self._next:\n            return False",
         "if position < self._next:\n            self._records[index].p.grad = None\n            return False",
-        BACKWARD,
+        RECOMPUTATION,
     ),
     Mutant(
         "a bucket that waits for a repeated gradient doesn't wait",
         BUCKETS,
         "waited_for = index not in self.repeats",
         "waited_for = True",
-        BACKWARD,
+        RECOMPUTATION,
     ),
     # who had a gradient
     Mutant(
@@ -286,7 +286,7 @@ MUTANTS = [
         SUMS,
         "        self._buckets.clear()\n        self._bucket_of.clear()\n        for record in self._records:",
         "        self._bucket_of.clear()\n        for record in self._records:",
-        BACKWARD,
+        "tests/numbers/test_zero_grad.py",
     ),
     # p.grad after backward
     Mutant(

@@ -90,7 +90,7 @@ CASES = (
 
 
 def held_in(rank: int, case: Case) -> tuple[Estimate, dict[str, int], dict[str, int]]:
-    """An estimate before the run, and what it holds after a second backward, and when all is cleared."""
+    """An estimate before the run, and what it holds after a second backward, and when all is cleared: slices too."""
     torch.manual_seed(0)
     model = Net().to(case.dtype)
     inner = case.optimizer(model.parameters())
@@ -104,6 +104,7 @@ def held_in(rank: int, case: Case) -> tuple[Estimate, dict[str, int], dict[str, 
         optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
         after_backward = optimizer.memory_held()
         optimizer.step()
+        assert all(p32.grad is None for p32 in optimizer.get_working_to_master_map().values())
         optimizer.zero_grad()
     return told, after_backward, optimizer.memory_held()
 
@@ -124,7 +125,8 @@ def test_it_is_what_runs_hold(world_size: int) -> None:
                     case,
                     owner,
                 )
-            assert after_step["gradients"] == 0
+            for owner in OWNERS:
+                assert after_step[owner] == (0 if owner == "gradients" else after_backward[owner]), (case, owner)
 
 
 def test_stage_0_is_ddp() -> None:

@@ -1,0 +1,201 @@
+"""It is a ``torch.optim.Optimizer``: closures, hooks, schedulers, groups, states, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.scripts import (
+    STAGES,
+    WAYS,
+    Alone,
+    Case,
+    Script,
+    Together,
+    adamw,
+    check,
+    check_each,
+    loss_at,
+    momentum,
+    net,
+)
+
+
+def test_a_closure_is_run_with_gradients_and_its_loss_returned(subtests: pytest.Subtests) -> None:
+    def script(side: Alone) -> nn.Module:
+        model = net()
+        optimizer = side.wrap(momentum(model), model)
+        for step in range(3):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = side.mean(loss_at(model, step))
+                side.backward(optimizer, loss)
+                return loss.detach()
+
+            with torch.no_grad():
+                before = side.mean(loss_at(model, step))
+                assert torch.equal(optimizer.step(closure), before)
+        return model
+
+    check_each({way: Case(script, options) for way, options in WAYS.items()}, subtests)
+
+
+EITHER = ("wrapper", "inner")
+
+
+def test_step_hooks_run_once_a_step(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, on: str) -> list[str]:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
+        hooked = optimizer if on == "wrapper" else optimizer.optim
+        seen: list[str] = []
+        hooked.register_step_pre_hook(lambda *_: seen.append("pre"))
+        hooked.register_step_post_hook(lambda *_: seen.append("post"))
+        for step in range(3):
+            optimizer.backward(loss_at(model, step)(rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    for (on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
+        with subtests.test(on):
+            assert ran.values() == [["pre", "post"] * 3] * 2
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    "warmup": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4),
+    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0),
+}
+
+
+def test_a_scheduler_works_on_either(subtests: pytest.Subtests) -> None:
+    def script_of(schedule: Callable[[Any], Any], on: str) -> Script:
+        def script(side: Alone) -> nn.Module:
+            model = net()
+            optimizer = side.wrap(momentum(model), model)
+            scheduler = schedule(optimizer.optim if on == "inner" and isinstance(side, Together) else optimizer)
+            for step in range(5):
+                side.backward(optimizer, side.mean(loss_at(model, step)))
+                side.step(optimizer)
+                optimizer.zero_grad()
+                scheduler.step(*[1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+            return model
+
+        return script
+
+    cases = product(SCHEDULERS, EITHER)
+    check_each({f"{name}, {on}": Case(script_of(SCHEDULERS[name], on), {}) for name, on in cases}, subtests)
+
+
+def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, load_on: str) -> list[bool]:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(adamw(model), model=model)
+        optimizer.backward(loss_at(model, 0)(rank))
+        optimizer.step()
+        loader = optimizer if load_on == "wrapper" else optimizer.optim
+        loader.load_state_dict(loader.state_dict())
+        optimizer.param_groups[0]["lr"] = 0.125
+        return [
+            optimizer.param_groups is optimizer.optim.param_groups,
+            optimizer.state is optimizer.optim.state,
+            optimizer.defaults is optimizer.optim.defaults,
+            optimizer.optim.param_groups[0]["lr"] == 0.125,
+            isinstance(optimizer, torch.optim.Optimizer),
+        ]
+
+    for (load_on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
+        with subtests.test(load_on):
+            assert ran.values() == [[True] * 5] * 2
+
+
+def test_training_goes_on_after_loading_the_own_state(subtests: pytest.Subtests) -> None:
+    def script_of(load_on: str) -> Script:
+        def script(side: Alone) -> nn.Module:
+            model = net()
+            optimizer = side.wrap(adamw(model), model)
+            for step in range(4):
+                if step == 2:
+                    loader = optimizer.optim if load_on == "inner" and isinstance(side, Together) else optimizer
+                    loader.load_state_dict(loader.state_dict())
+                side.backward(optimizer, side.mean(loss_at(model, step)))
+                side.step(optimizer)
+                optimizer.zero_grad()
+            return model
+
+        return script
+
+    check_each(
+        {f"{on}, {stage}": Case(script_of(on), STAGES[stage]) for on, stage in product(EITHER, STAGES)}, subtests
+    )
+
+
+def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(subtests: pytest.Subtests) -> None:
+    def live(rank: int, world_size: int, way: str, used: bool) -> tuple[bool, bool, bool]:
+        model = net()
+        side = Together(rank, **WAYS[way])
+        optimizer = side.wrap(momentum(model), model)
+        if used:
+            side.backward(optimizer, loss_at(model, 0)(rank))
+            optimizer.step()
+        gc.collect()
+        gc.disable()
+        died = weakref.ref(optimizer)
+        inner = weakref.ref(optimizer.optim)
+        del optimizer
+        hooks = any(p._post_accumulate_grad_hooks for p in model.parameters())
+        gone = died() is None, inner() is None, not hooks
+        gc.enable()
+        loss_at(model, 1)(rank).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        return gone
+
+    for (way, used), ran in run_cases(live, 2, product(WAYS, (True, False))):
+        with subtests.test(way=way, used=used):
+            assert ran.values() == [(True, True, True)] * 2
+
+
+def test_optimizers_one_after_another_leave_no_process_groups_behind() -> None:
+    """Each group holds threads and sockets."""
+
+    def live(rank: int, world_size: int) -> list[int]:
+        groups = []
+        for step in range(4):
+            model = net()
+            optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
+            optimizer.backward(loss_at(model, step)(rank))
+            optimizer.step()
+            del optimizer
+            groups.append(len(dist.distributed_c10d._world.pg_map))
+        return groups
+
+    for first, *later in run_ranks(live, 2):
+        assert later == [first] * 3
+
+
+def test_a_disabled_grad_scaler_is_none() -> None:
+    def script(side: Alone) -> nn.Module:
+        model = net()
+        optimizer = side.wrap(momentum(model), model)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        side.backward(optimizer, scaler.scale(side.mean(loss_at(model, 0))))
+        scaler.step(optimizer)
+        scaler.update()
+        return model
+
+    check(script)

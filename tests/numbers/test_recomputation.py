@@ -1,0 +1,174 @@
+"""Activation checkpointing: weights that recomputed segments share, whose gradients come twice, or late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.communication.shard_group import ShardGroup
+from tests.support.oracle import check_close
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.scripts import (
+    BOTH,
+    STAGES,
+    TIMEOUT,
+    WAYS,
+    Alone,
+    Case,
+    Script,
+    check_each,
+    in_both,
+    loss_at,
+    momentum,
+    parameters_of,
+)
+
+# Of a reentrant segment in another: the outer one's forward runs without gradients.
+nested_warns = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+
+
+class Recomputed(nn.Module):
+    """Two recomputed segments that share a weight, a plain layer between them, and one at each end."""
+
+    def __init__(self, reentrant: bool, nested: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant, self.nested = reentrant, nested
+        self.first, self.shared, self.middle, self.other, self.last = (nn.Linear(5, 5) for _ in range(5))
+
+    def segment(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.shared(x))
+        if self.nested:
+            return x + self.recompute(lambda y: torch.tanh(self.other(y)), hidden)
+        return x + torch.tanh(self.other(hidden))
+
+    def recompute(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(run, x, use_reentrant=self.reentrant)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.recompute(self.segment, self.first(x))
+        x = self.recompute(self.segment, self.middle(x))
+        out: Tensor = self.last(x)
+        return out
+
+
+class AllRecomputed(Recomputed):
+    """The whole model is one segment: the outer graph holds none of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recompute(super().forward, x.requires_grad_())
+
+
+def train_recomputed(kind: type[Recomputed], reentrant: bool, nested: bool = False, micro_batches: int = 1) -> Script:
+    def script(side: Alone) -> nn.Module:
+        model = kind(reentrant, nested)
+        optimizer = side.wrap(momentum(model), model)
+        for step in range(4):
+            for micro in range(micro_batches):
+                side.backward(optimizer, side.mean(loss_at(model, 7 * step + micro)))
+            side.step(optimizer)
+            optimizer.zero_grad()
+        return model
+
+    return script
+
+
+SEGMENTS = {
+    "reentrant, flat": train_recomputed(Recomputed, True),
+    "reentrant, nested": train_recomputed(Recomputed, True, nested=True),
+    "non-reentrant, flat": train_recomputed(Recomputed, False),
+    "non-reentrant, nested": train_recomputed(Recomputed, False, nested=True),
+}
+
+
+@nested_warns
+def test_checkpointing_with_a_weight_shared_by_segments(subtests: pytest.Subtests) -> None:
+    check_each({f"{kind}, {way}": Case(SEGMENTS[kind], BOTH[way]) for kind, way in in_both(SEGMENTS)}, subtests)
+
+
+def test_checkpointing_on_other_world_sizes_and_without_overlap(subtests: pytest.Subtests) -> None:
+    def of(world_size: int, **options: Any) -> Case:
+        return Case(train_recomputed(Recomputed, True), options, world_size)
+
+    cases = {f"{size} ranks, {way}": of(size, partition_grad=True, **WAYS[way]) for size, way in product((1, 3), WAYS)}
+    check_each({**cases, "without overlap": of(3, overlap_communication=False)}, subtests)
+
+
+@nested_warns
+def test_checkpointing_over_several_micro_batches(subtests: pytest.Subtests) -> None:
+    def of(kind: type[Recomputed], way: str) -> Case:
+        return Case(train_recomputed(kind, True, micro_batches=2), BOTH[way])
+
+    kinds = (Recomputed, AllRecomputed)
+    check_each({f"{kind.__name__}, {way}": of(kind, way) for kind, way in in_both(kinds)}, subtests)
+
+
+def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on() -> None:
+    """What the tests above are about: without a further round its second gradient would have been lost."""
+
+    def count(rank: int, world_size: int) -> tuple[int, list[int]]:
+        model = Recomputed(reentrant=True, nested=False)
+        arrivals = 0
+
+        def arrive(p: Tensor) -> None:
+            nonlocal arrivals
+            arrivals += 1
+
+        model.shared.weight.register_post_accumulate_grad_hook(arrive)
+        optimizer = LowLevelZeroOptimizer(momentum(model), model=model, reduce_bucket_size=1)
+        reductions = []
+        for step in range(3):
+            with counted("all_reduce") as calls:
+                optimizer.backward(loss_at(model, step)(rank))
+                optimizer.step()
+            reductions.append(len(calls))
+            optimizer.zero_grad()
+        return arrivals, reductions
+
+    for arrivals, (first, *later) in run_ranks(count, 2):
+        assert arrivals == 2 * 3
+        assert later[0] == later[1] < first
+
+
+@nested_warns
+def test_a_late_gradient_of_one_rank_is_reduced(subtests: pytest.Subtests) -> None:
+    """The other takes no segment."""
+
+    def train(rank: int, world_size: int, stage: str, nested: bool) -> dict[str, Tensor]:
+        model = Recomputed(True, nested)
+        optimizer = LowLevelZeroOptimizer(momentum(model), model=model, reduce_bucket_size=1, **STAGES[stage])
+        for step in range(4):
+            model.reentrant = rank == 0
+            optimizer.backward(loss_at(model, 7 * step)(rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(model)
+
+    for (stage, nested), ran in run_cases(train, 2, product(STAGES, (False, True)), timeout=TIMEOUT, one_group=True):
+        with subtests.test(stage=stage, nested=nested):
+            expected = parameters_of(train_recomputed(Recomputed, True, nested)(Alone(2)))
+            check_close(expected, ran.values(), 2e-6)
+
+
+@contextmanager
+def counted(name: str) -> Iterator[list[int]]:
+    """The sizes of the wires that go through one of the group's collectives."""
+    calls: list[int] = []
+    collective = getattr(ShardGroup, name)
+
+    def counting(group: ShardGroup, wire: Tensor, *how: Any) -> Any:
+        calls.append(wire.numel())
+        return collective(group, wire, *how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardGroup, name, counting)
+        yield calls
