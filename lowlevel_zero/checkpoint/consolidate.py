@@ -175,7 +175,7 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool
 def _room_for(like: Tensor, folder: Path) -> Tensor:
     """A tensor like a dense one: a large one in a file without a name, which goes with it."""
     if like.nbytes < _MAPPED_FROM:
-        return torch.empty_like(like, device="cpu")
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):  # who writes into a mapped file can't be told that the disk is full
             os.posix_fallocate(file.fileno(), 0, like.nbytes)
