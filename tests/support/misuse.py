@@ -113,6 +113,19 @@ def nothing(work: Work) -> None:
     """What there is to do for plain torch where a call is refused, and so changes nothing."""
 
 
+def one_step(work: Work) -> None:
+    """What plain torch does where only that is left of the calls."""
+    work.backward()
+    work.optimizer.step()
+
+
+def forget_zero_grad(work: Work) -> None:
+    work.backward()
+    work.optimizer.step()
+    work.backward(3)
+    work.optimizer.step()
+
+
 @dataclass(frozen=True)
 class Refused:
     """The call raises on every rank, and has changed nothing: training goes on as if it hadn't been made.
@@ -176,6 +189,7 @@ def try_out(wrongs: Iterable[Wrong], world_size: int, subtests: pytest.Subtests,
     Those after which training goes on follow each other in one process group, the others have one of their own.
     """
     cases = [(wrong, _must(wrong, world_size)) for wrong in wrongs]
+    assert len({wrong.what for wrong, _ in cases}) == len(cases), "expected each record to have a name of its own"
     going_on = [case for case in cases if not _ends(case[1])]
     ending = [case for case in cases if _ends(case[1])]
     tried = run_cases(_try_rank, world_size, going_on, timeout=timeout, one_group=True)

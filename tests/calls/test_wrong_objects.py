@@ -1,0 +1,273 @@
+"""Objects of a wrong kind, to construct from or to call with, and copies: each is refused, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.accessors import safe_get_full_fp32_param
+from lowlevel_zero.checkpoint import save_checkpoint
+from tests.support.misuse import Doing, Refused, Right, Work, Wrong, adam, net, nothing, try_out
+
+
+def construct(make: Callable[[nn.Module], Any] = adam, **options: Any) -> Doing:
+    """Another optimizer, over a model of its own."""
+
+    def do(work: Work) -> None:
+        model = net()
+        LowLevelZeroOptimizer(make(model), **{"model": model, **options})
+
+    return do
+
+
+def over_a_dtensor(work: Work) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor
+    except ImportError:  # torch 2.4
+        from torch.distributed._tensor import Shard, distribute_tensor
+
+    model = net()
+    mesh = init_device_mesh("cpu", (work.world_size,))
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+    LowLevelZeroOptimizer(adam(model), model=model)
+
+
+def with_a_parameter(make: Callable[[], Tensor]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """An optimizer over one more parameter of whatever kind."""
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        model[1].register_parameter("odd", make())
+        return adam(model)
+
+    return optimizer
+
+
+def no_leaf(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adam(model)
+    optimizer.param_groups[0]["params"][1] = model[0].weight * 2  # type: ignore[index]
+    return optimizer
+
+
+def sharing_memory(model: Any) -> torch.optim.Optimizer:
+    model[2].bias = nn.Parameter(model[0].bias.data[1:3])
+    return adam(model)
+
+
+def inference_parameter() -> nn.Parameter:
+    with torch.inference_mode():
+        return nn.Parameter(torch.ones(3))
+
+
+def look_up_sparsely(work: Work) -> None:
+    """No module has announced it."""
+    table = nn.Parameter(torch.ones(5, 3))
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD([table], lr=0.1))
+    optimizer.backward(nn.functional.embedding(torch.tensor([1, 2]), table, sparse=True).sum())
+
+
+def wrap_again(work: Work) -> None:
+    LowLevelZeroOptimizer(work.optimizer.optim)
+
+
+def train_by_two(work: Work) -> None:
+    work.optimizer.zero_grad()
+    another = LowLevelZeroOptimizer(adam(work.model), model=work.model)
+    work.backward()
+    another.step()
+
+
+def scale_by_a_grad_scaler(work: Work) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(work.loss()).backward()
+    scaler.step(work.optimizer)
+
+
+def schedule_another_optimizer(work: Work) -> None:
+    another = adam(net())
+    scheduler = torch.optim.lr_scheduler.StepLR(another, 1, gamma=0.1)
+    another.step()
+    scheduler.step()
+    work.steps(3)
+
+
+def not_a_number(work: Work) -> None:
+    work.optimizer.param_groups[0]["lr"] = "0.1"
+    work.steps(3)
+
+
+def copy_the_model(work: Work) -> None:
+    another = copy.deepcopy(work.model)
+    another(torch.ones(2, 3)).sum().backward()
+    torch.optim.SGD(another.parameters(), lr=1.0).step()
+
+
+def save_the_model(work: Work) -> None:
+    buffer = io.BytesIO()
+    torch.save(work.model, buffer)
+    buffer.seek(0)
+    another = torch.load(buffer, weights_only=False)
+    another(torch.ones(2, 3)).sum().backward()
+    assert another[0].weight.grad is not None
+
+
+NO_COPY = Refused(TypeError, "got the LowLevelZeroOptimizer itself .*state_dict.*save_checkpoint")
+OBJECTS = [
+    Wrong(
+        "a model that the optimizer knows nothing of",
+        construct(model=net()),
+        Refused(ValueError, "model: .* holds none of: .*model.parameters"),
+    ),
+    Wrong(
+        "a sparse embedding",
+        lambda work: LowLevelZeroOptimizer(adam(embedding := nn.Embedding(3, 2, sparse=True)), model=embedding),
+        Refused(ValueError, "weight: expected a dense gradient, .*sparse=False"),
+    ),
+    Wrong("a sparse lookup", look_up_sparsely, Refused(RuntimeError, "sparse=False")),
+    Wrong(
+        "a complex parameter",
+        construct(with_a_parameter(lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)))),
+        Refused(TypeError, "1.odd: expected float16, .* got torch.complex64"),
+    ),
+    Wrong(
+        "a parameter on the meta device",
+        construct(with_a_parameter(lambda: nn.Parameter(torch.ones(3, device="meta")))),
+        Refused(ValueError, "1.odd: expected a parameter on cpu.* on meta: move the model"),
+    ),
+    Wrong(
+        "a parameter made under inference_mode",
+        construct(with_a_parameter(inference_parameter)),
+        Refused(ValueError, "1.odd: .*inference_mode: make the model outside"),
+    ),
+    Wrong("a DTensor", over_a_dtensor, Refused(TypeError, "0.weight: expected a plain tensor, got a DTensor")),
+    Wrong(
+        "a model in DistributedDataParallel",
+        lambda work: construct(adam, model=DistributedDataParallel(net()))(work),
+        Refused(ValueError, "model.module"),
+    ),
+    Wrong("parameters for an optimizer", construct(list), Refused(TypeError, "expected a torch.optim.Optimizer, got")),
+    Wrong(
+        "an optimizer that isn't elementwise",
+        construct(lambda model: torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])),
+        Refused(TypeError, "LBFGS"),
+    ),
+    Wrong(
+        "an optimizer that shards already",
+        lambda work: LowLevelZeroOptimizer(work.optimizer, model=work.model),
+        Refused(TypeError, "wrap each optimizer once"),
+    ),
+    Wrong("an optimizer that another one wraps", wrap_again, Refused(TypeError, "SGD .* wrap each optimizer once")),
+    Wrong(
+        "two optimizers over one model", train_by_two, Refused(RuntimeError, "0.weight: .* found another", ends=True)
+    ),
+    Wrong("a GradScaler", scale_by_a_grad_scaler, Refused(RuntimeError, "GradScaler.*optimizer.backward.loss.")),
+    Wrong("a scheduler of another optimizer", schedule_another_optimizer, Right()),
+    Wrong("a string for a learning rate", not_a_number, Refused(TypeError, "bad operand type", ends=True)),
+    Wrong(
+        "construction under inference_mode",
+        lambda work: torch.inference_mode()(construct())(work),
+        Refused(RuntimeError, "outside of torch.inference_mode"),
+    ),
+    Wrong("a float for a loss", lambda work: work.optimizer.backward(0.5), Refused(TypeError, "loss: .* got float")),
+    Wrong(
+        "a list of losses",
+        lambda work: work.optimizer.backward([work.loss()]),
+        Refused(TypeError, "loss: expected a tensor, got list"),
+    ),
+    Wrong(
+        "a loss of several numbers",
+        lambda work: work.optimizer.backward(work.model(torch.ones(2, 3))),
+        Refused(RuntimeError, "scalar outputs"),
+    ),
+    Wrong(
+        "a model for a parameter",
+        lambda work: safe_get_full_fp32_param(work.model),  # type: ignore[arg-type]
+        Refused(TypeError, "param: expected a parameter of the model, got Sequential"),
+    ),
+    Wrong(
+        "a view for a parameter",
+        lambda work: work.optimizer.get_param_grad(work.model[0].weight[0]),
+        Refused(ValueError, "not a copy or a view"),
+    ),
+    Wrong(
+        "a tensor for a parameter",
+        lambda work: work.optimizer.get_param_grad(torch.zeros(4)),
+        Refused(ValueError, "expected a trainable parameter"),
+    ),
+    Wrong("a negative norm", lambda work: work.clip(-1.0), Refused(ValueError, "max_norm")),
+    Wrong(
+        "a norm of another kind",
+        lambda work: work.optimizer.get_grad_norm(norm_type=1),
+        Refused(ValueError, "norm_type"),
+    ),
+    Wrong(
+        "a param group without params",
+        lambda work: work.optimizer.add_param_group({"lr": 1.0}),
+        Refused(TypeError, "param_group: expected a dict with 'params', got \\['lr'\\]"),
+    ),
+    Wrong(
+        "parameters for a param group",
+        lambda work: work.optimizer.add_param_group(list(net().parameters())),
+        Refused(TypeError, "param_group: expected a dict with 'params', got list"),
+    ),
+    Wrong(
+        "a param group of known parameters",
+        lambda work: work.optimizer.add_param_group({"params": work.model[0].weight}),
+        Refused(ValueError, "0.weight: .* got one it has"),
+    ),
+    Wrong("no state dict", lambda work: work.optimizer.load_state_dict(None), Refused(TypeError, "got NoneType")),
+    Wrong(
+        "a model's state dict",
+        lambda work: work.optimizer.load_state_dict(work.model.state_dict()),
+        Refused(ValueError, "'state' and 'param_groups'"),
+    ),
+    Wrong(
+        "another model's state dict",
+        lambda work: work.optimizer.load_state_dict(adam(nn.Linear(2, 2)).state_dict()),
+        Refused(ValueError, "state_dict: expected param groups of \\[6\\] parameters"),
+    ),
+    Wrong(
+        "a checkpoint of another model",
+        lambda work: save_checkpoint("nowhere", net(), work.optimizer),
+        Refused(ValueError, "model"),
+    ),
+    Wrong(
+        "a model that is all frozen",
+        construct(lambda model: adam(model.requires_grad_(False))),
+        Refused(ValueError, "requires_grad=True"),
+    ),
+    Wrong("a parameter that is no leaf", construct(no_leaf), Refused(ValueError, r"param_groups.0..'params'..1.*leaf")),
+    Wrong("parameters that share memory", construct(sharing_memory), Refused(ValueError, "2.bias.* 0.bias.*tie")),
+    Wrong("copy.copy", lambda work: copy.copy(work.optimizer), NO_COPY),
+    Wrong("copy.deepcopy", lambda work: copy.deepcopy(work.optimizer), NO_COPY),
+    Wrong("copy.deepcopy beside its model", lambda work: copy.deepcopy((work.model, work.optimizer)), NO_COPY),
+    Wrong("pickle", lambda work: pickle.dumps(work.optimizer), NO_COPY),
+    Wrong("torch.save", lambda work: torch.save({"optimizer": work.optimizer}, io.BytesIO()), NO_COPY),
+    Wrong(
+        "pickle of its scheduler",
+        lambda work: pickle.dumps(torch.optim.lr_scheduler.StepLR(work.optimizer, 1)),
+        NO_COPY,
+    ),
+    Wrong("copy.deepcopy of its model", copy_the_model, Right(nothing)),
+    Wrong("torch.save of its model", save_the_model, Right(nothing)),
+    Wrong("copy.deepcopy of the wrapped optimizer", lambda work: copy.deepcopy(work.optimizer.optim), Right(nothing)),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_wrong_objects(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some save
+    try_out(OBJECTS, world_size, subtests)
