@@ -355,3 +355,12 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(subtests: pytest.Su
         with subtests.test(stage=stage):
             for seen in ran.values():
                 assert seen == [([], 256.0), (["p", "p32"], 128.0), ([], 128.0)]
+
+
+def test_the_emulation_is_plain_torch_for_fp32() -> None:
+    """What judges 16-bit runs gives, in fp32, what judges fp32 runs."""
+    run = Run(3, micro_batches=2, clip=0.3)
+    expected, norms = train_alone(run)
+    got, own = emulate(run)
+    check_close({name: expected[name] for name in got}, [got], 1e-6)
+    assert own == pytest.approx(norms, rel=1e-5)

@@ -157,13 +157,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def data(step: int, rank: int, width: int = 5) -> Tensor:
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
+def data(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def loss_at(model: nn.Module, step: int) -> Callable[[int], Tensor]:
     def loss(rank: int) -> Tensor:
-        out: Tensor = model(data(step, rank)).square().mean()
+        out: Tensor = model(data(step, rank).to(next(model.parameters()).dtype)).float().square().mean()
         return out
 
     return loss
+
+
+def steps(side: Alone, model: nn.Module, optimizer: Any, batches: Iterable[int]) -> None:
+    """A whole step of ``loss_at`` each."""
+    for batch in batches:
+        side.backward(optimizer, side.mean(loss_at(model, batch)))
+        side.step(optimizer)
+        optimizer.zero_grad()

@@ -1,0 +1,134 @@
+"""What training starts from: rank 0's parameters, buffers, masters and state, and dtypes that are forced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.oracle import Run, build, check_close, groups, loss_of, train_rank
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.scripts import (
+    STAGES,
+    Alone,
+    Case,
+    Script,
+    Together,
+    adamw,
+    check_each,
+    net,
+    parameters_of,
+    steps,
+)
+
+
+def test_ranks_start_from_rank_zero_s_parameters_and_buffers() -> None:
+    def wrap(rank: int, world_size: int) -> dict[str, Tensor]:
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).requires_grad_(False))
+        model(torch.randn(8, 3))  # moves the statistics
+        for _ in range(rank):
+            model(torch.randn(8, 3))
+        LowLevelZeroOptimizer(adamw(model), model=model)
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    ranks = run_ranks(wrap, 3)
+    assert ranks[0]["1.num_batches_tracked"] == 1
+    torch.manual_seed(0)
+    assert torch.equal(ranks[0]["0.weight"], nn.Linear(3, 4).weight)
+    check_close(ranks[0], ranks, 0.0)
+
+
+def test_masters_start_from_rank_zero_s_parameters(subtests: pytest.Subtests) -> None:
+    def wrap(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
+        model = net(seed=rank).to(dtype)
+        optimizer = LowLevelZeroOptimizer(adamw(model))  # without a model
+        return [p32.clone() for p32 in optimizer.get_working_to_master_map().values()]
+
+    for (dtype,), ran in run_cases(wrap, 2, [(torch.float32,), (torch.bfloat16,)], one_group=True):
+        with subtests.test(dtype=dtype):
+            for p, *own in zip(net().to(dtype).parameters(), *ran.values(), strict=True):
+                flat = torch.cat(own)[: p.numel()]
+                assert flat.dtype == torch.float32
+                assert torch.equal(flat, p.detach().flatten().float())
+
+
+# State from before
+
+BEFORE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.3),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+    "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.05, t0=0.0),
+    "rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-2),
+}
+
+
+def test_an_optimizer_that_has_trained_goes_on_from_rank_zero_s_state(subtests: pytest.Subtests) -> None:
+    def script_of(make: str, world_size: int) -> Script:
+        def script(side: Alone) -> nn.Module:
+            own = side.rank if isinstance(side, Together) else 0
+            model = net(seed=own)
+            inner = BEFORE[make](model.parameters())
+            steps(Alone(world_size), model, inner, (10 * own, 10 * own + 1))
+            optimizer = side.wrap(inner, model)
+            steps(side, model, optimizer, (2, 3, 4))
+            return model
+
+        return script
+
+    cases = [
+        (make, size, stage)
+        for make, (size, stage) in product(BEFORE, ((1, "stage2"), (3, "stage1"), (4, "stage2")))
+        if (make, size) != ("rprop", 1)  # which doesn't see a factor
+    ]
+    check_each(
+        {f"{make}, {size} ranks": Case(script_of(make, size), STAGES[stage], size) for make, size, stage in cases},
+        subtests,
+    )
+
+
+def test_state_of_a_sixteen_bit_model_becomes_fp32() -> None:
+    def wrap(rank: int, world_size: int) -> set[torch.dtype]:
+        model = net().bfloat16()
+        inner = adamw(model)
+        steps(Alone(world_size), model, inner, range(1))
+        optimizer = LowLevelZeroOptimizer(inner, model=model)
+        steps(Together(rank), model, optimizer, range(1))
+        return {state[key].dtype for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")}
+
+    assert run_ranks(wrap, 2) == [{torch.float32}] * 2
+
+
+# Forced dtypes
+
+
+def test_a_forced_dtype_is_as_if_the_model_had_it(subtests: pytest.Subtests) -> None:
+    def run_of(stage: str, dtype: torch.dtype) -> Run:
+        run = Run(steps=3, dtype=dtype, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05))
+        return run.with_options(initial_scale=256.0, **STAGES[stage])
+
+    def train(rank: int, world_size: int, stage: str, dtype: torch.dtype) -> Any:
+        """The dtypes and values of a model that is forced, and the values of one that has the dtype from the start."""
+        run, model = run_of(stage, dtype), build(Run())
+        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, forced_dtype=dtype, **run.options)
+        for step in range(3):
+            optimizer.backward(loss_of(model, run, step, 0, rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        return (
+            {p.dtype for p in model.parameters()},
+            parameters_of(model),
+            parameters_of(train_rank(rank, world_size, run).model),
+        )
+
+    for (stage, dtype), ran in run_cases(train, 2, product(STAGES, (torch.bfloat16, torch.float16)), one_group=True):
+        with subtests.test(stage=stage, dtype=dtype):
+            ranks = ran.values()
+            assert [dtypes for dtypes, _, _ in ranks] == [{dtype}] * 2
+            check_close(ranks[0][2], [parameters for _, parameters, _ in ranks], 0.0)
