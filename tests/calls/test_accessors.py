@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.accessors import (
     full_fp32_params,
     full_grads,
@@ -32,12 +29,11 @@ from lowlevel_zero.accessors import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.state import values
+from tests.support.accessing import backward, train, wrapped
 from tests.support.grid import Grid
 from tests.support.judging import mistakes
 from tests.support.numbers import trained
-from tests.support.oracle import Run, adamw, build, groups, loss_of, summed_gradients
+from tests.support.oracle import Run, adamw, build, groups, summed_gradients
 from tests.support.ranks import run_cases, run_ranks
 
 STAGES = ("stage 1", "stage 2")
@@ -51,31 +47,6 @@ def one_each(step: int, rank: int) -> set[int]:
 
 def always_the_second(step: int, rank: int) -> set[int]:
     return {1}
-
-
-def wrapped(run: Run, **options: Any) -> tuple[nn.Module, LowLevelZeroOptimizer]:
-    model = build(run)
-    options = {"reduce_bucket_size": 50, **run.options, **options}
-    return model, LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **options)
-
-
-def backward(optimizer: LowLevelZeroOptimizer, model: nn.Module, run: Run, step: int, rank: int) -> None:
-    for micro in range(run.micro_batches):
-        loss = loss_of(model, run, step, micro, rank)
-        if run.no_sync and micro < run.micro_batches - 1:
-            with optimizer.no_sync():
-                optimizer.backward(loss)
-        elif run.bare:
-            loss.backward()
-        else:
-            optimizer.backward(loss)
-
-
-def train(optimizer: LowLevelZeroOptimizer, model: nn.Module, run: Run, steps: int, rank: int) -> None:
-    for step in range(steps):
-        backward(optimizer, model, run, step, rank)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def without_padding(slices: list[Tensor], p: Tensor) -> Tensor:
@@ -257,19 +228,6 @@ def test_masters_are_whole_and_round_to_the_parameter(subtests: pytest.Subtests)
                     without_padding([each[name] for each in slices], p)
 
 
-def test_edits_are_seen_before_the_next_step() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model, optimizer = wrapped(Run(dtype=torch.bfloat16))
-        train(optimizer, model, Run(dtype=torch.bfloat16), 1, rank)
-        p = model.inward
-        with torch.no_grad():
-            p.fill_(0.25)
-        assert torch.equal(safe_get_local_fp32_param(p), optimizer.get_working_to_master_map()[id(p)])
-        assert torch.equal(safe_get_full_fp32_param(p), torch.full_like(p, 0.25).float())
-
-    run_ranks(rank, 2)
-
-
 def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(subtests: pytest.Subtests) -> None:
     def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
         run = Run(dtype=dtype, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), options=options)
@@ -307,17 +265,6 @@ def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(subtests: pytes
 def _padding(p: Tensor, rank: int, world_size: int) -> tuple[int, int]:
     size = -(-p.numel() // world_size)
     return max(0, min(size, p.numel() - rank * size)), size
-
-
-def test_a_write_between_forward_and_backward_is_noticed() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model, optimizer = wrapped(Run())
-        loss = loss_of(model, Run(), 0, 0, rank)
-        safe_set_full_fp32_param(model.outward.weight, torch.zeros_like(model.outward.weight))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            optimizer.backward(loss)
-
-    run_ranks(rank, 2)
 
 
 # Optimizer state
@@ -383,260 +330,6 @@ def test_a_state_that_is_set_is_stepped_with() -> None:
             torch.testing.assert_close(p.detach(), before - 0.05 * (0.9 * value + gradient))
 
     run_ranks(rank, 3)
-
-
-def test_numbers_are_set_alike() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model, optimizer = wrapped(Run(optimizer=adamw))
-        train(optimizer, model, Run(), 1, rank)
-        p = model.scale
-        safe_set_full_optimizer_state(p, torch.tensor(7.0), "step")
-        assert safe_get_full_optimizer_state(p, "step") == 7
-        safe_set_local_optimizer_state(p, torch.tensor([5.0]), "step")
-        assert safe_get_local_optimizer_state(p, "step") == 5
-        assert safe_get_full_optimizer_state(model.one, "step") == 1
-        with pytest.raises(ValueError, match="«step = 0.0» where rank 1"):
-            safe_set_full_optimizer_state(p, torch.tensor(float(rank)), "step")
-        with pytest.raises(TypeError, match="one number"):
-            safe_set_full_optimizer_state(p, torch.zeros(3), "step")
-        assert safe_get_full_optimizer_state(p, "step") == 5
-
-    run_ranks(rank, 2)
-
-
-# Many at once
-
-
-class Many(nn.Module):
-    """200 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(8, 9)) for _ in range(200))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([(x @ weight).sum() for weight in self.weights]).sum()
-
-
-def many() -> tuple[nn.Module, LowLevelZeroOptimizer]:
-    model = Many()
-    optimizer = LowLevelZeroOptimizer(torch.optim.Adam(model.parameters()), model=model, partition_grad=True)
-    optimizer.backward(model(torch.ones(2, 8)))
-    return model, optimizer
-
-
-def count_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each wire that is gathered from now on."""
-    sizes: list[int] = []
-    gather = ShardGroup.gather
-
-    def counted(self: ShardGroup, own: Any, rows: Any) -> Any:
-        sizes.append(sum(each.numel() * each.element_size() for each in rows))
-        return gather(self, own, rows)
-
-    monkeypatch.setattr(ShardGroup, "gather", counted)
-    return sizes
-
-
-@pytest.mark.parametrize("what", ["gradients", "masters", "states"])
-def test_many_take_one_message(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(rank: int, world_size: int) -> list[int]:
-        model, optimizer = many()
-        if what == "states":
-            optimizer.step()
-        batched: dict[str, Callable[[], Any]] = {
-            "gradients": lambda: full_grads(model),
-            "masters": lambda: full_fp32_params(model),
-            "states": lambda: full_optimizer_states(model, "exp_avg"),
-        }
-        single: dict[str, Callable[[Tensor], Any]] = {
-            "gradients": safe_get_full_grad,
-            "masters": safe_get_full_fp32_param,
-            "states": lambda p: safe_get_full_optimizer_state(p, "exp_avg"),
-        }
-        sizes = count_gathers(monkeypatch)
-        batched[what]()  # and what backward has left under way
-        counts = []
-        for read in (batched[what], lambda: [single[what](p) for p in model.parameters()]):
-            sizes.clear()
-            assert len(read()) == 200
-            counts.append(len(sizes))
-        return counts
-
-    assert run_ranks(rank, 2) == [[1, 200]] * 2
-
-
-def test_a_message_is_no_larger_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = 3000  # ten parameters of 288 bytes
-    monkeypatch.setattr(values, "MESSAGE_BYTES", bound)
-
-    def rank(rank: int, world_size: int) -> list[int]:
-        model, optimizer = many()
-        sizes = count_gathers(monkeypatch)
-        assert all(value is not None for value in full_grads(model).values())
-        assert optimizer is not None
-        return sizes
-
-    for sizes in run_ranks(rank, 2):
-        assert sizes == [2880] * 20
-
-
-def test_a_model_may_have_several_optimizers_and_parameters_of_none() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model = nn.ModuleDict({name: nn.Linear(3, 2) for name in ("a", "b", "plain")})
-        optimizers = [
-            LowLevelZeroOptimizer(torch.optim.SGD(model[name].parameters(), lr=0.1), model=model[name])
-            for name in ("b", "a")
-        ]
-        x = torch.ones(2, 3)
-        for optimizer, name in zip(optimizers, ("b", "a"), strict=True):
-            optimizer.backward(model[name](x).sum())
-        found = full_grads(model)
-        assert list(found) == [name for name, _ in model.named_parameters()]
-        assert [name for name, value in found.items() if value is None] == ["plain.weight", "plain.bias"]
-        assert torch.equal(found["a.weight"], torch.full((2, 3), 2.0))  # type: ignore[arg-type]
-
-    run_ranks(rank, 2)
-
-
-# What is refused
-
-
-def test_names_and_order_of_arguments_are_deepspeed_s() -> None:
-    expected = {
-        "safe_get_full_fp32_param": ["param"],
-        "safe_get_full_grad": ["param"],
-        "safe_get_full_optimizer_state": ["param", "optim_state_key"],
-        "safe_set_full_fp32_param": ["param", "value"],
-        "safe_set_full_grad": ["param", "value"],
-        "safe_set_full_optimizer_state": ["param", "value", "optim_state_key"],
-        "safe_get_local_fp32_param": ["param"],
-        "safe_get_local_grad": ["param"],
-        "safe_get_local_optimizer_state": ["param", "optim_state_key"],
-        "safe_set_local_fp32_param": ["param", "value"],
-        "safe_set_local_grad": ["param", "value"],
-        "safe_set_local_optimizer_state": ["param", "value", "optim_state_key"],
-    }
-    for name, positional in expected.items():
-        parameters = inspect.signature(getattr(accessors, name)).parameters.values()
-        assert [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] == positional
-
-
-def test_ranks_that_call_different_things_are_told_so() -> None:
-    def rank(rank: int, world_size: int) -> list[str]:
-        model, optimizer = wrapped(Run())
-        twin = nn.Linear(3, 2), nn.Linear(3, 2)
-        optimizers = [LowLevelZeroOptimizer(torch.optim.SGD(m.parameters(), lr=1.0), model=m) for m in twin]
-        backward(optimizer, model, Run(), 0, rank)
-        pairs: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
-            (lambda: safe_get_full_grad(model.inward), lambda: safe_get_full_grad(model.outward.weight)),
-            (lambda: safe_get_full_grad(model.inward), lambda: safe_get_full_fp32_param(model.inward)),
-            (lambda: safe_get_full_grad(model.inward), lambda: full_grads(model)),
-            (lambda: safe_get_full_fp32_param(twin[0].weight), lambda: safe_get_full_fp32_param(twin[1].weight)),
-        ]
-        told = []
-        for pair in pairs:
-            with pytest.raises(ValueError, match="the same call") as caught:
-                pair[rank]()
-            told.append(str(caught.value))
-        assert safe_get_full_grad(model.inward) is not None
-        assert len(optimizers) == 2
-        return told
-
-    one, other = run_ranks(rank, 2)
-    assert one == other
-    assert "rank 0 has «safe_get_full_grad of inward" in one[0]
-    assert "rank 1 has «safe_get_full_grad of outward.weight" in one[0]
-
-
-def test_what_one_rank_refuses_all_refuse_and_nothing_changes() -> None:
-    def rank(rank: int, world_size: int) -> list[str]:
-        run = Run(dtype=torch.bfloat16, optimizer=adamw)
-        model, optimizer = wrapped(run)
-        train(optimizer, model, run, 1, rank)
-        backward(optimizer, model, run, 1, rank)
-        p = model.inward
-        good = torch.ones(p.shape)
-        slice_ = torch.ones(-(-p.numel() // world_size))
-
-        def seen() -> list[Tensor | None]:
-            return [
-                p.detach().clone(),
-                safe_get_full_fp32_param(p),
-                safe_get_full_grad(p),
-                safe_get_full_optimizer_state(p, "exp_avg"),
-            ]
-
-        before = seen()
-        bad: list[tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = [
-            (safe_set_full_fp32_param, (good,), (good.t(),)),
-            (safe_set_full_fp32_param, (good,), (good.int(),)),
-            (safe_set_full_fp32_param, (good,), (good.tolist(),)),
-            (safe_set_local_fp32_param, (slice_,), (good,)),
-            (safe_set_full_grad, (good,), (good[1:],)),
-            (safe_set_local_grad, (slice_,), (slice_[1:],)),
-            (safe_set_full_optimizer_state, (good, "exp_avg"), (slice_, "exp_avg")),
-            (safe_set_full_optimizer_state, (good, "exp_avg"), (good.bool(), "exp_avg")),
-            (safe_set_full_optimizer_state, (good, "exp_avg"), (good, "exp_average")),
-        ]
-        told = []
-        for setter, well, badly in bad:
-            with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-                setter(p, *(badly if rank == 1 else well))
-            told.append(f"{type(caught.value).__name__}: {caught.value}")
-        for one, other in zip(before, seen(), strict=True):
-            assert torch.equal(one, other)  # type: ignore[arg-type]
-        return told
-
-    theirs, own = run_ranks(rank, 2)
-    assert all(line.startswith("RuntimeError: rank 1 could not call safe_set_") for line in theirs)
-    assert all(line.startswith(("ValueError: ", "TypeError: ")) for line in own)
-    assert "inward: expected a value of (5, 4), got (4, 5)" in own[0]
-    assert "expected one of its states, exp_avg, exp_avg_sq, step, got 'exp_average'" in own[-1]
-
-
-def test_what_is_no_parameter_of_an_optimizer_is_refused() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model, optimizer = wrapped(Run())
-        frozen = model.frozen.weight
-        assert safe_get_full_grad(frozen) is None
-        assert safe_get_local_grad(frozen) is None
-        for call in (safe_get_full_fp32_param, safe_get_local_fp32_param):
-            with pytest.raises(ValueError, match="requires_grad=False"):
-                call(frozen)
-            with pytest.raises(ValueError, match=r"\(5, 4\) tensor that none holds"):
-                call(model.inward * 1)
-            with pytest.raises(TypeError, match="got str"):
-                call("inward")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="that none holds"):
-            safe_get_full_grad(nn.Parameter(torch.zeros(5, 4)))
-        with pytest.raises(ValueError, match="none holds any"):
-            full_grads(nn.Linear(2, 2))
-        with pytest.raises(TypeError, match="nn.Module"):
-            full_grads(list(model.parameters()))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="no rank has one"):
-            safe_set_full_grad(model.inward, torch.zeros_like(model.inward))
-        with pytest.raises(ValueError, match="none so far"):
-            safe_set_full_optimizer_state(model.inward, torch.zeros_like(model.inward), "exp_avg")
-        del optimizer
-        gc.collect()
-        with pytest.raises(ValueError, match="that none holds"):
-            safe_get_full_fp32_param(model.inward)
-        again = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-        assert torch.equal(safe_get_full_fp32_param(model.inward), model.inward.detach())
-        assert again is not None
-
-    run_ranks(rank, 2)
-
-
-def test_a_hook_can_not_read_gradients() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model, optimizer = wrapped(Run())
-        model.outward.weight.register_hook(lambda gradient: safe_get_full_grad(model.inward))
-        with pytest.raises(RuntimeError, match="safe_get_full_grad of inward: expected it after backward"):
-            optimizer.backward(loss_of(model, Run(), 0, 0, rank))
-
-    run_ranks(rank, 2)
 
 
 # Two levels

@@ -33,7 +33,8 @@ PAIRS, MEMORY = "communication/backends/pairwise.py", "communication/backends/sh
 LEVELS, FOLDERS = "communication/hierarchical.py", "checkpoint/folders.py"
 
 NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/numbers/test_layer_drop.py"
-RECOMPUTATION, UNUSED_TESTS = "tests/numbers/test_recomputation.py", "tests/numbers/test_unused_parameters.py"
+RECOMPUTATION = "tests/numbers/test_recomputation.py"
+UNUSED_TESTS = "tests/numbers/test_unused_parameters.py tests/numbers/test_hidden_parameters.py"
 COLLECTIVES = "tests/communication/test_collectives.py"
 SHARED, STATES = "tests/communication/test_shared_memory.py", "tests/checkpoint/test_state.py"
 STEPPING = "tests/numbers/test_stepping.py"
@@ -330,7 +331,7 @@ MUTANTS = [
         RECORDS,
         "self._settle(self._own, self._offered)\n            self._off",
         "self._off",
-        "tests/numbers/test_parameters.py",
+        "tests/numbers/test_edited_parameters.py",
     ),
     Mutant(
         "a master that isn't the model's any more comes back",

@@ -1,10 +1,8 @@
-"""Which optimizers may be stepped on slices: torch's own, and strangers, of which a probe changes nothing."""
+"""Which optimizers may be stepped on slices: torch's own, those known by name, and strangers."""
 
 from __future__ import annotations
 
 import copy
-import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowlevel_zero.optim.elementwise import check_elementwise
+from tests.support.strangers import (
+    AdamByHand,
+    Noisy,
+    NoisyInPython,
+    OrthogonalMatrices,
+    ScaledByNorms,
+    Stranger,
+    adam,
+    average,
+    matrix,
+)
 
 ACCEPTED = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
@@ -37,10 +45,6 @@ TORCH_CLASSES = [
 ]
 
 
-def matrix() -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.ones(4, 4))]
-
-
 def ways(name: str) -> list[dict[str, Any]]:
     """The implementations and options of a torch class that must all be elementwise."""
     implementations = [{"foreach": True}, {"foreach": False}]
@@ -50,36 +54,6 @@ def ways(name: str) -> list[dict[str, Any]]:
 
 
 EVERY_WAY = [(name, way) for name in ACCEPTED for way in ways(name)]
-
-
-class Stranger(Optimizer):
-    """An optimizer that a class below tells only a direction to go."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(group["lr"] * self.direction(p, p.grad, self.state[p], group))
-
-    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        return g
-
-
-def average(state: dict[str, Any], key: str, value: Tensor, beta: float = 0.9) -> Tensor:
-    """An exponential average, kept in the state."""
-    mean = state.setdefault(key, torch.zeros_like(value)).lerp_(value, 1 - beta)
-    assert isinstance(mean, Tensor)
-    return mean
-
-
-def adam(state: dict[str, Any], g: Tensor) -> Tensor:
-    return average(state, "m", g) / (average(state, "v", g * g, 0.99).sqrt() + 1e-8)
-
-
-# Strangers that are elementwise
 
 
 class Lion(Stranger):
@@ -94,11 +68,6 @@ class SignMomentum(Stranger):
         return average(state, "m", g).sign()
 
 
-class AdamByHand(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return adam(state, g)
-
-
 class CautiousByElement(Stranger):
     def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
         u = adam(state, g)
@@ -110,17 +79,6 @@ class WritesIntoGradients(Stranger):
         return g.clamp_(-1, 1)
 
 
-# Strangers that are not
-
-
-class ScaledByNorms(Stranger):
-    """LAMB under another name."""
-
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        u = adam(state, g)
-        return u * (p.norm() / u.norm()).clamp(max=10)
-
-
 class RowsAndColumns(Stranger):
     """Adafactor under another name: second moments of matrices are factored, those of vectors are not."""
 
@@ -130,19 +88,6 @@ class RowsAndColumns(Stranger):
         rows, columns = average(state, "r", (g * g).mean(-1)), average(state, "c", (g * g).mean(-2))
         mean = rows.mean(-1)[..., None, None] + 1e-30
         return g / ((rows.unsqueeze(-1) * columns.unsqueeze(-2) / mean).sqrt() + 1e-8)
-
-
-class OrthogonalMatrices(Stranger):
-    """Muon under another name: matrices are orthogonalised, all else is Adam's."""
-
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        if p.ndim != 2 or not group.get("whiten", True):
-            return adam(state, g)
-        x = average(state, "m", g)
-        x = x / (x.norm() + 1e-7)
-        for _ in range(3):
-            x = 1.5 * x - 0.5 * x @ x.T @ x
-        return x
 
 
 class Quantised(Stranger):
@@ -233,16 +178,6 @@ class ClippedByGlobalNorm(Stranger):
 
 class ClippedByLargeGlobalNorm(ClippedByGlobalNorm):
     limit = 10_000.0
-
-
-class Noisy(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return g + torch.randn_like(g)
-
-
-class NoisyInPython(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return g * random.random()
 
 
 @pytest.mark.parametrize("name", TORCH_CLASSES)
@@ -370,301 +305,3 @@ def test_differentiable() -> None:
 def test_no_optimizer() -> None:
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):
         check_elementwise(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-
-
-# Options that switch
-
-
-def test_a_switch_in_one_group_is_found() -> None:
-    groups = [{"params": matrix(), "whiten": False, "name": f"layer {i}"} for i in range(30)]
-    check_elementwise(OrthogonalMatrices(groups))
-    groups[-1]["whiten"] = True
-    with pytest.raises(TypeError, match="flat slices differ"):
-        check_elementwise(OrthogonalMatrices(groups))
-
-
-@pytest.mark.parametrize("groups", [6, 40])
-def test_groups_that_differ_in_numbers_are_tried_once(groups: int) -> None:
-    sizes = []
-
-    class Counting(AdamByHand):
-        def step(self, closure: Callable[[], float] | None = None) -> None:
-            sizes.append(len(self.param_groups))
-            super().step()
-
-    decay = [{"params": matrix(), "lr": 0.9**i, "weight_decay": 0.1 * (i % 2)} for i in range(groups)]
-    check_elementwise(Counting(decay))
-    assert set(sizes) == {2}
-
-
-class PairsNames(AdamByHand):
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            assert len(group.get("param_names", group["params"])) == len(group["params"])
-        super().step()
-
-
-def test_names_of_parameters_are_no_option() -> None:
-    params = list(torch.nn.Linear(2, 2).parameters())
-    check_elementwise(PairsNames([{"params": params, "param_names": ["weight", "bias"]}]))
-
-
-# Ways to make a twin
-
-
-class OddConstructor(Stranger):
-    """What its constructor is told shows in nothing but an object that it keeps."""
-
-    def __init__(self, tag: str, params: Any, *, centralise: bool) -> None:
-        super().__init__(params)
-        self.recipe = {"centralise": centralise, "tag": [tag]}
-
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return adam(state, g - g.mean() if self.recipe["centralise"] else g)
-
-
-def test_an_odd_constructor() -> None:
-    with pytest.raises(
-        TypeError, match=r"could not be tried .*tag, centralise is recorded nowhere.*assume_elementwise"
-    ):
-        check_elementwise(OddConstructor("a", matrix(), centralise=False))
-
-
-class StateAtConstruction(Stranger):
-    """As Adagrad does."""
-
-    def __init__(self, params: Any, *, centralise: bool = False, **options: Any) -> None:
-        super().__init__(params, **options)
-        self._centralise = centralise
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["m"] = torch.zeros_like(p)
-
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return state["m"].add_(g - g.mean() if self._centralise else g)
-
-
-def test_state_at_construction() -> None:
-    check_elementwise(StateAtConstruction(matrix(), lr=0.1))
-    check_elementwise(type("Mine", (torch.optim.Adagrad,), {})(matrix(), initial_accumulator_value=1.0))
-    with pytest.raises(TypeError, match="flat slices differ"):
-        check_elementwise(StateAtConstruction(matrix(), centralise=True))
-
-
-def test_state_at_construction_and_a_secret() -> None:
-    class Secretive(StateAtConstruction):
-        def __init__(self, params: Any, secret: int) -> None:
-            super().__init__(params)
-
-    told = r"could not be tried .*secret is recorded nowhere.*assume_elementwise=True"
-    with pytest.raises(TypeError, match=told):
-        check_elementwise(Secretive(matrix(), 7))
-
-
-class HoldsItsParameters(AdamByHand):
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, lr=lr)
-        self.all = [p for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for p in self.all:
-            p.sub_(1e-3 if p.grad is None else 1e-3 * self.direction(p, p.grad, self.state[p], {}))
-
-
-@pytest.mark.parametrize("side", [4, 500])
-def test_an_optimizer_that_holds_its_parameters(side: int) -> None:
-    weight = torch.nn.Parameter(torch.ones(side, side))
-    check_elementwise(HoldsItsParameters([weight]))
-    assert weight.eq(1).all()
-
-
-class FlagsInState(Stranger):
-    """Muon's own file marks its parameters so."""
-
-    def __init__(self, params: Any, others: Any = ()) -> None:
-        super().__init__([*params, *others])
-        for p in params:
-            self.state[p]["whiten"] = True
-
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return adam(state, g - g.mean() if state.get("whiten") else g)
-
-
-def test_flags_in_state_are_not_overlooked() -> None:
-    with pytest.raises(TypeError, match="cannot be stepped on slices"):
-        check_elementwise(FlagsInState(matrix()))
-
-
-def test_a_hook_of_its_own_belongs_to_an_optimizer() -> None:
-    class CentralisedByHook(AdamByHand):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params)
-            self.register_step_pre_hook(self.centralise)
-
-        def centralise(self, *_: Any) -> None:
-            for p in self.param_groups[0]["params"]:
-                p.grad.sub_(p.grad.mean())
-
-    with pytest.raises(TypeError, match="flat slices differ"):
-        check_elementwise(CentralisedByHook(matrix()))
-
-
-def test_a_native_handle_is_not_freed() -> None:
-    freed = []
-
-    class Native(AdamByHand):
-        handles = 0
-
-        def __init__(self, params: Any, lr: float = 1e-3) -> None:
-            super().__init__(params, lr=lr)
-            self.handle = Native.handles = Native.handles + 1
-
-        def __del__(self) -> None:
-            freed.append(self.handle)
-
-    optimizer = Native(matrix())
-    check_elementwise(optimizer)
-    assert optimizer.handle not in freed
-    assert len(freed) == Native.handles - 1 > 0
-
-
-class Raises(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        raise ZeroDivisionError("the moon is full")
-
-
-class Warns(AdamByHand):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        warnings.warn("out of date", stacklevel=1)
-        return super().direction(p, g, state, group)
-
-
-def test_a_warning_is_no_failure() -> None:
-    check_elementwise(Warns(matrix()))  # pytest makes errors of warnings
-
-
-class Rests(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return torch.zeros_like(g)
-
-
-class Explodes(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return g / 0
-
-
-class NeedsClosure(Stranger):
-    def step(self, closure: Callable[[], float]) -> None:  # type: ignore[override]
-        closure()
-
-
-@pytest.mark.parametrize(
-    ("cls", "told"),
-    [
-        (Raises, "ZeroDivisionError: the moon is full"),
-        (Rests, "hardly moved"),
-        (Explodes, "infinite or NaN"),
-        (NeedsClosure, "closure"),
-    ],
-)
-def test_what_cannot_be_tried(cls: type[Stranger], told: str) -> None:
-    optimizer = cls(matrix())
-    with pytest.raises(
-        TypeError, match=rf"{cls.__name__} cannot .*could not be tried .*{told}.*assume_elementwise=True"
-    ):
-        check_elementwise(optimizer)
-    check_elementwise(optimizer, assume_elementwise=True)
-
-
-# What a probe leaves alone
-
-
-def trained(cls: type[Optimizer]) -> tuple[torch.nn.Linear, Optimizer]:
-    model = torch.nn.Linear(5, 3)
-    optimizer = cls(model.parameters(), lr=torch.tensor(0.01))  # type: ignore[call-arg]
-    for _ in range(3):
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize("cls", [AdamByHand, ScaledByNorms, Raises, type("Mine", (torch.optim.Adagrad,), {})])
-def test_nothing_of_the_optimizer_changes(cls: type[Optimizer]) -> None:
-    model, optimizer = trained(cls) if cls is not Raises else (torch.nn.Linear(5, 3), Raises(matrix()))
-    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # patches the instance's step
-    optimizer.register_step_pre_hook(lambda *_: pytest.fail("the hook ran"))
-    attributes, groups = dict(vars(optimizer)), [dict(group) for group in optimizer.param_groups]
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
-    try:
-        check_elementwise(optimizer)
-    except TypeError:
-        assert cls in (ScaledByNorms, Raises)
-    after = model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert dict(vars(optimizer)) == attributes
-    assert all(a[key] is b[key] for a, b in zip(optimizer.param_groups, groups, strict=True) for key in b)
-
-
-@pytest.mark.parametrize("cls", [AdamByHand, Noisy, NoisyInPython])
-def test_random_numbers_go_on(cls: type[Stranger]) -> None:
-    optimizer, before = cls(matrix()), (torch.get_rng_state(), random.getstate())
-    try:
-        check_elementwise(optimizer)
-    except TypeError:
-        assert cls is not AdamByHand
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-
-
-def test_global_hooks_do_not_run_and_stay() -> None:
-    calls = []
-    registered = register_optimizer_step_post_hook(lambda *_: calls.append(1))
-    try:
-        optimizer = AdamByHand(matrix())
-        check_elementwise(optimizer)
-        assert calls == []
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 4)
-        optimizer.step()
-        assert calls == [1]
-    finally:
-        registered.remove()
-
-
-def test_the_model_is_not_copied() -> None:
-    huge = torch.nn.Parameter(torch.empty(10**6, 10**6, device="meta"))
-    check_elementwise(AdamByHand([huge]))
-
-
-def test_an_attribute_that_holds_a_model_is_not_copied() -> None:
-    with pytest.raises(TypeError, match="its option model is a Linear, which a probe does not copy"):
-        check_elementwise(HoldsAModel(matrix(), torch.nn.Linear(1000, 1000, device="meta")))
-
-
-class HoldsAModel(AdamByHand):
-    """Its constructor wants more than numbers."""
-
-    def __init__(self, params: Any, model: torch.nn.Module) -> None:
-        super().__init__(params)
-        self.model = model
-
-
-class MakesPlainTensors(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return g / state.setdefault("steps", torch.zeros(())).add_(1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("cls", [MakesPlainTensors, type("Mine", (torch.optim.AdamW,), {})])
-def test_surroundings_do_not_matter(cls: type[Stranger], dtype: torch.dtype) -> None:
-    optimizer = cls(matrix())
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            check_elementwise(optimizer)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_half_precision_parameters_are_tried_in_fp32() -> None:
-    check_elementwise(AdamByHand([torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]))

@@ -3,270 +3,44 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from lowlevel_zero import LowLevelZeroOptimizer, unused_parameters
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.unused_parameters import UnusedParameters
 from tests.support.covering import covering
 from tests.support.internals import with_and_without_detection
 from tests.support.numbers import trained
 from tests.support.oracle import check_close
 from tests.support.patching import patch_rank
-from tests.support.ranks import run_ranks
-
-STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
-over_stages = pytest.mark.parametrize("stage", STAGES)
-CALLS = ("driven", "bare")
-LAYERS = 6
-TIMEOUT = 30.0
-
-
-# What is trained
-
-
-class Hidden(torch.autograd.Function):
-    """Runs a layer, and its backward by hand: the outer graph shows none of the layer's parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.run(x), grad)
-        assert x.grad is not None
-        return x.grad, None
-
-
-class Swallowing(torch.autograd.Function):
-    """Adds a weight times nothing: it is in the graph, and gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-def run_layer(layer: nn.Module, x: Tensor, way: str) -> Tensor:
-    def run(x: Tensor) -> Tensor:
-        return x + torch.tanh(layer(x))
-
-    if way == "hidden":
-        out: Tensor = Hidden.apply(x, run)
-    elif way == "swallowed":
-        out = Swallowing.apply(x, layer.weight)
-    elif way == "plain":
-        out = run(x)
-    else:
-        out = checkpoint(run, x, use_reentrant=way == "reentrant")
-    return out
-
-
-class Tower(nn.Module):
-    """Residual layers between two others; each may be left out, or run in a way that the graph doesn't show."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(width, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
-        self.last = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor, kept: set[int], way: str = "plain") -> Tensor:
-        hidden = self.first(x)
-        for place in sorted(kept):
-            hidden = run_layer(self.layers[place], hidden, way)
-        out: Tensor = self.last(hidden)
-        return out
-
-
-Kept = Callable[[int, int, int], "set[int] | None"]
-"""``kept(step, at, rank)``: the layers that a backward of a step goes through, or None: it touches nothing at all."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """``backwards`` a step, of which ``call(step, at, rank)`` says how: driven, bare, or driven under no_sync.
-
-    ``to_none``: how gradients are cleared behind each step; ``discarded``: also before the last backward of each.
-    """
-
-    kept: Kept
-    world_size: int = 2
-    steps: int = 5
-    backwards: int = 1
-    way: Callable[[int, int, int], str] = lambda step, at, rank: "plain"
-    call: Callable[[int, int, int], str] = lambda step, at, rank: "driven"
-    clip: float = 0.0
-    width: int = 6
-    to_none: bool = True
-    discarded: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def model(self) -> Tower:
-        return Tower(self.width)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
-
-    def loss(self, model: nn.Module, step: int, at: int, rank: int) -> Tensor:
-        kept = self.kept(step, at, rank)
-        if kept is None:
-            return torch.zeros(())
-        x = torch.randn(3, self.width, generator=torch.Generator().manual_seed(100 * step + 10 * at + rank))
-        loss: Tensor = model(x, kept, self.way(step, at, rank)).square().mean()
-        return loss
-
-
-def alone(run: Training) -> dict[str, Tensor]:
-    model = run.model()
-    optimizer = run.optimizer(model)
-    for step in range(run.steps):
-        for at in range(run.backwards):
-            if run.discarded and at == run.backwards - 1:
-                optimizer.zero_grad(run.to_none)
-            for rank in range(run.world_size):
-                loss = run.loss(model, step, at, rank) / run.world_size
-                if loss.requires_grad:
-                    loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or float("inf"))
-        optimizer.step()
-        optimizer.zero_grad(run.to_none)
-    return parameters_of(model)
-
-
-@dataclass
-class Seen:
-    """A run as one rank of several: parameters at the end, and by step what it did.
-
-    ``reduced`` and ``gathered`` are the buckets' elements, ``messages`` the bytes of what hosts tell each other until
-    the step is over, ``detecting`` whether the next step leaves out what nobody uses.
-    """
-
-    parameters: dict[str, Tensor]
-    reduced: list[list[int]]
-    gathered: list[list[int]]
-    messages: list[list[int]]
-    detecting: list[bool]
-
-
-def sharded(rank: int, world_size: int, run: Training) -> Seen:
-    model = run.model()
-    optimizer = wrapped(run, model)
-    seen = Seen({}, [], [], [], [])
-    for step in range(run.steps):
-        with (
-            sizes_of("all_reduce", "reduce_scatter") as reduced,
-            sizes_of("gather") as gathered,
-            sizes_of("start_all_reduce_max") as messages,
-        ):
-            for at in range(run.backwards):
-                if run.discarded and at == run.backwards - 1:
-                    optimizer.zero_grad(run.to_none)
-                backward(optimizer, run.loss(model, step, at, rank), run.call(step, at, rank))
-            optimizer.step()
-        optimizer.zero_grad(run.to_none)
-        seen.reduced.append(reduced)
-        seen.gathered.append(gathered)
-        seen.messages.append(messages)
-        seen.detecting.append(detection_of(optimizer).detecting)
-    seen.parameters = parameters_of(model)
-    return seen
-
-
-def wrapped(run: Training, model: nn.Module) -> LowLevelZeroOptimizer:
-    options = {"reduce_bucket_size": 1, "clip_grad_norm": run.clip, **run.options}
-    optimizer = LowLevelZeroOptimizer(run.optimizer(model), model=model, **options)
-    return optimizer
-
-
-def backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, call: str) -> None:
-    if call == "driven":
-        optimizer.backward(loss)
-    elif call == "no_sync":
-        with optimizer.no_sync():
-            optimizer.backward(loss)
-    elif loss.requires_grad:
-        loss.backward()
-
-
-def detection_of(optimizer: LowLevelZeroOptimizer) -> UnusedParameters:
-    return optimizer.sharded_groups[0].reducer._unused
-
-
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@contextmanager
-def sizes_of(*names: str) -> Iterator[list[int]]:
-    """The elements of all that goes through one of the group's collectives."""
-    sizes: list[int] = []
-
-    def counting(collective: Any) -> Any:
-        def count(group: ShardGroup, *args: Any) -> Any:
-            rows = args[0] if isinstance(args[0], Tensor) else args[1]  # of a buffer, or those to be gathered
-            sizes.append(sum(part.numel() for part in rows))
-            return collective(group, *args)
-
-        return count
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(ShardGroup, name, counting(getattr(ShardGroup, name)))
-        yield sizes
-
-
-def check(run: Training, tolerance: float = 2e-6) -> list[Seen]:
-    """The oracle's numbers on all ranks, which detect unused parameters at the same steps."""
-    return judge(run, run_ranks(sharded, run.world_size, run, timeout=TIMEOUT), tolerance)
-
-
-def judge(run: Training, ranks: list[Seen], tolerance: float = 2e-6) -> list[Seen]:
-    check_close(alone(run), [seen.parameters for seen in ranks], tolerance)
-    assert all(seen.detecting == ranks[0].detecting for seen in ranks)
-    return ranks
-
-
-def check_each(runs: Mapping[str, Training], subtests: pytest.Subtests, tolerance: float = 2e-6) -> None:
-    for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
-        with subtests.test(name):
-            judge(run, ran.values(), tolerance)
-
-
-def everything(step: int, at: int, rank: int) -> set[int]:
-    return set(range(LAYERS))
-
-
-def draw(*numbers: int) -> random.Random:
-    return random.Random(" ".join(map(str, numbers)))
-
-
-def random_kept(seed: int, nothing: float = 0.0) -> Kept:
-    def kept(step: int, at: int, rank: int) -> set[int] | None:
-        rng = draw(seed, step, at, rank)
-        return None if rng.random() < nothing else {place for place in range(LAYERS) if rng.random() < 0.5}
-
-    return kept
-
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.tower import (
+    CALLS,
+    LAYERS,
+    STAGES,
+    TIMEOUT,
+    Kept,
+    Tower,
+    Training,
+    alone,
+    check,
+    check_each,
+    detection_of,
+    draw,
+    everything,
+    in_stages,
+    judge,
+    parameters_of,
+    random_kept,
+    sharded,
+    wrapped,
+)
 
 # What it spares
 
@@ -297,16 +71,16 @@ def test_bytes_shrink_by_exactly_the_dropped_share(subtests: pytest.Subtests) ->
                 assert seen.detecting == [False, True, True, True, True]  # the drop shows in step 1
 
 
-@over_stages
-def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(stage: str) -> None:
-    def train(rank: int, world_size: int, always_whole: bool) -> list[list[str]]:
+def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, stage: str, always_whole: bool) -> list[int]:
+        """How many buckets have started by the time of the last gradient, by step."""
         model = Tower()
         events: list[str] = []
         model.first.weight.register_post_accumulate_grad_hook(lambda p: events.append("the last gradient"))
         optimizer = LowLevelZeroOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), model=model, reduce_bucket_size=1, **STAGES[stage]
         )
-        by_step = []
+        early = []
         for _ in range(3):
             events.clear()
             if always_whole:
@@ -315,21 +89,19 @@ def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(stage: st
                 for name in ("all_reduce", "reduce_scatter"):
                     patch.setattr(ShardGroup, name, telling(getattr(ShardGroup, name), events))
                 optimizer.backward(model(torch.ones(2, 6), {0, 1, 4}).square().mean())
-            by_step.append(list(events))
+            early.append(events.index("the last gradient"))
             optimizer.step()
             optimizer.zero_grad()
-        return by_step
+        return early
 
     def telling(collective: Any, events: list[str]) -> Any:
         return lambda group, *args: events.append("bucket") or collective(group, *args)
 
-    early = {
-        whole: [events.index("the last gradient") for events in run_ranks(train, 1, whole)[0]]
-        for whole in (True, False)
-    }
     all_but_one = 2 * (2 + 3) - 1  # weights and biases of the first, the last and three layers
-    assert early[False][1:] == [all_but_one, all_but_one]
-    assert max(early[True]) < all_but_one
+    for (stage, always_whole), ran in run_cases(train, 2, product(STAGES, (True, False)), one_group=True):
+        with subtests.test(stage=stage, always_whole=always_whole):
+            early = ran.values()[0]
+            assert (max(early) < all_but_one) if always_whole else (early[1:] == [all_but_one] * 2), early
 
 
 def test_what_never_comes_on_any_rank_has_no_bucket() -> None:
@@ -380,10 +152,6 @@ def test_a_run_without_drops_never_walks_the_graph(monkeypatch: pytest.MonkeyPat
                 assert not any(seen.detecting)
                 assert [len(reduced) for reduced in seen.reduced] == [2 * travelling] * 4
                 assert len(set(map(sum, seen.reduced))) == 1
-
-
-def in_stages(run: Training) -> dict[str, Training]:
-    return {stage: replace(run, options=own) for stage, own in STAGES.items()}
 
 
 def test_plain_backwards_alone_carry_everything(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
@@ -501,56 +269,6 @@ def test_whoever_looks_at_gradients_sees_those_that_another_rank_had(subtests: p
             check_close(alone(run), ran.values(), 2e-6)
 
 
-# What the graph doesn't show
-
-
-WAYS = ["reentrant", "non-reentrant", "hidden", "swallowed"]
-
-
-def test_what_the_graph_hides_or_shows_in_vain(forecasting: None, subtests: pytest.Subtests) -> None:
-    def of(way: str) -> Training:
-        return Training(random_kept(1), 2, way=lambda *_: way)
-
-    runs = {f"{way}, {where}": run for way in WAYS for where, run in in_stages(of(way)).items()}
-    check_each(runs, subtests)
-
-
-def test_ways_that_change_by_rank_and_step(subtests: pytest.Subtests) -> None:
-    def way(step: int, at: int, rank: int) -> str:
-        return draw(7, step, at, rank).choice([*WAYS, "plain"])
-
-    def of(stage: str, world_size: int, backwards: int) -> Training:
-        return Training(random_kept(2), world_size, backwards=backwards, way=way, options=STAGES[stage])
-
-    cases = covering(STAGES, (2, 3), (1, 3))
-    runs = {
-        f"{stage}, {size} ranks, {backwards} backwards": of(stage, size, backwards) for stage, size, backwards in cases
-    }
-    check_each(runs, subtests, 5e-6)
-
-
-@pytest.mark.parametrize("way", ["reentrant", "hidden"])
-def test_what_came_unforeseen_is_foreseen_from_then_on(way: str, forecasting: None) -> None:
-    """The first step needs one more sync, of what had been left out alone; the others don't."""
-    seen, _ = check(Training(lambda *_: {1, 3}, steps=3, way=lambda *_: way))
-    assert [len(messages) for messages in seen.messages] == [3, 2, 2]
-    first, *others = seen.reduced
-    assert others[0] == others[1]
-    assert sorted(first) == sorted(others[0])
-
-
-def test_a_gradient_that_only_one_rank_has_unforeseen_is_reduced_on_all(forecasting: None) -> None:
-    check(Training(lambda *_: {1, 3}, 3, steps=4, way=lambda step, at, rank: "hidden" if rank == 1 else "plain"))
-
-
-def test_what_is_shown_in_vain_stays_bit_for_bit(forecasting: None) -> None:
-    seen, _ = check(Training(lambda *_: {1, 3}, steps=3, way=lambda *_: "swallowed"))
-    start = Tower().state_dict()
-    for place in (1, 3):
-        assert torch.equal(seen.parameters[f"layers.{place}.weight"], start[f"layers.{place}.weight"])
-    assert not torch.equal(seen.parameters["first.weight"], start["first.weight"])
-
-
 # Whatever may be called, in whatever mixture
 
 
@@ -614,35 +332,3 @@ def test_any_mixture_of_calls_on_any_rank(forecasting: None, subtests: pytest.Su
 
     cases = product((2, 3, 4), STAGES)
     check_each({f"{size} ranks, {stage}": of(size, stage) for size, stage in cases}, subtests, 5e-6)
-
-
-# The walk
-
-
-def reached(loss: Tensor, model: nn.Module, inputs: Any = None) -> set[str]:
-    """Names of what a walk through the graph finds."""
-    found: set[str] = set()
-
-    def look(rank: int, world_size: int) -> set[str]:
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-        indices = detection_of(optimizer).reached(loss, inputs)
-        return {record.name for record in optimizer.sharded_parameters if record.index in indices}
-
-    (found,) = run_ranks(look, 1)
-    return found
-
-
-def test_the_walk_finds_what_backward_would_give_a_gradient() -> None:
-    model = Tower()
-    loss = model(torch.ones(2, 6), {1, 4}, "non-reentrant").square().mean() + model.layers[2].bias[0]
-    used = {f"{name}.{kind}" for name in ("first", "layers.1", "layers.4", "last") for kind in ("weight", "bias")}
-    assert reached(loss, model) == used | {"layers.2.bias"}
-    assert reached(loss, model, model.first.bias) == {"first.bias"}
-    assert reached(loss, model, [model.layers[2].bias, model.layers[3].bias]) == {"layers.2.bias"}
-
-
-def test_a_loss_that_is_a_parameter_and_one_that_is_nothing() -> None:
-    model = nn.Module()
-    model.scale = nn.Parameter(torch.tensor(2.0))
-    assert reached(model.scale, model) == {"scale"}
-    assert reached(torch.zeros(()), model) == set()

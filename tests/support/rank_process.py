@@ -24,6 +24,8 @@ import torch.distributed as dist
 # Seconds that threads get to end after their case.
 PATIENCE = 5.0
 
+_kept: list[dist.ProcessGroup] = []
+
 # The type of the error of a case that leaves its process other than it was.
 LEFT_BEHIND = "LeftBehind"
 
@@ -70,7 +72,7 @@ def live(rank: int, job: Job, pipe: Connection, folder: Path) -> None:
             if number + 1 < len(job.cases):
                 pipe.send_bytes(_pack(_leave(before, keeps_group=returned and job.one_group)))
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _end_group()
 
 
 def _work(rank: int, job: Job, case: tuple[Any, ...], rendezvous: Path) -> tuple[bytes, bool]:
@@ -91,7 +93,7 @@ def _leave(before: dict[str, Any], keeps_group: bool) -> Outcome:
         time.sleep(0.01)
         gc.collect()  # what held a thread's last task may have been let go by now
     if dist.is_initialized() and not keeps_group:  # after the threads, which may be asking its store
-        dist.destroy_process_group()
+        _end_group()
     after = state()
     left = [f"{what}: {before[what]} became {now}" for what, now in after.items() if now != before[what]]
     if not left:
@@ -121,6 +123,13 @@ def _join_group(rank: int, job: Job, backend: str, rendezvous: Path) -> None:
     # The parent's timeout must come first: it shows the stacks.
     timeout = timedelta(seconds=2 * job.timeout + 10)
     dist.init_process_group(backend, f"file://{rendezvous}", rank=rank, world_size=job.world_size, timeout=timeout)
+
+
+def _end_group() -> None:
+    """Before torch 2.8 a group that goes waits for gloo's threads and holds Python's lock, which one may wait for."""
+    if torch.__version__ < "2.8":
+        _kept.extend(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
 
 
 def _pack(outcome: Outcome) -> bytes:

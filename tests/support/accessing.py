@@ -1,0 +1,35 @@
+"""A model whose values accessors read and write, and how it is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.oracle import Run, build, groups, loss_of
+
+
+def wrapped(run: Run, **options: Any) -> tuple[nn.Module, LowLevelZeroOptimizer]:
+    model = build(run)
+    options = {"reduce_bucket_size": 50, **run.options, **options}
+    return model, LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **options)
+
+
+def backward(optimizer: LowLevelZeroOptimizer, model: nn.Module, run: Run, step: int, rank: int) -> None:
+    for micro in range(run.micro_batches):
+        loss = loss_of(model, run, step, micro, rank)
+        if run.no_sync and micro < run.micro_batches - 1:
+            with optimizer.no_sync():
+                optimizer.backward(loss)
+        elif run.bare:
+            loss.backward()
+        else:
+            optimizer.backward(loss)
+
+
+def train(optimizer: LowLevelZeroOptimizer, model: nn.Module, run: Run, steps: int, rank: int) -> None:
+    for step in range(steps):
+        backward(optimizer, model, run, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
