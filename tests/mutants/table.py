@@ -364,8 +364,8 @@ MUTANTS = [
     Mutant(
         "the oldest checkpoint counts as the newest",
         FOLDERS,
-        "newest = max([",
-        "newest = min([",
+        "newest = max(found",
+        "newest = min(found",
         "tests/checkpoint/test_checkpoint.py",
     ),
 ]
