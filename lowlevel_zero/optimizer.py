@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from operator import truediv
 from typing import Any
 
 import torch
@@ -226,9 +225,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """What a step knows of itself: how gradients are scaled, and how far they are."""
         half = any(record.p.dtype == torch.float16 for record in self.sharded_parameters)
         self.scaler = LossScaler(**scaling, device=self.device) if half else None
-        average = self.options.unit(self.shard_group.ranks)
-        scale = None if self.scaler is None else self.scaler.scale
-        self.step_state = StepState(partial(float, average) if scale is None else partial(truediv, average, scale))
+        self.step_state = StepState(self.options.unit(self.shard_group.ranks), self.scaler)
         self._skips_synchronize = False
         self._warned = False
 

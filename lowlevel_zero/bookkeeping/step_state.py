@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import ClassVar
 
 from torch import Tensor
+
+from ..loss_scaler import LossScaler
 
 
 class Phase(Enum):
@@ -21,11 +22,10 @@ class StepState:
     """One for each optimizer.
 
     Args:
-        gradient_scale: makes what a gradient as reductions leave it is to be multiplied with to be averaged and
-            unscaled.
+        average: what sums over the ranks are to be multiplied with to be averages.
+        scaler: of the loss; None: there is none.
 
     Attributes:
-        gradient_scale: as given.
         phase: how far gradients are.
         syncs: gradients are reduced (False under ``no_sync``: hooks do nothing).
         in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
@@ -33,7 +33,12 @@ class StepState:
 
     in_backward: ClassVar[list[StepState]] = []
 
-    def __init__(self, gradient_scale: Callable[[], float | Tensor]) -> None:
-        self.gradient_scale = gradient_scale
+    def __init__(self, average: float, scaler: LossScaler | None) -> None:
+        self._average = average
+        self._scaler = scaler
         self.phase = Phase.COMING
         self.syncs = True
+
+    def gradient_scale(self) -> float | Tensor:
+        """What a gradient as reductions leave it is to be multiplied with to be averaged and unscaled."""
+        return self._average if self._scaler is None else self._average / self._scaler.scale
