@@ -77,9 +77,8 @@ class Reducer:
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         # A rank must not wait in one shard group for a peer that may be waiting for it in another. And on a device
         # groups' buckets come in one order on all ranks: a further group's at the end of a backward, in its turn.
-        alone = len(parameters.by_shard_group) == 1
-        device = self._records[0].padded.device
-        self._most_in_flight = group.in_flight(device, options.keeps_row_only) if alone else None
+        most = group.in_flight(self._records[0].padded.device, options.keeps_row_only)
+        self._most_in_flight = most if len(parameters.by_shard_group) == 1 else None
         self._in_turn = number > 0 and not parameters.on_host
         self._overlaps = options.overlap_communication and not self._in_turn
         self._unused = UnusedParameters(parameters, number)
@@ -106,10 +105,7 @@ class Reducer:
 
     def plan_state(self) -> PlanState | None:
         """What the plan follows from; None: no step has been taken yet."""
-        plan = self.plan
-        if not plan.known:
-            return None
-        return PlanState(plan.order, plan.came, True, list(self.buckets.repeats), [int(self._unused.detecting)])
+        return self.plan.state(self.buckets.repeats, self._unused.detecting) if self.plan.known else None
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
@@ -124,10 +120,11 @@ class Reducer:
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
         if self._state.syncs:
-            self._gradients.drop_cleared(self.buckets.in_flight)
+            some = self._gradients.drop_cleared(self.buckets.in_flight)
             if self.buckets.is_open:
                 self._close_sync()
-            self._gradients.take_out()
+            if some:
+                self._gradients.take_out()
             reached = None
             try:
                 if self._unused.detecting:
@@ -156,7 +153,11 @@ class Reducer:
         if (earlier or not usual) and not self._admit(record, earlier):
             return
         if buckets.fill(record) and self._overlaps:
-            self._start_complete()
+            if self._announced is not None and self._announced.done():
+                self._read_announced(self._announced)
+            if self._announced is None:
+                buckets.start()
+                self._finish_some()
 
     def _admit(self, record: ShardedParameter, earlier: bool) -> bool:
         """Whether the open sync takes a gradient; without one, it may be the first of a plain ``loss.backward()``.
@@ -177,14 +178,6 @@ class Reducer:
         if not running:
             self._watch_graph_task()
         return True
-
-    def _start_complete(self) -> None:
-        """Start buckets that wait for nothing, if it is known which they are."""
-        if self._announced is not None and self._announced.done():
-            self._read_announced(self._announced)
-        if self._announced is None:
-            self.buckets.start()
-            self._finish_some()
 
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
@@ -214,8 +207,7 @@ class Reducer:
 
     def _graph_task_ended(self) -> None:
         """A plain backward of one graph is over; if it wasn't nested in another's, so is the sync."""
-        nested = torch._C._current_autograd_node() is not None
-        if not nested and self.buckets.is_open and not self._in_turn:
+        if torch._C._current_autograd_node() is None and self.buckets.is_open and not self._in_turn:
             self._close_sync()
 
     # ---- one sync ----
@@ -224,15 +216,18 @@ class Reducer:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
         self._state.phase = Phase.COMING
-        if self.buckets.in_flight:
-            self._finish_some(leave=0)
+        self._finish_some(leave=0)
         self.buckets.open_sync(self.plan.whole if reached is None else None, reached)
         if reached is not None:
             self._announced = self._unused.announce_sync(reached.union(self._leftovers()))
         elif self._unused.detecting:
             self._unread.append(self._unused.announce_sync(None))
         if not self._warned and self._gradients.has_stepped:
-            self._warn_of_old_gradients()
+            self._warned = True
+            _log.warning(
+                "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "
+                "model.zero_grad() was called"
+            )
 
     def _join_sync(self, used: bytes | None = None) -> None:
         """A sync that others have opened, of that for which ``used`` has a byte other than 0; None: of everything."""
@@ -257,14 +252,6 @@ class Reducer:
         if self.buckets.unexpected:
             self._unused.learn(self.buckets.unexpected)
         self._finish_some()
-
-    def _warn_of_old_gradients(self) -> None:
-        """Warn once that a backward adds to what has been stepped already: most often that isn't meant."""
-        self._warned = True
-        _log.warning(
-            "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "
-            "model.zero_grad() was called"
-        )
 
     def _leftovers(self) -> list[int]:
         """Indices of parameters whose ``p.grad`` holds what can be reduced."""
@@ -411,10 +398,6 @@ class Reducer:
     def under_way(self) -> list[Work[Tensor]]:
         """Reductions in flight."""
         return [bucket.work for bucket in self.buckets.in_flight]
-
-    def held(self) -> list[Tensor]:
-        """Tensors of reductions in flight."""
-        return [tensor for work in self.under_way() for tensor in work.tensors]
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -12,7 +12,7 @@ order of registration first, then the order of rank 0's first backward.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -201,6 +201,10 @@ class LearntPlan:
         self.known = len(order) > 0
         self.order = list(order)
         self.came = came
+
+    def state(self, repeats: Iterable[int], detecting: bool) -> PlanState:
+        """What a plan that is known follows from."""
+        return PlanState(self.order, self.came, True, list(repeats), [int(detecting)])
 
     def saw(self, arrivals: Sequence[int]) -> None:
         """In one more sync gradients came in this order; the first of a run counts."""

@@ -226,13 +226,13 @@ class GradientStore:
 
     # ---- what stands for them in ``p.grad`` ----
 
-    def drop_cleared(self, in_flight: Collection[Bucket]) -> None:
-        """Forget gradients whose ``p.grad`` has been set to None since, as by ``model.zero_grad()``.
+    def drop_cleared(self, in_flight: Collection[Bucket]) -> bool:
+        """Forget gradients whose ``p.grad`` was set to None since, as by ``model.zero_grad()``; whether there were any.
 
         There may be what a backward has left since. Those ``in_flight`` are dropped when they have come.
         """
         if self._state.phase is Phase.SYNCHRONIZED or not (self._buckets or in_flight):
-            return
+            return False
         replaced = [record for record in self._records if record.p.grad is not record.shown]
         cleared = [
             record for record in replaced if record.shown is not None and (record.p.grad is None or record.arrived)
@@ -245,6 +245,7 @@ class GradientStore:
             self.cleared.update(cleared)
             if not any(record.shown is not None for record in self._records):
                 self.steps = 0
+        return True
 
     def take_out(self) -> None:
         """Take sharded gradients out of ``p.grad`` until ``put_back``: a backward would add to each by a call."""

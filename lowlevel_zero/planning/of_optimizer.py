@@ -16,7 +16,8 @@ def memory_held(optimizer: ShardedOptimizer) -> dict[str, int]:
     parameters = optimizer.sharded_parameters
     gradients = [each for each in (record.unreduced for record in parameters) if each is not None]
     for group in optimizer.sharded_groups:
-        gradients += [*group.gradients.held(), *group.reducer.held()]
+        gradients += group.gradients.held()
+        gradients += [tensor for work in group.reducer.under_way() for tensor in work.tensors]
     return held_bytes(
         {
             "parameters": [
