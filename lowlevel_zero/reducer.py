@@ -162,8 +162,7 @@ class Reducer:
     def _admit(self, record: ShardedParameter, earlier: bool) -> bool:
         """Whether the open sync takes a gradient; without one, it may be the first of a plain ``loss.backward()``.
 
-        One that is frozen through ``param_groups`` goes; in a sync of everything its bucket sees to that. ``earlier``:
-        ``p.grad`` may have held another before.
+        A frozen one goes; in a sync of everything its bucket sees to that. ``earlier``: ``p.grad`` had another before.
         """
         if not record.p32.requires_grad:
             record.drop_gradient(earlier and not (self.buckets.is_open and record.index in self.buckets.arrivals))
