@@ -193,8 +193,8 @@ MUTANTS = [
     Mutant(
         "messages of a gather come from the wrong rank",
         PAIRS,
-        "(buffer[self.rank], buffer[of]) for _, of",
-        "(buffer[self.rank], buffer[to]) for to, of",
+        "(each[self.rank], each[of]) for _, of",
+        "(each[self.rank], each[to]) for to, of",
         SHARED,
     ),
     Mutant(

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..flat_buffers import in_rows, sum_rows
+from ..flat_buffers import in_rows, keep_own, lay_end_to_end, sum_rows
 from ..work import OnThread, Work
 from .backend import AGREED, BUFFERS, GATHER, HAND_OUT, KINDS, MAXIMUM, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
 
 T = TypeVar("T")
+
+_LARGE = 2**17  # elements that take longer to be copied twice than to be sent by themselves
 
 
 class Pairwise(HostBackend):
@@ -70,9 +72,8 @@ class Pairwise(HostBackend):
         return self._sums.after(_work(works, sum_own, rows, *theirs.values()), spread)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Each rank sends its own row to all others."""
-        works = self.send_and_receive([(buffer[self.rank], buffer[of]) for _, of in self.peers], GATHER)
-        return _work(works, lambda: buffer, buffer)
+        """As pieces, of which there is one."""
+        return self.gather([buffer[self.rank]], [buffer], buffer.shape[1]).then(lambda _: buffer)
 
     def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
         """Each rank sends every other one what is for it."""
@@ -80,6 +81,25 @@ class Pairwise(HostBackend):
         works = self.send_and_receive([(mine[to], theirs[of]) for to, of in self.peers], HAND_OUT)
         theirs[self.rank].copy_(mine[self.rank])
         return _work(works, lambda: into, buffer, into)
+
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
+        """Each rank sends its own row to all others: what is large straight from where it is, the rest end to end."""
+        keep_own(own, rows, self.rank)
+        large = [each for each in rows if each.shape[1] >= _LARGE]
+        small = [each for each in rows if each.shape[1] < _LARGE]
+        sizes = [each.shape[1] for each in small]
+        packed = rows[0].new_empty(self.size, sum(sizes))
+        if small:
+            lay_end_to_end(packed[self.rank], [each[self.rank] for each in small])
+        works: list[_Message] = []
+        for each in (*large, packed):
+            works += self.send_and_receive([(each[self.rank], each[of]) for _, of in self.peers], GATHER)
+
+        def unpack_theirs() -> None:
+            for _, of in self.peers if small else ():
+                torch.split_with_sizes_copy(packed[of], sizes, out=[each[of] for each in small])
+
+        return _work(works, unpack_theirs, packed, *rows)
 
     def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
         """All ranks to all others; but what is agreed on, and a maximum, in rounds."""
