@@ -63,7 +63,7 @@ def _over_links(row: dict[str, Any]) -> list[str]:
         f"{spread['least']:.2f} to {spread['most']:.2f}",
         *(f"{1e3 * seconds:.0f}" for seconds in times),
         *("-" if value is None else f"{value / unit:.0f}" for value, unit in sent),
-        f"{times[0] / row['link seconds']:.2f}" if row["link seconds"] else "-",
+        f"{times[0] / row['link seconds']:.2f}" if (row["link seconds"] or 0) > 1e-3 else "-",
     ]
 
 
