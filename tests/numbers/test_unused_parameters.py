@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
@@ -80,6 +81,7 @@ def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(subtests:
         optimizer = LowLevelZeroOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), model=model, reduce_bucket_size=1, **STAGES[stage]
         )
+        handle = model.last.weight.register_hook(lambda _: until_all_have_announced(optimizer))
         early = []
         for _ in range(3):
             events.clear()
@@ -92,10 +94,17 @@ def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(subtests:
             early.append(events.index("the last gradient"))
             optimizer.step()
             optimizer.zero_grad()
+        handle.remove()  # it holds the optimizer
         return early
 
     def telling(collective: Any, events: list[str]) -> Any:
         return lambda group, *args: events.append("bucket") or collective(group, *args)
+
+    def until_all_have_announced(optimizer: LowLevelZeroOptimizer) -> None:
+        """What they will use: before that no bucket can start."""
+        announced, deadline = optimizer.sharded_groups[0].reducer._announced, time.monotonic() + TIMEOUT
+        while announced is not None and not announced.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     all_but_one = 2 * (2 + 3) - 1  # weights and biases of the first, the last and three layers
     for (stage, always_whole), ran in run_cases(train, 2, product(STAGES, (True, False)), one_group=True):
