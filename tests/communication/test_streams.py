@@ -338,13 +338,19 @@ def test_gradients_that_are_cleared_go_where_others_are_added(monkeypatch: pytes
     def work(rank: int, world_size: int) -> None:
         traced = Traced(monkeypatch, 0)
         zeroed: list[Line] = []
-        traced._spy(monkeypatch, GradientStore, "drop", lambda *_: zeroed.append(traced.api.now))
+
+        def dropped(*_: Any) -> None:
+            zeroed.append(traced.api.now)
+            assert traced.api.now.comes_after(before)  # whatever has read sums
+
+        traced._spy(monkeypatch, GradientStore, "drop", dropped)
         traced.backward()
         traced.optimizer.step()
         traced.optimizer.zero_grad()
         traced.waited.clear()
         traced.backward()
         traced.model[1].weight.grad = None
+        before = traced.home.work()
         traced.reduced.clear()
         traced.added.clear()
         traced.backward()
