@@ -20,6 +20,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 
 PAUSE = 0.1  # seconds of a step, at least
+GRACE = 5.0  # seconds in which the other rank of a host can tell its error: torchrun ends all when one ends
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def main() -> None:
         train(steps, timeout)
     except Exception as error:  # whatever ends a run here is what its user sees
         tell(error=type(error).__name__, message=str(error))
+        time.sleep(GRACE)
         os._exit(1)
     tell(sent_again=sent_again())
     dist.barrier()
