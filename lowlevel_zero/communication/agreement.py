@@ -87,7 +87,7 @@ def agree(
     alike: Alike = BUILDS,
     progress: Progress = _NONE,
 ) -> Progress:
-    """Raise on every rank if one has an error, or if they do different things, or if their ``lines`` differ.
+    """Raise on every rank if one has an error, or if their ``lines`` differ, or, without any, what they do.
 
     One small exchange where all is well, of a digest, and of one size whatever it is for: ranks that came for different
     things find that out here. Only when it shows that something is wrong do the ranks exchange what. In one order with
@@ -104,7 +104,8 @@ def agree(
     if error is None and group.ranks == 1:
         return progress
     mine = _Statement(doing, group.number, lines, progress.steps, progress.cleared)
-    digest = struct.unpack("=4I", hashlib.sha256(repr(mine).encode()).digest()[:16])
+    same = mine if lines is None else lines  # of experts each rank may name others
+    digest = struct.unpack("=4I", hashlib.sha256(repr(same).encode()).digest()[:16])
     bounds = [*digest, *map(neg, digest)]
     most = group.all_reduce_max([error is not None, *bounds, progress.syncs, progress.lacks])
     if most[:-2] == [0, *bounds]:
