@@ -69,7 +69,7 @@ def collective_call(
         ValueError: ranks came for different things; the message says who for what.
         RuntimeError: what another rank's body raised (this one's own is raised as it is); or a backward is going on.
     """
-    doing = f"{call} of {_common_name(records[0]) if len(records) == 1 else f'{len(records)} parameters'}"
+    doing = f"{call} of {records[0].name if len(records) == 1 else f'{len(records)} parameters'}"
     with together(optimizer.shard_group, f"call {doing}", _CALLS) as lines:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
