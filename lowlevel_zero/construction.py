@@ -344,7 +344,7 @@ def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, option
     """One line, on the first of all ranks."""
     ranks = parameters.shard_groups[0]
     if ranks.group_rank == 0:
-        way = ranks.way_of(parameters.records[0].padded.device)
+        way = ranks.describe_backend(parameters.records[0].padded.device)
         _log.info(
             "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets%s",
             2 if options.partition_grad else 1,

@@ -204,7 +204,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             multiple = partial(rooms.slice_multiple, optimizer)
             sharding = Sharding(optimizer, parameters, options, names, multiple)
             sharding.include_untrained(model)
-        sharding.start_alike()
+        sharding.broadcast_initial_values()
         return sharding
 
     def _assemble(self, optimizer: Optimizer, model: nn.Module | None, scaling: dict[str, Any]) -> None:
@@ -400,7 +400,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if self.scaler is not None:
             self._overflow = ~self._measured(unit).value.isfinite()
         for each in self.sharded_groups:
-            each.gradients.expose(float(unit) if self.options.cpu_offload else unit)
+            each.gradients.materialize_grads(float(unit) if self.options.cpu_offload else unit)
         self.step_state.phase = Phase.SYNCHRONIZED
 
     @contextmanager
@@ -412,11 +412,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         finally:
             self._skips_synchronize = before
 
-    def _conceal(self) -> None:
+    def _release_grads(self) -> None:
         """Gradients are their caller's no longer."""
         self.step_state.phase = Phase.COMPLETE
         for each in self.sharded_groups:
-            each.gradients.conceal()
+            each.gradients.release_grads()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -435,7 +435,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.gradients.multiply([record for record in each.records if record.worked], factor)
         return norm
 
-    def finish_for_callers(self, doing: str) -> None:
+    def finish_gradients_for(self, doing: str) -> None:
         """Complete all gradients for what callers do with ``p.grad``."""
         call = self.enter(doing)
         if self.step_state.phase is Phase.SYNCHRONIZED:
@@ -502,7 +502,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             if self._tells_norm:
                 self._observer.norm(norm.value)
         if synchronized:
-            self._conceal()
+            self._release_grads()
         for each in self.sharded_groups:
             each.reducer.end_step()
             each.group.trim()
@@ -548,7 +548,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         self._guard.enter("zero_grad")
         if self.step_state.phase is Phase.SYNCHRONIZED:
-            self._conceal()
+            self._release_grads()
         for each in self.sharded_groups:
             each.reducer.discard()
         self._observer.cleared()

@@ -150,7 +150,7 @@ class Reducer:
         usual = running and running[-1] is state and state.syncs and buckets.is_open and buckets.expected is None
         earlier, record.arrived = record.arrived, True
         if self._streams.several:
-            self._streams.produced()
+            self._streams.note_gradient_stream()
         if (earlier or not usual) and not self._admit(record, earlier):
             return
         if buckets.fill(record) and self._overlaps:
@@ -296,13 +296,13 @@ class Reducer:
         """
         synchronized = self._state.phase is Phase.SYNCHRONIZED
         with self._streams.home():
-            present = self.even_out(call, with_leftovers=call.error is None and not synchronized)
+            present = self.agree_on_syncs(call, with_leftovers=call.error is None and not synchronized)
             if synchronized:
-                self._gradients.absorb()
+                self._gradients.collect_edited_grads()
             elif present is not None:
                 self._gradients.resolve(present)
 
-    def even_out(self, call: Call, with_leftovers: bool = False) -> bytes | None:
+    def agree_on_syncs(self, call: Call, with_leftovers: bool = False) -> bytes | None:
         """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
 
         Nothing is in flight then, and the current stream waits for all sums. ``p.grad`` stays, but for what is left
@@ -367,7 +367,7 @@ class Reducer:
 
         Communicates: any rank may have run a plain backward alone.
         """
-        self.even_out(Call("zero_grad"))
+        self.agree_on_syncs(Call("zero_grad"))
         self._gradients.steps = 0
         self._group.progress.micro_batch = 0
 

@@ -169,7 +169,7 @@ class ShardedOptimizer(Optimizer):
         """
         with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
             for each in self.sharded_groups:
-                each.reducer.even_out(Call(doing))
+                each.reducer.agree_on_syncs(Call(doing))
 
     # ---- reports ----
 

@@ -50,7 +50,7 @@ class Streams:
     several = False
     pins = False
 
-    def produced(self) -> None:
+    def note_gradient_stream(self) -> None:
         """A gradient has come on the current stream."""
 
     def keep(self, tensors: Iterable[Tensor | None]) -> None:
@@ -98,7 +98,7 @@ class DeviceStreams(Streams):
         self._producers: dict[Any, None] = {}
         self._others_seen = False
 
-    def produced(self) -> None:
+    def note_gradient_stream(self) -> None:
         """Have home wait for the current stream when it next works."""
         stream = self.current()
         if stream != self._home:

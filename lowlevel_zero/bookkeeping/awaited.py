@@ -85,7 +85,7 @@ def can_be_awaited(p: Tensor) -> bool:
     return type(p) is nn.Parameter and not _compiler_at_work() and torch.cuda.graph.default_capture_stream is None
 
 
-def let_await(parameters: Iterable[Tensor], wait: Callable[[], None]) -> None:
+def defer_until_read(parameters: Iterable[Tensor], wait: Callable[[], None]) -> None:
     """Have ``wait`` called before anybody reads one of ``parameters``; it has to call ``arrived``."""
     _let_compiler_wait()
     for p in parameters:

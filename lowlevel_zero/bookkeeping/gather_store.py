@@ -13,7 +13,7 @@ from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from ..partition import alignment_of
 from ..streams import Mark, Streams
-from .awaited import arrived, can_be_awaited, let_await
+from .awaited import arrived, can_be_awaited, defer_until_read
 from .bucket_store import StepOnDevice
 from .sharded_parameter import ShardedParameter
 
@@ -40,7 +40,7 @@ class Gather:
         self.records = records
         self.awaited = awaited
         if awaited:
-            let_await((record.p for record in records), self.finish_gather)
+            defer_until_read((record.p for record in records), self.finish_gather)
 
     def finish_gather(self) -> None:
         """Return when the rows are in place for the current stream; may be called again, also after an error.

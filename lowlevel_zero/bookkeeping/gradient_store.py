@@ -115,7 +115,7 @@ class GradientStore:
     # ---- what the step takes ----
 
     def sums(self) -> list[Bucket]:
-        """The buckets with gradients, their sums as reductions leave them, or as ``expose`` does.
+        """The buckets with gradients, their sums as reductions leave them, or as ``materialize_grads`` does.
 
         Of what has been scaled, others' rows are let go: to multiply them too would take ``world_size`` times as long.
         """
@@ -263,7 +263,7 @@ class GradientStore:
 
     # ---- what callers may edit, between ``synchronize`` and ``step`` ----
 
-    def expose(self, scale: float | Tensor) -> None:
+    def materialize_grads(self, scale: float | Tensor) -> None:
         """Make gradients of sums, averaged and unscaled by ``scale``, and show each ``p32`` its own as ``p32.grad``."""
         for bucket in self.sums():
             row = at_least_fp32(bucket.to_step()).mul_(scale)
@@ -274,7 +274,7 @@ class GradientStore:
         for record, gradient in zip(bucket.records, bucket.split(row), strict=True):
             record.p32.grad = gradient if record.worked else None
 
-    def absorb(self) -> None:
+    def collect_edited_grads(self) -> None:
         """Let ``g`` be what callers have made of each ``p32.grad``: edited, replaced, taken away or added."""
         added = [[record] for record in self._records if record.index not in self._bucket_of]
         together = [*(bucket.records for bucket in self._buckets), *added]
@@ -292,7 +292,7 @@ class GradientStore:
                     record.p.grad = record.shown = record.handle
                 self._show(bucket, torch.cat([_without_padding(*each) for each in left.items()]))
 
-    def conceal(self) -> None:
+    def release_grads(self) -> None:
         """Show gradients no longer."""
         for record in self._records:
             record.p32.grad = None

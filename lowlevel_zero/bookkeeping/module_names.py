@@ -27,7 +27,7 @@ _WRAPPERS = {
 }
 
 
-class Place(NamedTuple):
+class NamedModule(NamedTuple):
     """A module of a model, by one of the paths to it.
 
     Attributes:
@@ -41,23 +41,23 @@ class Place(NamedTuple):
     module: nn.Module
 
 
-def places(model: nn.Module) -> Iterator[Place]:
+def named_modules(model: nn.Module) -> Iterator[NamedModule]:
     """Every module of ``model``, which may be a wrapper, by every path to it."""
-    return _places(Place("", "", model))
+    return _named_modules(NamedModule("", "", model))
 
 
 def own_names(model: nn.Module | None) -> dict[Tensor, str]:
     """The first own name of every parameter, and then of every buffer; none without a model."""
     found: dict[Tensor, str] = {}
-    everywhere = [] if model is None else list(places(model))
-    for place in everywhere:
-        for name, p in place.module._parameters.items():
+    everywhere = [] if model is None else list(named_modules(model))
+    for named in everywhere:
+        for name, p in named.module._parameters.items():
             if p is not None:
-                found.setdefault(p, joined(place.name, name))
-    for place in everywhere:
-        for name, buffer in place.module._buffers.items():
+                found.setdefault(p, joined(named.name, name))
+    for named in everywhere:
+        for name, buffer in named.module._buffers.items():
             if buffer is not None:
-                found.setdefault(buffer, joined(place.name, name))
+                found.setdefault(buffer, joined(named.name, name))
     return found
 
 
@@ -68,9 +68,9 @@ def state_dict_for(model: nn.Module, state_dict: Mapping[str, T]) -> dict[str, T
     name.
     """
     key_of = {
-        joined(place.name, entry): joined(place.key, entry)
-        for place in places(model)
-        for entry in (*place.module._parameters, *place.module._buffers, "_extra_state")
+        joined(named.name, entry): joined(named.key, entry)
+        for named in named_modules(model)
+        for entry in (*named.module._parameters, *named.module._buffers, "_extra_state")
     }
     names = matched(state_dict, key_of)
     return {key_of.get(names[name], name): value for name, value in state_dict.items()}
@@ -102,14 +102,14 @@ def joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _places(place: Place) -> Iterator[Place]:
-    yield place
-    inside = _attribute_of(place.module)
-    for attribute, child in place.module._modules.items():
+def _named_modules(named: NamedModule) -> Iterator[NamedModule]:
+    yield named
+    inside = _attribute_of(named.module)
+    for attribute, child in named.module._modules.items():
         if child is not None:
-            name = place.name if attribute == inside else joined(place.name, attribute)
-            key = place.key if attribute == inside == _CHECKPOINTED else joined(place.key, attribute)
-            yield from _places(Place(name, key, child))
+            name = named.name if attribute == inside else joined(named.name, attribute)
+            key = named.key if attribute == inside == _CHECKPOINTED else joined(named.key, attribute)
+            yield from _named_modules(NamedModule(name, key, child))
 
 
 def _attribute_of(module: nn.Module) -> str | None:

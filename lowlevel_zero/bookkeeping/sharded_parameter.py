@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from ..communication.fp8 import is_rounded
 from ..partition import EvenSplit
 from .awaited import wait_for
-from .storages import check_alike, flat_in_memory_order, move_to_padded, put_over
+from .storages import check_alike, flat_in_memory_order, move_onto, move_to_padded
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a parameter stands: in its shard group, the param groups and the model; and which shard group that is."""
 
     number: int
@@ -80,19 +80,19 @@ class ShardedParameter:
         *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
         *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
-        *("_offered", "__weakref__"),
+        *("_saved_master", "__weakref__"),
     )
 
     def __init__(
         self,
-        place: Place,
+        position: Position,
         p: nn.Parameter,
         split: EvenSplit,
         rank: int,
         communication_dtype: torch.dtype | None = None,
         fp8: bool = False,
     ) -> None:
-        self.index, self.group, self.name, self.shard_group = place
+        self.index, self.group, self.name, self.shard_group = position
         self.p = p
         self.is_contiguous = p.is_contiguous()
         self.is_flat = p.dim() == 1
@@ -111,7 +111,7 @@ class ShardedParameter:
         self.p32: Tensor = self.row
         self.shares_storage = True
         self.note_version()
-        self._offered: Known | None = None
+        self._saved_master: Known | None = None
         self.worked = False
         self.arrived = False
         self.stepped = False
@@ -149,10 +149,10 @@ class ShardedParameter:
         """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
         self.take_back()
         if not self.shares_storage:
-            self._settle(self._offered)
+            self._settle(self._saved_master)
         self.note_version()
 
-    def offer_master(self, master: Tensor, fp8: bool) -> None:
+    def restore_master(self, master: Tensor, fp8: bool) -> None:
         """Take a saved ``p32``, ``[s]``, where it rounds to what ``p`` holds, now or before its next step.
 
         So its low bits come back whether the model is loaded before or after, and one that isn't the model's any
@@ -160,8 +160,8 @@ class ShardedParameter:
         sent parameters in fp8.
         """
         if not self.shares_storage:
-            self._offered = Known(master.to(self.p32), fp8 or self.fp8)
-            self._settle(self._own, self._offered)
+            self._saved_master = Known(master.to(self.p32), fp8 or self.fp8)
+            self._settle(self._own, self._saved_master)
             self.stepped = True
             self.version = -1
 
@@ -191,9 +191,9 @@ class ShardedParameter:
         does.
         """
         self.take_back()
-        if not self.shares_storage and (self.p._version != self.version or self._offered is not None):
-            self._settle(self._own, self._offered)
-            self._offered = None
+        if not self.shares_storage and (self.p._version != self.version or self._saved_master is not None):
+            self._settle(self._own, self._saved_master)
+            self._saved_master = None
         self.note_version()
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ class ShardedParameter:
         self.address = self.padded.data_ptr()  # share_memory_ moves a storage with all that look at it
         if self.p.data_ptr() != self.address:
             check_alike(self.p, self.view, self.name)
-            put_over(self.padded, self.view, self.p)
+            move_onto(self.padded, self.view, self.p)
             self.version = -1
 
     def load_row(self, own: Tensor, master: Tensor | None) -> None:
@@ -222,7 +222,7 @@ class ShardedParameter:
         self.row[: len(own)].copy_(own)
         if not self.shares_storage:
             self.p32[: len(own)].copy_(own if master is None else master)
-        self._offered = None
+        self._saved_master = None
         self.stepped = master is not None
 
     def flatten(self, tensor: Tensor) -> Tensor:

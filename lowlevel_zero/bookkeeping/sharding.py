@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..options import ZeroOptions
 from ..partition import EvenSplit
 from .parameter_store import ParameterStore
-from .sharded_parameter import Place, ShardedParameter
+from .sharded_parameter import Position, ShardedParameter
 from .storages import memory_of
 
 _log = logging.getLogger("lowlevel_zero")
@@ -58,22 +58,22 @@ class Sharding:
             for p in settings["params"]:
                 if p.requires_grad:
                     number = parameters.shard_group_of(p)
-                    self._records.append(self._record(p, Place(counts[number], at, names[p], number)))
+                    self._records.append(self._record(p, Position(counts[number], at, names[p], number)))
                     counts[number] += 1
         self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
         for record in self._records:
             states = optimizer.state.get(record.p, {}).values()
             self._alike[record.shard_group] += [record.padded, *(each for each in states if isinstance(each, Tensor))]
 
-    def _record(self, p: nn.Parameter, place: Place) -> ShardedParameter:
-        ranks, options = self._parameters.shard_groups[place.shard_group], self._options
+    def _record(self, p: nn.Parameter, position: Position) -> ShardedParameter:
+        ranks, options = self._parameters.shard_groups[position.shard_group], self._options
         multiple = self._slice_multiple(p.numel(), ranks.size, options.slice_multiple)
         split = EvenSplit(p.numel(), ranks.size, multiple)
         fp8 = options.in_fp8(p.numel(), ranks.size)
         before = memory_of(p)
-        record = ShardedParameter(place, p, split, ranks.rank, options.communication_dtype, fp8)
+        record = ShardedParameter(position, p, split, ranks.rank, options.communication_dtype, fp8)
         if record.address != before[0]:
-            self._left.append((*before, place.name))
+            self._left.append((*before, position.name))
         return record
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class Sharding:
                 yield left[at][2]
 
     @torch.no_grad()
-    def start_alike(self) -> None:
+    def broadcast_initial_values(self) -> None:
         """Give all ranks that share a parameter the first one's values and state. Communicates, and no more."""
         device = (self._records or self._parameters.records)[0].padded.device
         for ranks, tensors in zip(self._parameters.shard_groups, self._alike, strict=True):

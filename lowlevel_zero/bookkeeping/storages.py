@@ -41,11 +41,11 @@ def move_to_padded(p: nn.Parameter, split: EvenSplit) -> Tensor:
     if alone and p.stride() == stride and not split.padding:
         return torch.as_strided(p.detach(), (split.numel,), (1,))
     padded = torch.zeros(split.padded_numel, dtype=p.dtype, device=p.device)
-    put_over(padded, torch.as_strided(padded, p.shape, stride), p)
+    move_onto(padded, torch.as_strided(padded, p.shape, stride), p)
     return padded
 
 
-def put_over(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
+def move_onto(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
     """Put ``p`` over ``padded``, with its values, on a storage of exactly its bytes; ``view`` is how it shows them."""
     view.copy_(p.detach())
     own = padded.untyped_storage()[: view.nbytes]

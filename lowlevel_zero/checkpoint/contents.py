@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..bookkeeping.module_names import joined, places
+from ..bookkeeping.module_names import joined, named_modules
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.agreement import agree_apart
@@ -268,7 +268,7 @@ def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _O
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """Every name of every parameter and then of every persistent buffer, and whether it is a buffer."""
-    everywhere = list(places(model))
+    everywhere = list(named_modules(model))
     for name, _, module in everywhere:
         yield from ((joined(name, own), p, False) for own, p in module._parameters.items() if p is not None)
     for name, _, module in everywhere:
@@ -298,7 +298,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:
     """Modules with ``get_extra_state``, by what that is called in a state dict."""
     found: dict[str, nn.Module] = {}
-    for name, _, module in places(model):
+    for name, _, module in named_modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state and module not in found.values():
             found[joined(name, _EXTRA)] = module
     return found

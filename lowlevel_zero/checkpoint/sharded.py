@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.global_names import GlobalNames
 from ..state.sharded import ShardedState
-from ..state.whole import FP8, offer_masters
+from ..state.whole import FP8, restore_masters
 from .objects import packed, unpacked
 
 # torch's loader refuses a name that a checkpoint lacks. So what plain optimizers don't have (loss scale, bucket plan)
@@ -74,7 +74,7 @@ class Sharded(Stateful):
         slices = sharded.slices(state_dict["state"], settings)
         self.optimizer.zero_grad()
         sharded.load(slices, settings)
-        offer_masters(slices, settings[FP8])
+        restore_masters(slices, settings[FP8])
 
     def _settings(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The settings of what was saved; plain ones of what another optimizer has saved, be it with groups or not."""

@@ -92,17 +92,17 @@ class Fp8(Backend):
         self._chain = chain
         self.in_flight = way.in_flight
 
-    def swap(self, buffer: Tensor) -> Work[Tensor]:
+    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
         """Each row loses bits; the result is fp32."""
         row = buffer.shape[1]
         encoded = self._way.new_buffer(encoded_size(row), torch.uint8, buffer.device)
         encode(buffer, encoded)
-        return self._way.swap(encoded).then(lambda theirs: decode(theirs, row))
+        return self._way.exchange_rows(encoded).then(lambda theirs: decode(theirs, row))
 
     def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
         """Each rank sums everybody's version of its own row, its own one rounded like theirs."""
         dtype = buffer.dtype
-        return self.swap(buffer).then(lambda rows: sum_rows_in_fp32(rows, dtype))
+        return self.exchange_rows(buffer).then(lambda rows: sum_rows_in_fp32(rows, dtype))
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Sums of rows are gathered."""

@@ -121,9 +121,9 @@ class GridGroup(ShardGroup):
         has_its_own = self._backends_of_all.get(device.type, "gloo") != "gloo"
         return self._native if has_its_own else Staged(self.hosts)
 
-    def way_of(self, device: torch.device) -> str | None:
+    def describe_backend(self, device: torch.device) -> str | None:
         """Of rows and columns."""
-        across, within = self.outer.way_of(device), self.inner.way_of(device)
+        across, within = self.outer.describe_backend(device), self.inner.describe_backend(device)
         return None if within is None else f"{within} within rows, {across} across them"
 
     def traffic(self) -> dict[str, int]:

@@ -169,7 +169,7 @@ class ShardGroup:
         for chain in self._chains.values():
             chain.go_on()
 
-    def way_of(self, device: torch.device) -> str | None:
+    def describe_backend(self, device: torch.device) -> str | None:
         """How buffers of ``device`` travel, in words; None: as the process group's backend has it."""
         if not self.on_gloo(device):
             return None

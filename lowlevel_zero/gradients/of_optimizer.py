@@ -55,7 +55,7 @@ class OptimizerGradients:
                 "lowlevel_zero.clip_grad_norm_, which count all of them"
             )
         if not self._finished or self._known_at != self._versions or norm_type not in self._known:
-            self._alive.finish_for_callers(NORMS)
+            self._alive.finish_gradients_for(NORMS)
             if self._known_at != self._versions:
                 self._known.clear()
                 self._known_at = self._versions
@@ -68,7 +68,7 @@ class OptimizerGradients:
     def complete(self, records: Sequence[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
         """Each shard group's gradients, finished, and those of the records that have one there."""
         if not self._finished:
-            self._alive.finish_for_callers("edit p.grad")
+            self._alive.finish_gradients_for("edit p.grad")
         for each in self._groups:
             some = [record for record in records if record.shard_group == each.number and record.worked]
             if some:
@@ -83,7 +83,7 @@ class OptimizerGradients:
     def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
         """The norm of some parameters' gradients, of all experts too: 0-d, fp32 at least. Every rank calls it."""
         self._check(norm_type)
-        self._alive.finish_for_callers("lowlevel_zero.clip_grad_norm_")
+        self._alive.finish_gradients_for("lowlevel_zero.clip_grad_norm_")
         wanted = set(records)
         pieces = [torch.zeros((), dtype=self._dtype, device=self._device)]
         for each in self._groups:

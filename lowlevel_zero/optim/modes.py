@@ -33,7 +33,7 @@ def switch(optimizer: LowLevelZeroOptimizer, mode: str, back: str) -> None:
             return
     try:
         for each in optimizer.sharded_groups:
-            each.reducer.even_out(call)
+            each.reducer.agree_on_syncs(call)
     except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
         if call.error is None:
             _method(optimizer, back)()

@@ -230,7 +230,7 @@ def load_state_shards(
             master = {MASTER: record.slice_of(state[MASTER])} if MASTER in state else {}
             slices[record] = slice_state({k: v for k, v in state.items() if k != MASTER}, record) | master
     load_slices(optimizer, param_groups, slices, loss_scale)
-    offer_masters(slices, fp8)
+    restore_masters(slices, fp8)
 
 
 def load_slices(
@@ -259,11 +259,11 @@ def load_slices(
         optimizer.scaler.load_state_dict(loss_scale)
 
 
-def offer_masters(states: Mapping[ShardedParameter, State], fp8: bool) -> None:
-    """Let parameters have the masters among ``states`` where these round to them, as ``offer_master`` does."""
+def restore_masters(states: Mapping[ShardedParameter, State], fp8: bool) -> None:
+    """Let parameters have the masters among ``states`` where these round to them, as ``restore_master`` does."""
     for record, state in states.items():
         if MASTER in state:
-            record.offer_master(state[MASTER], fp8)
+            record.restore_master(state[MASTER], fp8)
 
 
 def _records_by_place(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.sharded_parameter import Place, ShardedParameter
+from lowlevel_zero.bookkeeping.sharded_parameter import Position, ShardedParameter
 from lowlevel_zero.bookkeeping.sharding import SCALARS, slice_state
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.partition import EvenSplit
@@ -23,7 +23,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def record_of(p: Tensor, rank: int, world_size: int) -> ShardedParameter:
-    return ShardedParameter(Place(0, 0, "p"), nn.Parameter(p), EvenSplit(p.numel(), world_size), rank)
+    return ShardedParameter(Position(0, 0, "p"), nn.Parameter(p), EvenSplit(p.numel(), world_size), rank)
 
 
 SHAPES: dict[str, Callable[[], Tensor]] = {

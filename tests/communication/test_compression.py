@@ -131,7 +131,7 @@ def test_swapped_rows_go_where_they_belong(world_size: int) -> None:
         for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
             wires = [(numbers(world_size, row, seed=of).abs() % 200).to(dtype) for of in range(world_size)]
             packed = backend.new_buffer(row, dtype, CPU).copy_(wires[rank])
-            pending = [backend.swap(wires[rank]), backend.swap(packed)]
+            pending = [backend.exchange_rows(wires[rank]), backend.exchange_rows(packed)]
             expected = torch.stack([wire[rank] for wire in wires])
             assert all(torch.equal(each.wait(), expected) for each in pending)
 

@@ -329,7 +329,7 @@ MUTANTS = [
     Mutant(
         "edits of parameters don't reach masters",
         RECORDS,
-        "self._settle(self._own, self._offered)\n            self._off",
+        "self._settle(self._own, self._saved_master)\n            self._off",
         "self._off",
         "tests/numbers/test_edited_parameters.py",
     ),

@@ -106,7 +106,7 @@ class Backend(ABC):
         buffer[self.rank, numel:].zero_()  # fp8 looks at whole blocks
         return self.all_gather(buffer).then(lambda _: unpack(buffer, rows))
 
-    def swap(self, buffer: Tensor) -> Work[Tensor]:
+    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
         """Start handing row ``r`` to rank ``r``; the result, ``[size, row]``, is what the ranks have for this one."""
         sizes = [buffer.shape[1]] * self.size
         theirs = buffer.new_empty(buffer.shape)

@@ -39,7 +39,7 @@ _DOZE, _LATE = 10, 1000  # milliseconds
 Key: TypeAlias = tuple[int, int]
 
 
-class Place(NamedTuple):
+class BlockPart(NamedTuple):
     """Where a rank's part of a collective lies in its memory: in a block, from so many bytes on."""
 
     offset: int
@@ -69,7 +69,7 @@ class ControlPipe:
         self._rank = rank
         self._readers = readers
         self._serials: defaultdict[int, count[int]] = defaultdict(count)
-        self._received: dict[Key, dict[int, Place]] = {}
+        self._received: dict[Key, dict[int, BlockPart]] = {}
         self._lock, self._sleeping = Lock(), Lock()
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)
@@ -106,7 +106,7 @@ class ControlPipe:
                     for block in filter(None, finished):
                         self._readers[block].discard(sender)
                     if kind:
-                        self._received.setdefault((kind, serial), {})[sender] = Place(offset, start)
+                        self._received.setdefault((kind, serial), {})[sender] = BlockPart(offset, start)
                 if len(records) < _MOST:
                     return
 
@@ -116,7 +116,7 @@ class ControlPipe:
             self.collect()
         return len(self._received.get(key, ())) == len(self.peers)
 
-    def receive(self, key: Key, timeout: float) -> dict[int, Place]:
+    def receive(self, key: Key, timeout: float) -> dict[int, BlockPart]:
         """Where the parts of a collective lie, by rank, once, when all have told.
 
         Raises:

@@ -41,7 +41,7 @@ class Native(Backend):
     def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
         """One collective into a fresh row."""
         if self._sums_in_fp32 and buffer.element_size() <= 2:
-            return self.swap(buffer).then(lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))
+            return self.exchange_rows(buffer).then(lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))
         row = buffer.new_empty(buffer.shape[1])
         work = _reduce_scatter_single(row, buffer.view(-1), group=self._group, async_op=True)
         return self._work(work, row, buffer)
