@@ -329,8 +329,8 @@ MUTANTS = [
     Mutant(
         "edits of parameters don't reach masters",
         RECORDS,
-        "self._settle(self._own, self._saved_master)\n            self._off",
-        "self._off",
+        "self._settle(self._own, self._saved_master)\n            self._saved",
+        "self._saved",
         "tests/numbers/test_edited_parameters.py",
     ),
     Mutant(
