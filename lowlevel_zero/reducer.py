@@ -29,7 +29,7 @@ from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Phase, StepState
-from .communication.agreement import Call, Progress, agree
+from .communication.agreement import Call, SyncProgress, agree
 from .communication.work import Work
 from .options import ZeroOptions
 from .unused_parameters import Presence, UnusedParameters
@@ -333,7 +333,7 @@ class Reducer:
         self._streams.join()
         return present
 
-    def _compare(self, call: Call) -> Progress:
+    def _compare(self, call: Call) -> SyncProgress:
         """Agree on the call; returns how many syncs a rank has closed, at most, and whether one lacks a gradient."""
         if call.name == "zero_grad":
             lacks, steps, cleared = False, 0, []
@@ -341,7 +341,7 @@ class Reducer:
             lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
             steps, cleared = self._gradients.steps, sorted(self._gradients.cleared, key=lambda record: record.index)
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        progress = Progress(self._group.progress.micro_batch, lacks, steps, [record.name for record in cleared])
+        progress = SyncProgress(self._group.progress.micro_batch, lacks, steps, [record.name for record in cleared])
         agreed = agree(self._group, None, call.error, call.name, progress=progress)
         self._may_be_alone = False
         self._gradients.cleared.clear()

@@ -41,7 +41,7 @@ class Call(NamedTuple):
     error: Exception | None = None
 
 
-class Progress(NamedTuple):
+class SyncProgress(NamedTuple):
     """How far a rank has come with one optimizer.
 
     Attributes:
@@ -57,7 +57,7 @@ class Progress(NamedTuple):
     cleared: Sequence[str] = ()
 
 
-_NONE = Progress()
+_NONE = SyncProgress()
 
 
 class _Statement(NamedTuple):
@@ -67,7 +67,7 @@ class _Statement(NamedTuple):
         name: of the call.
         optimizer: its number.
         lines: what has to be alike on all ranks; None: the call is one of a few that compare nothing more.
-        steps, cleared: as in ``Progress``.
+        steps, cleared: as in ``SyncProgress``.
         reason: why the call can't be done; None: it can.
     """
 
@@ -85,8 +85,8 @@ def agree(
     error: Exception | None,
     doing: str = CONSTRUCT,
     alike: Alike = BUILDS,
-    progress: Progress = _NONE,
-) -> Progress:
+    progress: SyncProgress = _NONE,
+) -> SyncProgress:
     """Raise on every rank if one has an error, or if their ``lines`` differ, or, without any, what they do.
 
     One small exchange where all is well, of a digest, and of one size whatever it is for: ranks that came for different
