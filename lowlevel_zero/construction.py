@@ -341,9 +341,14 @@ def release(groups: Sequence[ShardedGroup], ranks: Sequence[ShardGroup]) -> None
 
 
 def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, options: ZeroOptions) -> None:
-    """One line, on the first of all ranks."""
+    """One line, on the first of all ranks, and one more if fp8 costs time there."""
     ranks = parameters.shard_groups[0]
     if ranks.group_rank == 0:
+        if options.fp8_communication and ranks.hosts.shares_memory:
+            _log.warning(
+                "fp8_communication: rounding takes longer than it saves where the ranks share the memory of one host; "
+                "it pays over a link of less than about 4 Gbit/s between hosts"
+            )
         way = ranks.describe_backend(parameters.records[0].padded.device)
         _log.info(
             "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets%s",

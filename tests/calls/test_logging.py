@@ -54,7 +54,7 @@ def test_a_print_would_be_found(source: str) -> None:
     assert prints(source)
 
 
-def test_one_line_at_the_start_on_rank_zero() -> None:
+def test_one_line_at_the_start_on_rank_zero_and_another_where_fp8_costs_time() -> None:
     def live(rank: int, world_size: int) -> list[tuple[str, str]]:
         lines: list[tuple[str, str]] = []
         handler = logging.Handler()
@@ -68,12 +68,15 @@ def test_one_line_at_the_start_on_rank_zero() -> None:
             optimizer.backward(model(torch.ones(2, 4)).sum())
             optimizer.step()
             optimizer.zero_grad()
+        LowLevelZeroOptimizer(torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1), fp8_communication=True)
         return lines
 
     first, second = run_ranks(live, 2)
-    ((level, line),) = first
+    (level, line), (warning, costs), _ = first
     assert level == "INFO"
     assert line.startswith("ZeRO stage 2: 15 elements in 2 parameters over 2 ranks, ")
+    assert warning == "WARNING"
+    assert costs.startswith("fp8_communication: rounding takes longer than it saves")
     assert second == []
 
 
