@@ -26,6 +26,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.bucket_plan import Item, make_plan
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint, saving
 from lowlevel_zero.communication import failed_ranks, monitored_barrier, process_groups, shard_group
+from lowlevel_zero.communication.backends import native
 from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.options import ZeroOptions
 from lowlevel_zero.partition import EvenSplit, alignment_of
@@ -74,7 +75,11 @@ def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
     def store_of(group: dist.ProcessGroup, prefix: str) -> OthersDoTheSame:
         return OthersDoTheSame(dist.PrefixStore(prefix, store), ranks - 1, counts)
 
-    store = dist.HashStore()
+    def own_row(row: Tensor, buffer: Tensor, **options: Any) -> Any:
+        row.copy_(buffer[: row.numel()])  # which would stay as it was, perhaps no number
+        return reduce_scatter(row, buffer, **options)
+
+    store, reduce_scatter = dist.HashStore(), native._reduce_scatter_single
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(shard_group.SWITCH, "0")
@@ -85,6 +90,7 @@ def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
         for module in (monitored_barrier, failed_ranks):
             patch.setattr(module, "store_of", store_of)
         patch.setattr(Pairwise, "send_and_receive", echo)
+        patch.setattr(native, "_reduce_scatter_single", own_row)
         yield counts
     dist.destroy_process_group()
 
