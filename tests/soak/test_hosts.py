@@ -74,7 +74,6 @@ def test_a_rank_that_is_killed_and_a_host_that_dies_come_back_from_the_newest_ch
     task = Task(str(tmp_path), 400, 10, deaths=((1, BACKWARD, 55),))
     done = run("tests.support.hosts", "come_back", json.dumps(task))
     assert done.returncode == 0, done.stderr
-    assert "lost the connection to rank 1" in done.stderr, done.stderr
     lines = task.told()
     turns = [line["step"] for before, line in pairwise(lines) if line["step"] <= before["step"]]
     assert len(turns) == 2
