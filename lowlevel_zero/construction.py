@@ -341,15 +341,15 @@ def release(groups: Sequence[ShardedGroup], ranks: Sequence[ShardGroup]) -> None
 
 
 def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, options: ZeroOptions) -> None:
-    """One line, on the first of all ranks, and one more if fp8 costs time there."""
+    """One line, on the first of all ranks, and one more where fp8 is rounded by the host."""
     ranks = parameters.shard_groups[0]
     if ranks.group_rank == 0:
-        if options.fp8_communication and ranks.hosts.shares_memory:
-            _log.warning(
-                "fp8_communication: rounding takes longer than it saves where the ranks share the memory of one host; "
-                "it pays over a link of less than about 4 Gbit/s between hosts"
-            )
         way = ranks.describe_backend(parameters.records[0].padded.device)
+        if options.fp8_communication and way is not None:
+            _log.warning(
+                "fp8_communication: rounding on the host takes longer than it saves, but over a link between hosts of "
+                "less than about 4 Gbit/s"
+            )
         _log.info(
             "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets%s",
             2 if options.partition_grad else 1,

@@ -76,7 +76,7 @@ def test_one_line_at_the_start_on_rank_zero_and_another_where_fp8_costs_time() -
     assert level == "INFO"
     assert line.startswith("ZeRO stage 2: 15 elements in 2 parameters over 2 ranks, ")
     assert warning == "WARNING"
-    assert costs.startswith("fp8_communication: rounding takes longer than it saves")
+    assert costs.startswith("fp8_communication: rounding on the host takes longer than it saves")
     assert second == []
 
 
