@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import rooms
 from .bookkeeping.bucket_store import BucketStore, Reduction, StepOnDevice
+from .bookkeeping.checks import check_group, check_optimizer, check_parameters
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
-from .bookkeeping.module_names import own_names
+from .bookkeeping.module_names import own_names, parameter_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
+from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.step_state import StepState
-from .bookkeeping.storages import overlapping
-from .communication.fp8 import check_fp8
+from .communication.agreement import agree_apart, together
 from .communication.shard_group import ShardGroup
 from .options import ZeroOptions
 from .reducer import Reducer
@@ -31,180 +31,79 @@ from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")
 
-
-# ---- checks on this rank, which change nothing ----
-
-
-def check_optimizer(optimizer: object, model: object) -> None:
-    """Raise unless ``optimizer`` is a torch optimizer with parameters to train and ``model`` a plain module."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "expected construction outside of torch.inference_mode, whose tensors can't be updated later, got it within"
-        )
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            "model: expected the bare module, got DistributedDataParallel, which would reduce every gradient twice: "
-            "pass model.module and drop the wrapper"
-        )
-    own = set() if model is None else set(model.parameters())
-    if model is not None and not any(p in own for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            "model: expected the module whose parameters the optimizer holds, got one that it holds none of: "
-            "make the optimizer from model.parameters() of this very module"
-        )
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not trained:
-        raise ValueError(
-            "optimizer: expected at least one parameter with requires_grad=True, got none: "
-            "unfreeze what is to be trained before constructing the optimizer"
-        )
+ADD_GROUP = "add a param group"
 
 
-def parameter_names(groups: Iterable[Iterable[Tensor]], model: nn.Module | None) -> dict[Tensor, str]:
-    """A name for each parameter of param ``groups``: the model's own, else its place there."""
-    of_model = own_names(model)
-    return {
-        p: of_model.get(p, f"param_groups[{at}]['params'][{place}]")
-        for at, members in enumerate(groups)
-        for place, p in enumerate(members)
-    }
+# ---- an optimizer and its parameters are taken in: checked on each rank, before anything changes ----
 
 
-def check_new_parameters(
+def check(optimizer: Optimizer, model: nn.Module | None, group: ShardGroup, options: ZeroOptions) -> dict[Tensor, str]:
+    """Raise for what can't be sharded over the ranks of ``group``; else the names of the parameters in all groups."""
+    check_optimizer(optimizer, model)
+    names = parameter_names((group["params"] for group in optimizer.param_groups), model)
+    trained = [p for p in names if p.requires_grad]
+    check_parameters(optimizer, trained, names, group, options, model=model)
+    rooms.check_steps_slices(optimizer, trained, names, options.assume_elementwise)
+    return names
+
+
+def add_group(
+    param_group: dict[str, Any],
     optimizer: Optimizer,
-    new: Sequence[Tensor],
-    names: dict[Tensor, str],
-    group: ShardGroup,
+    parameters: ParameterStore,
     options: ZeroOptions,
-    *,
-    model: nn.Module | None = None,
-    known: Mapping[Tensor, str] | None = None,
-) -> None:
-    """Raise for the first parameter that can't be sharded, and for an ``optimizer`` that can't step slices.
+    model: nn.Module | None,
+    scaled: bool,
+) -> dict[Tensor, str]:
+    """Add a group to the wrapped ``optimizer`` and check it, on all ranks alike; the names of all parameters.
 
-    Args:
-        optimizer: has them in its groups.
-        new: the parameters.
-        names: of all parameters of ``optimizer``.
-        group: the ranks to shard over.
-        options: the caller's choices.
-        model: the module they belong to; None: there is none, or it has been checked.
-        known: those that are sharded already, by name.
+    ``scaled``: losses are, as they have to be where parameters are fp16.
     """
-    for p in new:
-        _check_parameter(p, names[p], group)
-    everything = {**(known or {}), **{p: names[p] for p in new}}
-    _check_one_device(everything)
-    if options.fp8_communication:
-        check_fp8(dict.fromkeys(p.device for p in new))
-    _check_own_memory(everything)
-    check_has_values(model)
-    _check_dense_gradients(model, names)
-    if options.cpu_offload:
-        _check_steps_on_host(optimizer)
-    rooms.check_steps_slices(optimizer, new, names, options.assume_elementwise)
-
-
-def check_group(param_group: Any, parameters: ParameterStore) -> None:
-    """Raise unless it is a group as torch has them, of parameters that are new; make a list of its parameters."""
-    if not isinstance(param_group, dict) or "params" not in param_group:
-        got = list(param_group) if isinstance(param_group, dict) else type(param_group).__name__
-        raise TypeError(
-            f"param_group: expected a dict with 'params', got {got}: pass {{'params': [p, ...], 'lr': ...}}"
-        )
-    params = param_group["params"]
-    param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-    for p in param_group["params"]:
-        record = parameters.find(p)
-        if record is not None:
-            raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")
-
-
-def _check_own_memory(named: Mapping[Tensor, str]) -> None:
-    """Raise for two parameters that share memory."""
-    pair = overlapping(list(named))
-    if pair is not None:
-        one, other = (list(named.values())[place] for place in pair)
-        raise ValueError(
-            f"{other}: expected memory of its own, got some that {one} holds too: "
-            "tie weights by using one Parameter object in both places"
-        )
-
-
-def _check_one_device(named: Mapping[Tensor, str]) -> None:
-    """Raise for the first parameter that isn't on the first one's device: hooks run on one thread a device."""
-    first, device = next(((name, p.device) for p, name in named.items()), ("", None))
-    for p, name in named.items():
-        if p.device != device:
+    group = parameters.shard_groups[0]
+    with together(group, ADD_GROUP) as agreed:
+        check_group(param_group, parameters)
+        optimizer.add_param_group(param_group)
+        names = parameter_names((each["params"] for each in optimizer.param_groups), model)
+        new = [p for p in optimizer.param_groups[-1]["params"] if p.requires_grad]
+        known: dict[Tensor, str] = {record.p: record.name for record in parameters}
+        check_parameters(optimizer, new, names, group, options, known=known)
+        rooms.check_steps_slices(optimizer, new, names, options.assume_elementwise)
+        if not scaled and any((options.forced_dtype or p.dtype) == torch.float16 for p in new):
             raise ValueError(
-                f"{name}: expected it on {device}, where {first} is, got it on {p.device}: an optimizer trains the "
-                "parameters of one device: move the model to one (model.to(device)), or freeze what is elsewhere"
+                "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
+                "scaled: construct the optimizer with them"
             )
+        numbers = range(len(parameters.shard_groups))
+        lines = [list(describe(optimizer, names, None, parameters.shard_group_of, at)) for at in numbers]
+        agreed += lines[0]
+    if len(numbers) > 1:
+        agree_apart(parameters.shard_groups, lines[1:], ADD_GROUP)
+    return names
 
 
-def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
-    if not p.is_leaf:
-        raise ValueError(f"{name}: expected a leaf tensor, got the result of an operation: pass a torch.nn.Parameter")
-    if p.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense parameter, got layout {p.layout}")
-    if is_traceable_wrapper_subclass(p):
-        raise TypeError(
-            f"{name}: expected a plain tensor, got a {type(p).__name__}, which shards or wraps one by itself: leave "
-            "fully_shard, tensor parallelism or quantisation out, or train this parameter by another optimizer"
-        )
-    if p.is_inference():
-        raise ValueError(
-            f"{name}: expected a parameter that can be trained, got one made under torch.inference_mode: make the "
-            "model outside of it"
-        )
-    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(
-            f"{name}: expected float16, bfloat16, float32 or float64, got {p.dtype}: "
-            "freeze it (requires_grad=False) or convert the model"
-        )
-    if p.device.type not in group.device_types:
-        raise ValueError(
-            f"{name}: expected a parameter on {' or '.join(group.device_types)}, which the process group serves, "
-            f"got one on {p.device}: move the model first, or initialise the group with a backend for "
-            f"{p.device.type}"
-        )
+def connected(groups: Sequence[ShardGroup], options: ZeroOptions) -> list[ShardGroup]:
+    """The shard groups, ready for collectives: those that compare ranks before each, where the caller chose so."""
+    groups = [rooms.checked(each, options) for each in groups]
+    for group in groups:
+        group.connect(sums_in_fp32=options.reduce_scatter_with_fp32_accumulation, own=options.own_communicator)
+    return groups
 
 
-def check_has_values(model: nn.Module | None) -> None:
-    """Raise for a parameter or buffer of ``model`` that has no values, trained or not: ranks start from rank 0's."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
-        if tensor.is_meta:
-            raise ValueError(f"{name}: expected values, got a tensor on meta: materialise the model first (to_empty)")
-
-
-def _check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> None:
-    """Raise for an embedding of ``model`` whose gradient would be sparse."""
-    for module in model.modules() if model is not None else ():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight in names:
-            raise ValueError(
-                f"{names[module.weight]}: expected a dense gradient, got {type(module).__name__}(sparse=True): "
-                "build it with sparse=False (a slice of a sparse gradient can't be reduced)"
-            )
-
-
-def _check_steps_on_host(optimizer: Optimizer) -> None:
-    """Raise for settings of ``optimizer`` that the host has no kernels for."""
-    for at, group in enumerate(optimizer.param_groups):
-        if group.get("capturable"):
-            raise ValueError(
-                f"cpu_offload=True: expected an optimizer that can step on the host, got capturable=True in param "
-                f"group {at}, whose kernels are the device's: leave capturable out"
-            )
-        tensors = [key for key, value in group.items() if isinstance(value, Tensor) and value.device.type != "cpu"]
-        if tensors:
-            raise ValueError(
-                f"cpu_offload=True: expected settings on the host, got {tensors[0]} of param group {at} as a tensor on "
-                f"{group[tensors[0]].device}: pass a number or a tensor on the host"
-            )
+def shard(
+    optimizer: Optimizer,
+    parameters: ParameterStore,
+    options: ZeroOptions,
+    names: dict[Tensor, str],
+    doing: str,
+    model: nn.Module | None = None,
+) -> Sharding:
+    """Move parameters that are new over padded storages, and start all ranks alike; then slices may be taken."""
+    with together(parameters.shard_groups[0], doing):
+        convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
+        sharding = Sharding(optimizer, parameters, options, names, partial(rooms.slice_multiple, optimizer))
+        sharding.include_untrained(model)
+    sharding.broadcast_initial_values()
+    return sharding
 
 
 # ---- what has to be alike on all ranks ----

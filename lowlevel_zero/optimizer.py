@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,31 +17,29 @@ from . import rooms
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import hide_gradients
-from .bookkeeping.sharding import Sharding, convert
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.step_state import Phase, StepState
-from .communication.agreement import CONSTRUCT, Call, agree_apart, together
+from .communication.agreement import CONSTRUCT, together
 from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
+    ADD_GROUP,
     GroupMaker,
     ShardedGroup,
-    check_group,
-    check_new_parameters,
-    check_optimizer,
+    add_group,
+    check,
+    connected,
     describe,
     log_start,
-    parameter_names,
     release,
+    shard,
 )
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
-from .sharded_optimizer import ShardedOptimizer, enter, refuse_wrapped
+from .sharded_optimizer import ShardedOptimizer, refuse_wrapped, register
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
 
 _log = logging.getLogger("lowlevel_zero")
-
-_ADD = "add a param group"
 
 
 class LowLevelZeroOptimizer(ShardedOptimizer):
@@ -162,50 +159,24 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             rooms.watch(self.shard_group, self.options.stall_timeout)
             scaling = LossScaler.chosen(keywords)
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
-            names = self._check(optimizer, model)
+            refuse_wrapped(optimizer)
+            names = check(optimizer, model, self.shard_group, self.options)
             assignment = rooms.assign(pg_to_param_list, self.shard_group, names, model)
             lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
             agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
             agreed += assignment.in_common(names, self.options)
         # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
         self.options = replace(self.options, verbose=bool(self.shard_group.all_reduce_max([verbose])[0]))
-        made = rooms.make_groups(self.shard_group, assignment.groups, lines[1:])
-        groups = [rooms.checked(each, self.options) for each in made]
+        groups = connected(rooms.make_groups(self.shard_group, assignment.groups, lines[1:]), self.options)
         self.shard_group = groups[0]
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
-        for group in groups:
-            group.connect(
-                sums_in_fp32=self.options.reduce_scatter_with_fp32_accumulation, own=self.options.own_communicator
-            )
-        sharding = self._shard(optimizer, names, CONSTRUCT, model)
+        sharding = shard(optimizer, self.sharded_parameters, self.options, names, CONSTRUCT, model)
         with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
             self._assemble(optimizer, model, scaling)
         log_start(self.sharded_groups, self.sharded_parameters, self.options)
 
-    # ---- construction: check, agree, then change ----
-
-    def _check(self, optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
-        """Raise for what can't be sharded; else the parameters' names."""
-        refuse_wrapped(optimizer)
-        check_optimizer(optimizer, model)
-        names = parameter_names((group["params"] for group in optimizer.param_groups), model)
-        trained = [p for p in names if p.requires_grad]
-        check_new_parameters(optimizer, trained, names, self.shard_group, self.options, model=model)
-        return names
-
-    def _shard(
-        self, optimizer: Optimizer, names: dict[Tensor, str], doing: str, model: nn.Module | None = None
-    ) -> Sharding:
-        """Move parameters that are new over padded storages, and start all ranks alike; then slices may be taken."""
-        parameters, options = self.sharded_parameters, self.options
-        with together(self.shard_group, doing):
-            convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
-            multiple = partial(rooms.slice_multiple, optimizer)
-            sharding = Sharding(optimizer, parameters, options, names, multiple)
-            sharding.include_untrained(model)
-        sharding.broadcast_initial_values()
-        return sharding
+    # ---- the parts of a step ----
 
     def _assemble(self, optimizer: Optimizer, model: nn.Module | None, scaling: dict[str, Any]) -> None:
         """Put the parts together that a step is made of, on this rank; hooks on parameters come with them."""
@@ -219,7 +190,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.gradients = rooms.OptimizerGradients(self)
         self.gradients.make_handles(self.sharded_parameters)
         self._make_stepper()
-        enter(self)
+        register(self)
 
     def _make_state(self, scaling: dict[str, Any]) -> None:
         """What a step knows of itself: how gradients are scaled, and how far they are."""
@@ -435,24 +406,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.gradients.multiply([record for record in each.records if record.worked], factor)
         return norm
 
-    def finish_gradients_for(self, doing: str) -> None:
-        """Complete all gradients for what callers do with ``p.grad``."""
-        call = self.enter(doing)
-        if self.step_state.phase is Phase.SYNCHRONIZED:
-            rooms.refuse(self.shard_group, doing)
-        self._finish_reductions(call)
-
-    def enter(self, doing: str) -> Call:
-        """Begin a call for which gathers are to be finished; what the ranks then have to agree on.
-
-        Raises:
-            RuntimeError: it can't be made here or now.
-        """
-        self._guard.enter(doing)
-        for each in self.sharded_groups:
-            each.gathers.finish()
-        return Call(doing, self._guard.trouble())
-
     def _measured(self, unit: float | Tensor) -> GlobalNorm:
         """The norm of all gradients, times ``unit``."""
         norm = self._new_norm(unit)
@@ -565,26 +518,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 if record is None or p.grad is not record.shown:
                     p.grad.detach_().zero_()
 
-    # ---- modes, of a wrapped optimizer that has some ----
-
-    @property
-    def train(self) -> Callable[[], None]:
-        """Have a schedule-free optimizer's parameters be those that are trained, after ``eval``; every rank calls it.
-
-        The wrapped optimizer's own ``train``, over slices, which are gathered; ``AttributeError`` if it has none. fp32
-        masters keep their precision. Where it changes nothing, it doesn't communicate: it may be called in every step.
-        """
-        return self._switching("train", "eval")
-
-    @property
-    def eval(self) -> Callable[[], None]:
-        """Have a schedule-free optimizer's parameters be those that are evaluated and saved; see ``train``."""
-        return self._switching("eval", "train")
-
-    def _switching(self, mode: str, back: str) -> Callable[[], None]:
-        _ = getattr(self.optim, mode)  # AttributeError where it has none
-        return partial(rooms.switch, self, mode, back)
-
     # ---- param groups, of which an optimizer is made ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -596,35 +529,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._guard.enter("add_param_group")
         self.finish_syncs("add_param_group")
         known = len(self.optim.param_groups)
+        parameters, options = self.sharded_parameters, self.options
         try:
-            sharding = self._shard(self.optim, self._try_group(param_group), _ADD)
+            names = add_group(param_group, self.optim, parameters, options, self.model, self.scaler is not None)
+            sharding = shard(self.optim, parameters, options, names, ADD_GROUP)
         except BaseException:  # of whatever kind: the wrapped optimizer is as it was
             del self.optim.param_groups[known:]
             raise
-        with together(self.shard_group, _ADD):
+        with together(self.shard_group, ADD_GROUP):
             sharding.take_slices()
             self._maker.extend(self.sharded_groups)
-            self.gradients.make_handles(record for record in self.sharded_parameters if record.handle is None)
-
-    def _try_group(self, param_group: dict[str, Any]) -> dict[Tensor, str]:
-        """Add a group to the wrapped optimizer and check it, on all ranks alike; the parameters' names."""
-        parameters = self.sharded_parameters
-        with together(self.shard_group, _ADD) as agreed:
-            check_group(param_group, parameters)
-            self.optim.add_param_group(param_group)
-            names = parameter_names((group["params"] for group in self.optim.param_groups), self.model)
-            new = [p for p in self.optim.param_groups[-1]["params"] if p.requires_grad]
-            known: dict[Tensor, str] = {record.p: record.name for record in parameters}
-            check_new_parameters(self.optim, new, names, self.shard_group, self.options, known=known)
-            forced = self.options.forced_dtype
-            if self.scaler is None and any((forced or p.dtype) == torch.float16 for p in new):
-                raise ValueError(
-                    "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
-                    "scaled: construct the optimizer with them"
-                )
-            numbers = range(len(parameters.shard_groups))
-            lines = [list(describe(self.optim, names, None, parameters.shard_group_of, at)) for at in numbers]
-            agreed += lines[0]
-        if len(numbers) > 1:
-            agree_apart(parameters.shard_groups, lines[1:], _ADD)
-        return names
+            self.gradients.make_handles(record for record in parameters if record.handle is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import rooms
+from .bookkeeping.module_names import parameter_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import Call
 from .communication.shard_group import ShardGroup
-from .construction import ShardedGroup, parameter_names
+from .construction import ShardedGroup
 from .loss_scaler import LossScaler
 from .options import ZeroOptions
 from .stepper import GlobalNorm
@@ -134,6 +136,26 @@ class ShardedOptimizer(Optimizer):
         self.finish_syncs("load_state_dict")
         rooms.load_state_dict(self, state_dict)
 
+    # ---- modes, of a wrapped optimizer that has some ----
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """Have a schedule-free optimizer's parameters be those that are trained, after ``eval``; every rank calls it.
+
+        The wrapped optimizer's own ``train``, over slices, which are gathered; ``AttributeError`` if it has none. fp32
+        masters keep their precision. Where it changes nothing, it doesn't communicate: it may be called in every step.
+        """
+        return self._switching("train", "eval")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """Have a schedule-free optimizer's parameters be those that are evaluated and saved; see ``train``."""
+        return self._switching("eval", "train")
+
+    def _switching(self, mode: str, back: str) -> Callable[[], None]:
+        _ = getattr(self.optim, mode)  # AttributeError where it has none
+        return partial(rooms.switch, self, mode, back)
+
     # ---- what rooms ask for, beside the attributes ----
 
     def sharded_group_of(self, record: ShardedParameter) -> ShardedGroup:
@@ -153,6 +175,24 @@ class ShardedOptimizer(Optimizer):
     def finish_gradients(self) -> None:
         """Finish all reductions: each record's gradient is complete then. Communicates: every rank calls it."""
         self._finish_reductions(Call("look at gradients"))
+
+    def finish_gradients_for(self, doing: str) -> None:
+        """Complete all gradients for what callers do with ``p.grad``."""
+        call = self.enter(doing)
+        if self.step_state.phase is Phase.SYNCHRONIZED:
+            rooms.refuse(self.shard_group, doing)
+        self._finish_reductions(call)
+
+    def enter(self, doing: str) -> Call:
+        """Begin a call for which gathers are to be finished; what the ranks then have to agree on.
+
+        Raises:
+            RuntimeError: it can't be made here or now.
+        """
+        self._guard.enter(doing)
+        for each in self.sharded_groups:
+            each.gathers.finish()
+        return Call(doing, self._guard.trouble())
 
     def _finish_reductions(self, call: Call) -> None:
         """Complete all gradients, on all ranks alike, unless one of them can't do what it was called for."""
@@ -320,7 +360,7 @@ _made = count()
 _alive: WeakValueDictionary[int, ShardedOptimizer] = WeakValueDictionary()
 
 
-def enter(optimizer: ShardedOptimizer) -> None:
+def register(optimizer: ShardedOptimizer) -> None:
     """``optimizer`` is complete, and among those that are ``alive``."""
     _alive[next(_made)] = optimizer
 

@@ -61,6 +61,16 @@ def own_names(model: nn.Module | None) -> dict[Tensor, str]:
     return found
 
 
+def parameter_names(groups: Iterable[Iterable[Tensor]], model: nn.Module | None) -> dict[Tensor, str]:
+    """A name for each parameter of param ``groups``: the model's own, else its place there."""
+    of_model = own_names(model)
+    return {
+        p: of_model.get(p, f"param_groups[{at}]['params'][{place}]")
+        for at, members in enumerate(groups)
+        for place, p in enumerate(members)
+    }
+
+
 def state_dict_for(model: nn.Module, state_dict: Mapping[str, T]) -> dict[str, T]:
     """``state_dict`` with the names that ``model.load_state_dict`` expects, whatever wraps one of the two.
 

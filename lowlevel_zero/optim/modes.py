@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..bookkeeping.sharded_parameter import follow_edits
-
-if TYPE_CHECKING:
-    from ..optimizer import LowLevelZeroOptimizer
+from ..sharded_optimizer import ShardedOptimizer
 
 
 @torch.no_grad()
-def switch(optimizer: LowLevelZeroOptimizer, mode: str, back: str) -> None:
+def switch(optimizer: ShardedOptimizer, mode: str, back: str) -> None:
     """Have the wrapped optimizer switch its slices, and gather them if that has changed any.
 
     It does on all ranks, if all call it.
@@ -42,10 +39,10 @@ def switch(optimizer: LowLevelZeroOptimizer, mode: str, back: str) -> None:
         each.gathers.gather(each.records)
 
 
-def _method(optimizer: LowLevelZeroOptimizer, name: str) -> Callable[[], None]:
+def _method(optimizer: ShardedOptimizer, name: str) -> Callable[[], None]:
     method: Callable[[], None] = getattr(optimizer.optim, name)
     return method
 
 
-def _versions(optimizer: LowLevelZeroOptimizer) -> list[int]:
+def _versions(optimizer: ShardedOptimizer) -> list[int]:
     return [record.p32._version for record in optimizer.sharded_parameters]

@@ -17,7 +17,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from torch.optim import Optimizer
 
-from ..construction import parameter_names
+from ..bookkeeping.module_names import parameter_names
 from ..loss_scaler import LossScaler
 from ..options import ZeroOptions
 from .boosted import BoostedModel, BoostedOptimizer, is_boosted

@@ -1,0 +1,179 @@
+"""Checks of what an optimizer is made of, on this rank: each raises for what can't be sharded, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..communication.fp8 import check_fp8
+from ..communication.shard_group import ShardGroup
+from ..options import ZeroOptions
+from .parameter_store import ParameterStore
+from .storages import overlapping
+
+
+def check_optimizer(optimizer: object, model: object) -> None:
+    """Raise unless ``optimizer`` is a torch optimizer with parameters to train and ``model`` a plain module."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "expected construction outside of torch.inference_mode, whose tensors can't be updated later, got it within"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "model: expected the bare module, got DistributedDataParallel, which would reduce every gradient twice: "
+            "pass model.module and drop the wrapper"
+        )
+    own = set() if model is None else set(model.parameters())
+    if model is not None and not any(p in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "model: expected the module whose parameters the optimizer holds, got one that it holds none of: "
+            "make the optimizer from model.parameters() of this very module"
+        )
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            "optimizer: expected at least one parameter with requires_grad=True, got none: "
+            "unfreeze what is to be trained before constructing the optimizer"
+        )
+
+
+def check_parameters(
+    optimizer: Optimizer,
+    new: Sequence[Tensor],
+    names: dict[Tensor, str],
+    group: ShardGroup,
+    options: ZeroOptions,
+    *,
+    model: nn.Module | None = None,
+    known: Mapping[Tensor, str] | None = None,
+) -> None:
+    """Raise for the first parameter that can't be sharded, and for an ``optimizer`` that can't step where it has to.
+
+    Args:
+        optimizer: has them in its groups.
+        new: the parameters.
+        names: of all parameters of ``optimizer``.
+        group: the ranks to shard over.
+        options: the caller's choices.
+        model: the module they belong to; None: there is none, or it has been checked.
+        known: those that are sharded already, by name.
+    """
+    for p in new:
+        _check_parameter(p, names[p], group)
+    everything = {**(known or {}), **{p: names[p] for p in new}}
+    _check_one_device(everything)
+    if options.fp8_communication:
+        check_fp8(dict.fromkeys(p.device for p in new))
+    _check_own_memory(everything)
+    check_has_values(model)
+    _check_dense_gradients(model, names)
+    if options.cpu_offload:
+        _check_steps_on_host(optimizer)
+
+
+def check_group(param_group: Any, parameters: ParameterStore) -> None:
+    """Raise unless it is a group as torch has them, of parameters that are new; make a list of its parameters."""
+    if not isinstance(param_group, dict) or "params" not in param_group:
+        got = list(param_group) if isinstance(param_group, dict) else type(param_group).__name__
+        raise TypeError(
+            f"param_group: expected a dict with 'params', got {got}: pass {{'params': [p, ...], 'lr': ...}}"
+        )
+    params = param_group["params"]
+    param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+    for p in param_group["params"]:
+        record = parameters.find(p)
+        if record is not None:
+            raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")
+
+
+def _check_own_memory(named: Mapping[Tensor, str]) -> None:
+    """Raise for two parameters that share memory."""
+    pair = overlapping(list(named))
+    if pair is not None:
+        one, other = (list(named.values())[place] for place in pair)
+        raise ValueError(
+            f"{other}: expected memory of its own, got some that {one} holds too: "
+            "tie weights by using one Parameter object in both places"
+        )
+
+
+def _check_one_device(named: Mapping[Tensor, str]) -> None:
+    """Raise for the first parameter that isn't on the first one's device: hooks run on one thread a device."""
+    first, device = next(((name, p.device) for p, name in named.items()), ("", None))
+    for p, name in named.items():
+        if p.device != device:
+            raise ValueError(
+                f"{name}: expected it on {device}, where {first} is, got it on {p.device}: an optimizer trains the "
+                "parameters of one device: move the model to one (model.to(device)), or freeze what is elsewhere"
+            )
+
+
+def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
+    if not p.is_leaf:
+        raise ValueError(f"{name}: expected a leaf tensor, got the result of an operation: pass a torch.nn.Parameter")
+    if p.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense parameter, got layout {p.layout}")
+    if is_traceable_wrapper_subclass(p):
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a {type(p).__name__}, which shards or wraps one by itself: leave "
+            "fully_shard, tensor parallelism or quantisation out, or train this parameter by another optimizer"
+        )
+    if p.is_inference():
+        raise ValueError(
+            f"{name}: expected a parameter that can be trained, got one made under torch.inference_mode: make the "
+            "model outside of it"
+        )
+    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(
+            f"{name}: expected float16, bfloat16, float32 or float64, got {p.dtype}: "
+            "freeze it (requires_grad=False) or convert the model"
+        )
+    if p.device.type not in group.device_types:
+        raise ValueError(
+            f"{name}: expected a parameter on {' or '.join(group.device_types)}, which the process group serves, "
+            f"got one on {p.device}: move the model first, or initialise the group with a backend for "
+            f"{p.device.type}"
+        )
+
+
+def check_has_values(model: nn.Module | None) -> None:
+    """Raise for a parameter or buffer of ``model`` that has no values, trained or not: ranks start from rank 0's."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
+        if tensor.is_meta:
+            raise ValueError(f"{name}: expected values, got a tensor on meta: materialise the model first (to_empty)")
+
+
+def _check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> None:
+    """Raise for an embedding of ``model`` whose gradient would be sparse."""
+    for module in model.modules() if model is not None else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight in names:
+            raise ValueError(
+                f"{names[module.weight]}: expected a dense gradient, got {type(module).__name__}(sparse=True): "
+                "build it with sparse=False (a slice of a sparse gradient can't be reduced)"
+            )
+
+
+def _check_steps_on_host(optimizer: Optimizer) -> None:
+    """Raise for settings of ``optimizer`` that the host has no kernels for."""
+    for at, group in enumerate(optimizer.param_groups):
+        if group.get("capturable"):
+            raise ValueError(
+                f"cpu_offload=True: expected an optimizer that can step on the host, got capturable=True in param "
+                f"group {at}, whose kernels are the device's: leave capturable out"
+            )
+        tensors = [key for key, value in group.items() if isinstance(value, Tensor) and value.device.type != "cpu"]
+        if tensors:
+            raise ValueError(
+                f"cpu_offload=True: expected settings on the host, got {tensors[0]} of param group {at} as a tensor on "
+                f"{group[tensors[0]].device}: pass a number or a tensor on the host"
+            )
