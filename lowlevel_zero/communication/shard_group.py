@@ -300,11 +300,6 @@ class ShardGroup:
         """
         return self.progress.start(MESSAGE, None, (values,), self.hosts.exchange, values, PRESENT, MAXIMUM)
 
-    def alike(self, values: Sequence[int]) -> bool:
-        """Whether every rank has the same ``values``."""
-        bounds = self.all_reduce_max([*values, *(-value for value in values)])
-        return bounds[: len(values)] == [-bound for bound in bounds[len(values) :]]
-
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
         """Rank 0's ``values``, on the host; every rank gives as many."""
         is_heard = self.group_rank == 0 or not self.has_others
@@ -329,13 +324,8 @@ class ShardGroup:
         """Nothing is under way on this rank: give memory back that buffers took."""
         self.hosts.trim(for_good)
 
-    def release(self) -> None:
-        """The instance is gone, and all of its buffers have been waited for."""
-        self.progress.left = True
-        self.trim(for_good=True)
-
-    def abandon(self, under_way: Sequence[Work[Any]]) -> None:
-        """The instance is gone, with buffers that nobody has waited for: let them travel.
+    def leave(self, under_way: Sequence[Work[Any]] = ()) -> None:
+        """The instance is gone; reductions that are still ``under_way``, and nobody waits for, are to travel.
 
         gloo stops reading from a peer when it has no tensor any more for what comes: all that comes after it, for
         whichever optimizer, would never be read.
@@ -344,6 +334,8 @@ class ShardGroup:
         kept = self._context.abandoned
         kept[:] = [work for work in kept if not work.done()]
         kept += [Work(work.done, work.done, work.tensors) for work in under_way]
+        if not under_way:
+            self.trim(for_good=True)
 
 
 def is_staged(device: torch.device) -> bool:

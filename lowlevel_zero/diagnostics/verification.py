@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import neg
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,9 @@ def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
 def _difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     """The first of these tensors that isn't the same on all ranks of ``group``, in words; None: all are."""
     sums = _read([checksum(each) for each in names])
-    if group.alike(_digest(sums)):
+    digest = _digest(sums)
+    bounds = [*digest, *map(neg, digest)]
+    if group.all_reduce_max(bounds) == bounds:
         return None
     return _first_difference(dict(zip(names.values(), zip(*group.all_gather_object(sums), strict=True), strict=True)))
 
