@@ -184,15 +184,6 @@ class ShardGroup:
         """A buffer for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
         return self.backend(device, fp8).new_buffer(row, dtype, device)
 
-    def in_flight(self, device: torch.device, row_only: bool) -> int | None:
-        """Reductions of ``device``'s tensors, to a row or all, that are worth having under way; None: any number."""
-        backend = self.backend(device)
-        return backend.in_flight if row_only or backend.limits_all_reduce else None
-
-    def only_reads(self, device: torch.device, row_only: bool, fp8: bool) -> bool:
-        """Whether a reduction leaves its buffer as it is, and makes no copy of it."""
-        return row_only or self.backend(device, fp8).all_reduce_only_reads
-
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result is this rank's row of the sum, ``[row]``.
 

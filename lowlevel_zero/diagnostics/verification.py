@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import own_names
+from ..communication.failed_ranks import listed_ranks
 from ..communication.shard_group import ShardGroup
 from ..sharded_optimizer import ShardedOptimizer
 
@@ -74,14 +75,10 @@ def _first_difference(gathered: Mapping[str, Sequence[int]]) -> str:
         others = [rank for rank, value in enumerate(by_rank) if value != expected]
         if others:
             count = sum(len(set(values)) > 1 for values in gathered.values())
+            alike = [rank for rank in range(len(by_rank)) if rank not in others]
             return (
-                f"{name}: expected the same values on every rank, got others on {_ranks(others)} than on "
-                f"{_ranks([rank for rank in range(len(by_rank)) if rank not in others])} ({count} of {len(gathered)} "
-                "tensors differ): look for memory or devices that err, and for code that writes into parameters on "
-                "some ranks alone; go on from a checkpoint"
+                f"{name}: expected the same values on every rank, got others on {listed_ranks(others)} than on "
+                f"{listed_ranks(alike)} ({count} of {len(gathered)} tensors differ): look for memory or devices that "
+                "err, and for code that writes into parameters on some ranks alone; go on from a checkpoint"
             )
     raise AssertionError("digests differ, checksums don't")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -186,7 +186,7 @@ def test_a_rank_that_never_comes_is_named_and_told_later() -> None:
             optimizer.backward(loss_of(model))
             optimizer.step()
         finally:
-            given_up.leave()
+            given_up.release()
 
     message = refused(run_ranks_expecting(live, 3))
     assert re.search(r"rank [01] came to «agreement \(step 2, in step\)", message)
