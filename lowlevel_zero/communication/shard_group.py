@@ -26,7 +26,7 @@ from .backends.native import Native
 from .backends.pairwise import Pairwise
 from .backends.shared_memory import SharedMemory
 from .backends.staged import Staged
-from .failed_ranks import know, naming_lost
+from .failed_ranks import know
 from .flat_buffers import as_bytes
 from .fp8 import Fp8, encoded_size
 from .process_groups import (
@@ -110,10 +110,8 @@ class ShardGroup:
     def _meet(self) -> None:
         """Have the ranks know each other's processes; all come, and once is enough."""
         if isinstance(self._context.agreements, Alone):
-            self._context.agreements = agreements = Pairwise(side_group(self.group))
-            with naming_lost(self.group, "first meeting of all ranks"):
-                processes = agreements.all_gather_object(own_process())
-            know(dict(zip(self.slice_ranks, processes, strict=True)))
+            self._context.agreements = Pairwise(side_group(self.group))
+            know(dict(zip(self.slice_ranks, self.all_gather_object(own_process()), strict=True)))
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
         """Choose how buffers travel; all ranks call it.
