@@ -232,11 +232,7 @@ def release(groups: Sequence[ShardedGroup], ranks: Sequence[ShardGroup]) -> None
     """
     reducers = {each.number: each.reducer for each in groups}
     for number, group in enumerate(ranks):
-        reducer = reducers.get(number)
-        if reducer is None or reducer.idle:
-            group.release()
-        else:
-            group.abandon(reducer.under_way())
+        group.leave(reducers[number].under_way() if number in reducers else ())
 
 
 def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, options: ZeroOptions) -> None:

@@ -78,8 +78,9 @@ class Reducer:
         # A rank must not wait in one shard group for a peer that may be waiting for it in another. And on a device
         # groups' buckets come in one order on all ranks: a further group's at the end of a backward, in its turn.
         device = self._records[0].padded.device
-        most = group.in_flight(device, options.keeps_row_only)
-        self._most_in_flight = most if len(parameters.by_shard_group) == 1 else None
+        backend, alone = group.backend(device), len(parameters.by_shard_group) == 1
+        limited = alone and (options.keeps_row_only or backend.limits_all_reduce)
+        self._most_in_flight = backend.in_flight if limited else None
         self._in_turn = number > 0 and not parameters.on_host
         self._overlaps = options.overlap_communication and not self._in_turn
         self._unused = UnusedParameters(parameters, number)

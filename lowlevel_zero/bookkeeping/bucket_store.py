@@ -96,7 +96,8 @@ class Bucket:
         # Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which would be written twice.
         # (One rank alone gets the buffer itself back as the sum, to be written to.)
         may = self.planned.in_place and how.group.size > 1 and how.divisor == 1.0
-        may = may and how.group.only_reads(lead.padded.device, how.keeps_row_only, self.planned.fp8)
+        if not how.keeps_row_only:
+            may = may and how.group.backend(lead.padded.device, self.planned.fp8).all_reduce_only_reads
         if may and first is not None and first.dtype == lead.communication_dtype:
             buffer = first.detach().view(how.group.size, self.planned.row)
         else:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any
 
@@ -56,18 +55,6 @@ def lost(ranks: Sequence[int]) -> list[int]:
     ended = [rank for rank in ranks if rank in known and known[rank].has_ended()]
     found = (_noted(_note_of(rank), [rank]) for rank in ended)  # only now: a note is left before the end
     return sorted({rank for ranks in found for rank in ranks})
-
-
-@contextmanager
-def naming_lost(group: dist.ProcessGroup, what: object) -> Iterator[None]:
-    """If the body fails because the process of another rank of ``group`` has ended, raise what says so."""
-    try:
-        yield
-    except RuntimeError as error:
-        named = explained(error, group, what)
-        if named is None:
-            raise
-        raise named from error
 
 
 def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> LostRank | None:

@@ -54,23 +54,15 @@ def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
     if len(rows) == 2:
         return torch.add(rows[0], rows[1], out=into)
     total = torch.empty_like(rows[0]) if into is None else into
-    blocks = [torch.split(row, _BLOCK) for row in (total, *rows)]
-    for block, one, other, *more in zip(*blocks, strict=True):
-        _sum_block(block, one, other, more)
-    return total
-
-
-def _sum_block(total: Tensor, first: Tensor, second: Tensor, others: Sequence[Tensor]) -> None:
     wide = torch.promote_types(total.dtype, torch.float32)
-    if wide == total.dtype:
-        torch.add(first, second, out=total)
-        for row in others:
-            total += row
-    else:
-        exact = first.to(wide).add_(second)
-        for row in others:
-            exact += row
-        total.copy_(exact)
+    for block, first, second, *others in zip(*(torch.split(row, _BLOCK) for row in (total, *rows)), strict=True):
+        start = first.to(wide)  # itself, if it is
+        exact = torch.add(start, second, out=block if start is first else start)
+        for other in others:
+            exact += other
+        if exact is not block:
+            block.copy_(exact)
+    return total
 
 
 def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from .failed_ranks import listed_ranks, lost, lost_rank_error, naming_lost
+from .failed_ranks import explained, listed_ranks, lost, lost_rank_error
 from .process_groups import context_of, store_of, timeout_of
 
 _FIRST_LOOK, _SLOWEST_LOOK = 0.002, 0.5  # seconds between looks at the store
@@ -43,10 +43,15 @@ def monitored_barrier(group: dist.ProcessGroup, name: str, timeout: float | None
     """
     if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
-    with naming_lost(group, name):
+    try:
         store = _enter(group, name)
         outcome = _wait(store, group, timeout_of(group) if timeout is None else timeout)
-        context_of(group).barriers[name] += 1
+    except RuntimeError as error:
+        named = explained(error, group, name)
+        if named is None:
+            raise
+        raise named from error
+    context_of(group).barriers[name] += 1
     if "lost" in outcome:
         raise lost_rank_error(outcome["lost"], name)
     if "missing" in outcome:

@@ -26,7 +26,7 @@ from .backends.native import Native
 from .backends.pairwise import Pairwise
 from .backends.shared_memory import SharedMemory
 from .backends.staged import Staged
-from .failed_ranks import know, naming_lost
+from .failed_ranks import know
 from .flat_buffers import as_bytes
 from .fp8 import Fp8, encoded_size
 from .process_groups import (
@@ -110,10 +110,8 @@ class ShardGroup:
     def _meet(self) -> None:
         """Have the ranks know each other's processes; all come, and once is enough."""
         if isinstance(self._context.agreements, Alone):
-            self._context.agreements = agreements = Pairwise(side_group(self.group))
-            with naming_lost(self.group, "first meeting of all ranks"):
-                processes = agreements.all_gather_object(own_process())
-            know(dict(zip(self.slice_ranks, processes, strict=True)))
+            self._context.agreements = Pairwise(side_group(self.group))
+            know(dict(zip(self.slice_ranks, self.all_gather_object(own_process()), strict=True)))
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
         """Choose how buffers travel; all ranks call it.
@@ -183,15 +181,6 @@ class ShardGroup:
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False) -> Tensor:
         """A buffer for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
         return self.backend(device, fp8).new_buffer(row, dtype, device)
-
-    def in_flight(self, device: torch.device, row_only: bool) -> int | None:
-        """Reductions of ``device``'s tensors, to a row or all, that are worth having under way; None: any number."""
-        backend = self.backend(device)
-        return backend.in_flight if row_only or backend.limits_all_reduce else None
-
-    def only_reads(self, device: torch.device, row_only: bool, fp8: bool) -> bool:
-        """Whether a reduction leaves its buffer as it is, and makes no copy of it."""
-        return row_only or self.backend(device, fp8).all_reduce_only_reads
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result is this rank's row of the sum, ``[row]``.
@@ -300,11 +289,6 @@ class ShardGroup:
         """
         return self.progress.start(MESSAGE, None, (values,), self.hosts.exchange, values, PRESENT, MAXIMUM)
 
-    def alike(self, values: Sequence[int]) -> bool:
-        """Whether every rank has the same ``values``."""
-        bounds = self.all_reduce_max([*values, *(-value for value in values)])
-        return bounds[: len(values)] == [-bound for bound in bounds[len(values) :]]
-
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
         """Rank 0's ``values``, on the host; every rank gives as many."""
         is_heard = self.group_rank == 0 or not self.has_others
@@ -329,13 +313,8 @@ class ShardGroup:
         """Nothing is under way on this rank: give memory back that buffers took."""
         self.hosts.trim(for_good)
 
-    def release(self) -> None:
-        """The instance is gone, and all of its buffers have been waited for."""
-        self.progress.left = True
-        self.trim(for_good=True)
-
-    def abandon(self, under_way: Sequence[Work[Any]]) -> None:
-        """The instance is gone, with buffers that nobody has waited for: let them travel.
+    def leave(self, under_way: Sequence[Work[Any]] = ()) -> None:
+        """The instance is gone; reductions that are still ``under_way``, and nobody waits for, are to travel.
 
         gloo stops reading from a peer when it has no tensor any more for what comes: all that comes after it, for
         whichever optimizer, would never be read.
@@ -344,6 +323,8 @@ class ShardGroup:
         kept = self._context.abandoned
         kept[:] = [work for work in kept if not work.done()]
         kept += [Work(work.done, work.done, work.tensors) for work in under_way]
+        if not under_way:
+            self.trim(for_good=True)
 
 
 def is_staged(device: torch.device) -> bool:

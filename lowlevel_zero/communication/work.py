@@ -14,7 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -109,7 +109,7 @@ class OnThread:
         if self._thread is None:
             self._thread = Thread(target=_run, args=(self._tasks,), name="lowlevel_zero chaining", daemon=True)
             self._thread.start()
-            _at_work[self._thread] = self._tasks
+            join_at_exit(self._thread, self._tasks)
             finalize(self, self._tasks.put, None).atexit = False
         second: Future[Work[T]] = Future()
         self._tasks.put(partial(_carry_on, first, start, second))
@@ -122,16 +122,21 @@ class OnThread:
 
 
 _Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
-_at_work: WeakKeyDictionary[Thread, _Tasks] = WeakKeyDictionary()
+_to_join: WeakKeyDictionary[Thread, SimpleQueue[Any]] = WeakKeyDictionary()
+
+
+def join_at_exit(thread: Thread, tasks: SimpleQueue[Any]) -> None:
+    """Before the interpreter goes, tell ``thread`` so by None in ``tasks``, and let it finish."""
+    _to_join[thread] = tasks
 
 
 @atexit.register
-def _end_threads() -> None:
-    """Let threads finish before the interpreter goes: one that came back from a wait afterwards would abort it."""
+def _join_threads() -> None:
+    """One that came back from a wait, or out of a store, afterwards would abort the process."""
     deadline = monotonic() + _SECONDS_AT_EXIT
-    for tasks in _at_work.values():
+    for tasks in _to_join.values():
         tasks.put(None)
-    for thread in list(_at_work):
+    for thread in list(_to_join):
         thread.join(max(0.0, deadline - monotonic()))
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communication.failed_ranks import lost, lost_rank_error
+from ..communication.failed_ranks import listed_ranks, lost, lost_rank_error
 from ..communication.process_groups import is_fake, store_of
 from ..communication.progress import (
     AGREEMENT,
@@ -236,5 +236,5 @@ def _difference(fingerprints: Sequence[str]) -> str:
     like = [other for other, fingerprint in enumerate(fingerprints) if fingerprint == fingerprints[rank]]
     return (
         f"expected the same call on every rank, rank 0 came to «{first}», "
-        f"{'rank' if len(like) == 1 else 'ranks'} {', '.join(map(str, like))} to «{fingerprints[rank]}»"
+        f"{listed_ranks(like)} to «{fingerprints[rank]}»"
     )

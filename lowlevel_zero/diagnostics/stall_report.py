@@ -12,7 +12,6 @@ begun nobody waits for, and what a rank hasn't begun isn't over. A rank that lea
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from weakref import WeakKeyDictionary, ref
 from ..communication.process_groups import is_alive, is_fake, store_of, timeout_of
 from ..communication.progress import Collective
 from ..communication.shard_group import ShardGroup
+from ..communication.work import join_at_exit
 
 _LEFT = 2**62  # the number of a question that nobody gets to: an answer to it holds for all
 _SHARE_OF_TIMEOUT = 0.4  # of a process group's own, after which the report must have come
@@ -193,16 +193,7 @@ def watch(group: ShardGroup, timeout: float) -> Watch | None:
     if timeout <= 0 or group.ranks == 1 or is_fake(group.group):
         return None
     if group not in _watches:
-        _watches[group] = Watch(group, min(timeout, _SHARE_OF_TIMEOUT * timeout_of(group.group)))
-        _watches[group].start()
+        _watches[group] = made = Watch(group, min(timeout, _SHARE_OF_TIMEOUT * timeout_of(group.group)))
+        made.start()
+        join_at_exit(made, made.over)
     return _watches[group]
-
-
-@atexit.register
-def _end() -> None:
-    """The process ends: it must not do so while a thread is within the store."""
-    watches = list(_watches.values())
-    for each in watches:
-        each.over.put(None)
-    for each in watches:
-        each.join(timeout=1.0)

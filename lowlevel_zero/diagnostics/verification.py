@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import neg
 
 import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import own_names
+from ..communication.failed_ranks import listed_ranks
 from ..communication.shard_group import ShardGroup
 from ..sharded_optimizer import ShardedOptimizer
 
@@ -35,7 +37,9 @@ def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
 def _difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     """The first of these tensors that isn't the same on all ranks of ``group``, in words; None: all are."""
     sums = _read([checksum(each) for each in names])
-    if group.alike(_digest(sums)):
+    digest = _digest(sums)
+    bounds = [*digest, *map(neg, digest)]
+    if group.all_reduce_max(bounds) == bounds:
         return None
     return _first_difference(dict(zip(names.values(), zip(*group.all_gather_object(sums), strict=True), strict=True)))
 
@@ -71,14 +75,10 @@ def _first_difference(gathered: Mapping[str, Sequence[int]]) -> str:
         others = [rank for rank, value in enumerate(by_rank) if value != expected]
         if others:
             count = sum(len(set(values)) > 1 for values in gathered.values())
+            alike = [rank for rank in range(len(by_rank)) if rank not in others]
             return (
-                f"{name}: expected the same values on every rank, got others on {_ranks(others)} than on "
-                f"{_ranks([rank for rank in range(len(by_rank)) if rank not in others])} ({count} of {len(gathered)} "
-                "tensors differ): look for memory or devices that err, and for code that writes into parameters on "
-                "some ranks alone; go on from a checkpoint"
+                f"{name}: expected the same values on every rank, got others on {listed_ranks(others)} than on "
+                f"{listed_ranks(alike)} ({count} of {len(gathered)} tensors differ): look for memory or devices that "
+                "err, and for code that writes into parameters on some ranks alone; go on from a checkpoint"
             )
     raise AssertionError("digests differ, checksums don't")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -107,7 +107,8 @@ def kill_before(act: Callable[[Any, Path], object]) -> Callable[[int, int, Path]
 
 
 def test_an_agreement(tmp_path: Path) -> None:
-    raised = run_ranks_losing(kill_before(lambda optimizer, _: optimizer.shard_group.alike([1])), 3, 1, tmp_path)
+    agree = kill_before(lambda optimizer, _: optimizer.shard_group.all_reduce_max([1]))
+    raised = run_ranks_losing(agree, 3, 1, tmp_path)
     check(raised, 1)
     assert all(error.message.startswith("agreement ") for error in raised.values())
 
@@ -124,7 +125,7 @@ def test_a_roll_call_is_broken_off_before_its_time(tmp_path: Path) -> None:
 def test_once_a_rank_is_lost_nothing_is_waited_for(tmp_path: Path) -> None:
     def again(optimizer: Any, _: Path) -> None:
         with pytest.raises(LostRank) as first:
-            optimizer.shard_group.alike([1])
+            optimizer.shard_group.all_reduce_max([1])
         with pytest.raises(LostRank, match="agreement") as second:
             optimizer.shard_group.from_rank_zero([1])
         assert str(first.value) == str(second.value)

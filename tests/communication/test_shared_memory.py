@@ -402,7 +402,7 @@ def test_it_may_be_switched_from_optimizer_to_optimizer() -> None:
         for wanted in (True, False, True):
             group = group_with_wires(wanted)
             seen.append(is_shared(group))
-            group.release()
+            group.leave()
         return seen
 
     assert run_ranks(switch, 2) == [[True, False, True]] * 2

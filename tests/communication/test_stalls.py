@@ -308,7 +308,7 @@ def test_who_is_busy_elsewhere_with_nobody_missing_is_left_alone() -> None:
         watch(group, timeout)
         give(group, "ab")
         if rank == 3:
-            group.release()
+            group.leave()
             del group
             gc.collect()
         time.sleep(2 * timeout)
@@ -325,7 +325,7 @@ def test_who_has_left_without_beginning_it_is_missed() -> None:
         group = ShardGroup()
         watch(group, TIMEOUT)
         if rank == 1:
-            group.release()
+            group.leave()
         else:
             give(group, "a")
         reports.wait_for(1)

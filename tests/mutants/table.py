@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "three rows are summed, and not four",
         FLAT,
-        "        for row in others:\n            total += row",
-        "        for row in others[:1]:\n            total += row",
+        "for other in others:\n            exact += other",
+        "for other in others[:1]:\n            exact += other",
         COLLECTIVES,
     ),
     Mutant(

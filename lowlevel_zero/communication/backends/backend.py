@@ -141,6 +141,10 @@ class HostBackend(Backend):
         """Everybody's, in rank order."""
         return self.exchange(value, ADDED, _SUM)
 
+    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
+        """As pieces, of which there is one."""
+        return self.gather([buffer[self.rank]], [buffer], buffer.shape[1]).then(lambda _: buffer)
+
     def all_gather_object(self, mine: object) -> list[Any]:
         """Every rank's ``mine`` in rank order, pickled; in one order with agreements."""
         data = bytearray(pickle.dumps(mine))
@@ -166,10 +170,6 @@ class Alone(HostBackend):
         return Work(lambda: buffer[0], tensors=(buffer,))
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """``buffer``."""
-        return Work(lambda: buffer, tensors=(buffer,))
-
-    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """``buffer``."""
         return Work(lambda: buffer, tensors=(buffer,))
 

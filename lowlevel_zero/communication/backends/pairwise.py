@@ -71,10 +71,6 @@ class Pairwise(HostBackend):
 
         return self._sums.after(_work(works, sum_own, rows, *theirs.values()), spread)
 
-    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """As pieces, of which there is one."""
-        return self.gather([buffer[self.rank]], [buffer], buffer.shape[1]).then(lambda _: buffer)
-
     def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
         """Each rank sends every other one what is for it."""
         mine, theirs = buffer.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))

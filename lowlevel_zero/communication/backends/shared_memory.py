@@ -70,10 +70,6 @@ class SharedMemory(HostBackend):
 
         return self._start(REDUCE, buffer, (), [buffer.numel()] * self.size, add)
 
-    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """As pieces, of which there is one."""
-        return self.gather([buffer[self.rank]], [buffer], buffer.shape[1]).then(lambda _: buffer)
-
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
         """Each rank copies what it lacks out of the others' blocks, straight to where it belongs."""
         sizes = list(map(Tensor.numel, own))
