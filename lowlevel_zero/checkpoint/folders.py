@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import shutil
 import time
@@ -75,9 +74,7 @@ def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
             seen = look()
         except (OSError, ValueError) as error:
             seen = error
-    data = pickle.dumps(seen)
-    (length,) = group.from_rank_zero([len(data)])  # messages as many as the logarithm of the ranks
-    answer: T | OSError | ValueError = pickle.loads(bytes(group.from_rank_zero([*data[:length].ljust(length)])))
+    answer: T | OSError | ValueError = group.all_gather_object(seen)[0]
     if isinstance(answer, (OSError, ValueError)):
         raise answer
     return answer

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from ..communication.agreement import together
-from ..communication.monitored_barrier import monitored_barrier
 from ..planning.text import counted, ranks_text
 from .contents import Contents
 from .folders import locate, on_first_rank
@@ -43,7 +42,6 @@ def load_checkpoint(
     *,
     scheduler: Any = None,
     rank_state: dict[str, Any] | None = None,
-    timeout: float | None = None,
     verify: bool = True,
 ) -> Any:
     """Load what ``save_checkpoint`` saved, at any world size, stage and bucket size; every rank calls it.
@@ -59,7 +57,6 @@ def load_checkpoint(
         scheduler: the same, if one was saved; of several optimizers a list or a dict, as when they were saved.
         rank_state: a dict, which is emptied, and filled with what this rank gave ``save_checkpoint``. With another
             number of ranks each is given that of the rank of its number, if there was one; a warning says so.
-        timeout: seconds to wait for the other ranks to call this; None: as long as the process group's collectives.
         verify: read every file once more beforehand, the ranks sharing them out, and compare its checksum. Sizes
             are compared in any case.
 
@@ -67,7 +64,6 @@ def load_checkpoint(
         The ``extra`` that was saved.
 
     Raises (on every rank alike, and nothing has been changed then):
-        TimeoutError: not every rank called it; the message says which did.
         TypeError: what isn't a model or optimizer.
         ValueError: another model's checkpoint, a damaged one, or none of this package's; the message names the
             first thing that is wrong.
@@ -76,15 +72,15 @@ def load_checkpoint(
     """
     group = group_of(optimizer)
     wait_for_last(group)
-    monitored_barrier(group.group, "load_checkpoint", timeout)
     doing, place = f"load the checkpoint {path}", Path(os.path.abspath(path))
-    folder = on_first_rank(group, lambda: locate(place))
     with together(group, doing) as lines:
         optimizers = check_optimizers(model, optimizer)
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
         before = {name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()}
         check_rank_state(rank_state)
         lines += [f"path {path}", f"{names_text(optimizers, 'optimizer')}, {names_text(schedulers, 'scheduler')}"]
+    folder = on_first_rank(group, lambda: locate(place))
+    with together(group, doing) as lines:
         saved = SavedCheckpoint(folder)
         manifest = saved.manifest
         manifest.check_files(folder, sorted(manifest.files)[group.group_rank :: group.ranks], verify)

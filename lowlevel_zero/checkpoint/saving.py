@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 from .. import __version__
 from ..communication.agreement import together
 from ..communication.failed_ranks import explained
-from ..communication.monitored_barrier import monitored_barrier
 from ..communication.process_groups import context_of, side_group
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
@@ -55,7 +54,6 @@ def save_checkpoint(
     exclude_frozen: bool = False,
     async_save: bool = False,
     keep: int | None = None,
-    timeout: float | None = None,
 ) -> Saving:
     """Save model, optimizer, scheduler and ``extra`` to the directory ``path``; every rank calls it, between steps.
 
@@ -81,13 +79,11 @@ def save_checkpoint(
         keep: then remove all but the ``keep`` newest of this run's checkpoints in ``path``'s directory, and remains
             of saves that were broken off. This run's are those that were saved with these optimizers, or by runs that
             these were loaded from.
-        timeout: seconds to wait for the other ranks to call this; None: as long as the process group's collectives.
 
     Returns:
         The save, with ``wait()``; it is over unless ``async_save``.
 
     Raises (on every rank alike; asynchronous writing raises in ``wait()``):
-        TimeoutError: not every rank called it; the message says which did.
         TypeError: what isn't a model or optimizer, or what ``torch.load(weights_only=True)`` would not take back.
         ValueError: a bad ``keep``, parameters that aren't the model's or that two optimizers train, ranks that differ
             in their arguments.
@@ -96,7 +92,6 @@ def save_checkpoint(
     """
     group = group_of(optimizer)
     wait_for_last(group)
-    monitored_barrier(group.group, "save_checkpoint", timeout)
     target = Path(os.path.abspath(path))
     doing = f"save a checkpoint to {path}"
     with together(group, doing) as lines:
