@@ -124,11 +124,11 @@ def aside_path(path: Path, token: str, kind: str = "tmp") -> Path:
 
 
 def publish(written: Path, path: Path, token: str) -> None:
-    """Put the whole checkpoint ``written`` at ``path``; what was there goes once it is, and remains of broken-off saves.
+    """Put the whole checkpoint ``written`` at ``path``; what was there goes once it is.
 
-    Between the two renames the former one is to be found aside.
+    So do remains of broken-off saves. Between the two renames the former one is to be found aside.
     """
-    sync_folder(written)
+    sync(written)
     old = aside_path(path, token, "old")
     if path.exists():
         os.rename(path, old)
@@ -138,7 +138,7 @@ def publish(written: Path, path: Path, token: str) -> None:
         if old.exists():
             os.rename(old, path)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
     _clear_remains(_folders_in(path.parent, path.name))
 
 
@@ -159,9 +159,9 @@ def next_serial(path: Path) -> int:
     return max([time.time_ns(), *(each.serial + 1 for each in _folders_in(path.parent))])
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the names in ``folder`` written through to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, written through to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -25,14 +25,6 @@ _log = logging.getLogger("lowlevel_zero")
 ALONE = "destroy_process_group was called before all was written: call wait() first"
 
 
-class _Written(list[Any]):
-    """What a rank has written, for the coordinator."""
-
-    def __init__(self, results: list[Any], sums: dict[str, FileSum]) -> None:
-        super().__init__(results)
-        self.sums = sums
-
-
 class CommittingWriter(FileSystemWriter):
     """Writes a file a rank beside ``path``, and the first rank puts them in place when all have.
 
@@ -83,13 +75,14 @@ class CommittingWriter(FileSystemWriter):
         sums = {name: FileSum.of(self._written / name) for name in sorted(names)}
         sums |= {name: _write_through(self._written / name, data) for name, data in self._own.items()}
         written: Future[Any] = Future()
-        written.set_result(_Written(results, sums))
+        written.set_result((results, sums))
         return written
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         if len(results) != self._size:  # after destroy_process_group torch takes each rank for the only one
             raise RuntimeError(f"expected what {self._size} ranks wrote, got what {len(results)} did")
-        sums = {name: each for written in results for name, each in written.sums.items()}
+        sums = {name: each for _, sums_of_rank in results for name, each in sums_of_rank.items()}
+        results = [results_of_rank for results_of_rank, _ in results]
         super().finish(metadata, [*results, *self._aliases(metadata, results)])
         self._commit({**sums, METADATA: FileSum.of(self._written / METADATA)})
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folders import sync_folder as sync
+from ..checkpoint.folders import sync
 from ..communication.agreement import together
 from ..communication.shard_group import ShardGroup
 
