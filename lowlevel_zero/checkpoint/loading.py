@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..communication.agreement import together
 from ..planning.text import counted, ranks_text
+from ..state.sharded import States
 from .contents import Contents
 from .folders import locate, on_first_rank
 from .manifest import RANK_STATE, Manifest, read_manifest
@@ -82,26 +83,22 @@ def load_checkpoint(
     folder = on_first_rank(group, lambda: locate(place))
     with together(group, doing) as lines:
         saved = SavedCheckpoint(folder)
-        manifest = saved.manifest
-        manifest.check_files(folder, sorted(manifest.files)[group.group_rank :: group.ranks], verify)
+        files = saved.manifest.files
+        saved.manifest.check_files(folder, sorted(files)[group.group_rank :: group.ranks], verify)
         check_same_optimizers(optimizers, saved.objects.optimizers)
-        own = {} if rank_state is None else _state_of(folder, manifest, group.group_rank)
+        own = {} if rank_state is None else _state_of(folder, saved.manifest, group.group_rank)
         contents = Contents(model, optimizers)
-        lines += [f"serial {manifest.serial}", *contents.lines()[:1]]
+        lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing, saved.names)
     with _restored_if_refused(schedulers, before), together(group, doing):
         _check_same(saved, contents, schedulers)
-        model_state, states = contents.templates(saved)
-        try:
-            saved.read(model_state, states)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{folder}: damaged, rank {group.group_rank} could not read it: {error}") from error
+        model_state, states = _read(saved, contents)
         for name, each in schedulers.items():
             each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
     for each in optimizers.values():
         each.zero_grad()
     contents.put(model_state, states, saved.objects)
-    runs_of(optimizers, manifest.runs)
+    runs_of(optimizers, saved.manifest.runs)
     if rank_state is not None:
         rank_state.clear()
         rank_state.update(own)
@@ -142,6 +139,18 @@ def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[
             raise ValueError(
                 f"{called(name, 'scheduler')}: {saved.path} was saved without one: leave it out, or save with it"
             )
+
+
+def _read(saved: SavedCheckpoint, contents: Contents) -> tuple[dict[str, Tensor], States]:
+    """This rank's parts of the model and of its optimizers' states, beside those that are there."""
+    model, states = contents.templates(saved)
+    try:
+        saved.read(model, states)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{saved.path}: damaged, rank {contents.group.group_rank} could not read it: {error}"
+        ) from error
+    return model, states
 
 
 @contextmanager
