@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
 
 
 class HostAccelerator(CpuAccelerator):  # type: ignore[misc]  # ColossalAI ships no types
-    """ColossalAI's CPU accelerator, that also answers what its checkpoints and timers ask.
+    """ColossalAI's CPU accelerator, that also answers what its checkpoints, seeds and memory reports ask.
 
-    Its own raises then, so that ``TorchDDPPlugin``, say, can't load a sharded optimizer on a CPU.
+    Its own raises in them, so that ``TorchDDPPlugin``, say, can't load a sharded optimizer on a CPU.
     """
 
     def synchronize(self, device: object = None) -> None:
@@ -16,6 +17,18 @@ class HostAccelerator(CpuAccelerator):  # type: ignore[misc]  # ColossalAI ships
 
     def empty_cache(self) -> None:
         """Nothing to empty: the host's memory isn't cached."""
+
+    def device_count(self) -> int:
+        """One: the host."""
+        return 1
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the host's generator."""
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the host's generator."""
+        torch.manual_seed(seed)
 
 
 def complete_cpu_accelerator() -> None:
