@@ -46,18 +46,22 @@ def named_modules(model: nn.Module) -> Iterator[NamedModule]:
     return _named_modules(NamedModule("", "", model))
 
 
+def named_tensors(model: nn.Module, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every own name of every parameter, and then of every buffer; ``persistent``: of those in a state dict alone."""
+    everywhere = list(named_modules(model))
+    for name, _, module in everywhere:
+        yield from ((joined(name, own), p) for own, p in module._parameters.items() if p is not None)
+    for name, _, module in everywhere:
+        without = module._non_persistent_buffers_set if persistent else ()
+        buffers = ((own, buffer) for own, buffer in module._buffers.items() if own not in without)
+        yield from ((joined(name, own), buffer) for own, buffer in buffers if buffer is not None)
+
+
 def own_names(model: nn.Module | None) -> dict[Tensor, str]:
     """The first own name of every parameter, and then of every buffer; none without a model."""
     found: dict[Tensor, str] = {}
-    everywhere = [] if model is None else list(named_modules(model))
-    for named in everywhere:
-        for name, p in named.module._parameters.items():
-            if p is not None:
-                found.setdefault(p, joined(named.name, name))
-    for named in everywhere:
-        for name, buffer in named.module._buffers.items():
-            if buffer is not None:
-                found.setdefault(buffer, joined(named.name, name))
+    for name, tensor in () if model is None else named_tensors(model):
+        found.setdefault(tensor, name)
     return found
 
 

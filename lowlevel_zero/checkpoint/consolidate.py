@@ -17,7 +17,7 @@ from torch import Tensor
 from ..bookkeeping.module_names import matched, without_wrappers
 from ..state.sharded import renamed
 from ..state.whole import EXTRAS, FP8, State
-from .folders import aside_path, publish
+from .folders import aside_path, publish, sync
 from .objects import Settings
 from .optimizers import Name
 from .saved import SavedCheckpoint
@@ -80,8 +80,7 @@ def consolidate(
         _save_model(_model(checkpoint, read), written / MODEL)
         torch.save(_optimizers(checkpoint, read), written / OPTIMIZER)
         for name in (MODEL, OPTIMIZER):
-            with (written / name).open("rb") as handle:
-                os.fsync(handle.fileno())
+            sync(written / name)
         publish(written, out, token)
     finally:
         shutil.rmtree(written, ignore_errors=True)

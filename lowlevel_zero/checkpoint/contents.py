@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..bookkeeping.module_names import joined, named_modules
+from ..bookkeeping.module_names import joined, named_modules, named_tensors
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.agreement import agree_apart
@@ -109,7 +109,7 @@ class Contents:
         number_of = {p: number.get(owner.ranks.group, 0) for p, owner in owners.items()}
         add_companions(number_of, model)
         names: dict[Tensor, str] = {}
-        for name, tensor, is_buffer in _tensors(model):
+        for name, tensor in named_tensors(model, persistent=True):
             if tensor in names:
                 self.tied[name] = names[tensor]
             elif name in self.entries:
@@ -121,7 +121,7 @@ class Contents:
                 at = number_of.get(tensor, 0)
                 owner = owners.get(tensor, _Owner(None, None, None, self.groups[at]))
                 ranks = self.groups[at] if owner.record is None else owner.ranks
-                self.entries[name] = Entry(tensor, owner.record, _described(name, tensor, owner, is_buffer), at, ranks)
+                self.entries[name] = Entry(tensor, owner.record, _described(name, tensor, owner), at, ranks)
         for p in owners:
             if p not in names:
                 raise ValueError(
@@ -266,26 +266,17 @@ def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _O
     return found
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every name of every parameter and then of every persistent buffer, and whether it is a buffer."""
-    everywhere = list(named_modules(model))
-    for name, _, module in everywhere:
-        yield from ((joined(name, own), p, False) for own, p in module._parameters.items() if p is not None)
-    for name, _, module in everywhere:
-        for own, buffer in module._buffers.items():
-            if buffer is not None and own not in module._non_persistent_buffers_set:
-                yield joined(name, own), buffer, True
-
-
-def _described(name: str, tensor: Tensor, owner: _Owner, is_buffer: bool) -> SavedTensor:
+def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
     if owner.record is not None:
         owner.record.take_back()
     like = tensor if owner.record is not None else _without_values(tensor)
     kind = UNTRAINED if tensor.requires_grad else FROZEN
-    if is_buffer or owner.record is not None:
-        kind = BUFFER if is_buffer else TRAINABLE
+    if owner.record is not None:
+        kind = TRAINABLE
+    elif not isinstance(tensor, nn.Parameter):
+        kind = BUFFER
     dtype = str(tensor.dtype).removeprefix("torch.")
     return SavedTensor(tuple(tensor.shape), tuple(like.stride()), dtype, kind, owner.group, owner.optimizer)
 

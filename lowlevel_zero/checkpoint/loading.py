@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..communication.agreement import together
-from ..communication.monitored_barrier import monitored_barrier
 from ..planning.text import counted, ranks_text
+from ..state.sharded import States
 from .contents import Contents
 from .folders import locate, on_first_rank
 from .manifest import RANK_STATE, Manifest, read_manifest
@@ -43,7 +43,6 @@ def load_checkpoint(
     *,
     scheduler: Any = None,
     rank_state: dict[str, Any] | None = None,
-    timeout: float | None = None,
     verify: bool = True,
 ) -> Any:
     """Load what ``save_checkpoint`` saved, at any world size, stage and bucket size; every rank calls it.
@@ -59,7 +58,6 @@ def load_checkpoint(
         scheduler: the same, if one was saved; of several optimizers a list or a dict, as when they were saved.
         rank_state: a dict, which is emptied, and filled with what this rank gave ``save_checkpoint``. With another
             number of ranks each is given that of the rank of its number, if there was one; a warning says so.
-        timeout: seconds to wait for the other ranks to call this; None: as long as the process group's collectives.
         verify: read every file once more beforehand, the ranks sharing them out, and compare its checksum. Sizes
             are compared in any case.
 
@@ -67,7 +65,6 @@ def load_checkpoint(
         The ``extra`` that was saved.
 
     Raises (on every rank alike, and nothing has been changed then):
-        TimeoutError: not every rank called it; the message says which did.
         TypeError: what isn't a model or optimizer.
         ValueError: another model's checkpoint, a damaged one, or none of this package's; the message names the
             first thing that is wrong.
@@ -76,36 +73,32 @@ def load_checkpoint(
     """
     group = group_of(optimizer)
     wait_for_last(group)
-    monitored_barrier(group.group, "load_checkpoint", timeout)
     doing, place = f"load the checkpoint {path}", Path(os.path.abspath(path))
-    folder = on_first_rank(group, lambda: locate(place))
     with together(group, doing) as lines:
         optimizers = check_optimizers(model, optimizer)
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
         before = {name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()}
         check_rank_state(rank_state)
         lines += [f"path {path}", f"{names_text(optimizers, 'optimizer')}, {names_text(schedulers, 'scheduler')}"]
+    folder = on_first_rank(group, lambda: locate(place))
+    with together(group, doing) as lines:
         saved = SavedCheckpoint(folder)
-        manifest = saved.manifest
-        manifest.check_files(folder, sorted(manifest.files)[group.group_rank :: group.ranks], verify)
+        files = saved.manifest.files
+        saved.manifest.check_files(folder, sorted(files)[group.group_rank :: group.ranks], verify)
         check_same_optimizers(optimizers, saved.objects.optimizers)
-        own = {} if rank_state is None else _state_of(folder, manifest, group.group_rank)
+        own = {} if rank_state is None else _state_of(folder, saved.manifest, group.group_rank)
         contents = Contents(model, optimizers)
-        lines += [f"serial {manifest.serial}", *contents.lines()[:1]]
+        lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing, saved.names)
     with _restored_if_refused(schedulers, before), together(group, doing):
         _check_same(saved, contents, schedulers)
-        model_state, states = contents.templates(saved)
-        try:
-            saved.read(model_state, states)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{folder}: damaged, rank {group.group_rank} could not read it: {error}") from error
+        model_state, states = _read(saved, contents)
         for name, each in schedulers.items():
             each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
     for each in optimizers.values():
         each.zero_grad()
     contents.put(model_state, states, saved.objects)
-    runs_of(optimizers, manifest.runs)
+    runs_of(optimizers, saved.manifest.runs)
     if rank_state is not None:
         rank_state.clear()
         rank_state.update(own)
@@ -146,6 +139,18 @@ def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[
             raise ValueError(
                 f"{called(name, 'scheduler')}: {saved.path} was saved without one: leave it out, or save with it"
             )
+
+
+def _read(saved: SavedCheckpoint, contents: Contents) -> tuple[dict[str, Tensor], States]:
+    """This rank's parts of the model and of its optimizers' states, beside those that are there."""
+    model, states = contents.templates(saved)
+    try:
+        saved.read(model, states)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{saved.path}: damaged, rank {contents.group.group_rank} could not read it: {error}"
+        ) from error
+    return model, states
 
 
 @contextmanager

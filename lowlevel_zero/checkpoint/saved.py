@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..bookkeeping.sharding import SCALARS
-from ..bookkeeping.storages import flat_in_memory_order
 from ..state.boxes import BoxedTensor
 from .manifest import METADATA, OBJECTS, TRAINABLE, Manifest, SavedTensor, read_manifest
 from .objects import Objects, Settings, read_metadata, read_objects
@@ -124,24 +123,22 @@ class SavedCheckpoint:
         """Fill what format 1 has of one parameter, each tensor by way of the whole of it."""
         entry = self.manifest.tensors[name]
         whole = {
-            key: torch.empty(entry.numel, dtype=tensor.dtype, device="cpu")
+            key: torch.empty_strided(entry.shape, entry.stride, dtype=tensor.dtype, device="cpu")
             for key, tensor in tensors.items()
             if key not in SCALARS and tensor.shape == entry.shape
         }
-        self._read({prefix: {**tensors, **whole}})
-        for key, flat in whole.items():
-            fill(tensors[key], flat, entry)
+        flat = {key: tensor.as_strided((entry.numel,), (1,)) for key, tensor in whole.items()}
+        self._read({prefix: {**tensors, **flat}})
+        for key, tensor in whole.items():
+            fill(tensors[key], tensor)
 
 
 def _like(entry: SavedTensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
 
 
-def fill(tensor: Tensor, flat: Tensor, entry: SavedTensor) -> None:
-    """Fill a dense tensor, or this rank's boxes of it, with all elements in the memory order that ``entry`` tells."""
-    boxes = tensor
-    if not isinstance(boxes, BoxedTensor):
-        boxes = BoxedTensor(tensor.as_strided((tensor.numel(),), (1,)), 0, tensor.shape, tensor.stride())
-    like = torch.empty_strided(entry.shape, boxes.strides, device="meta")
-    ours = flat_in_memory_order(flat.as_strided(entry.shape, entry.stride), like)
-    boxes.local.copy_(ours[boxes.start : boxes.start + len(boxes.local)])
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    """Copy into a tensor, or this rank's boxes of it, what ``whole`` has there."""
+    parts = tensor.parts() if isinstance(tensor, BoxedTensor) else {(0,) * tensor.dim(): tensor}
+    for offsets, part in parts.items():
+        part.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))])

@@ -23,11 +23,9 @@ from torch.utils._pytree import tree_map_only
 from .. import __version__
 from ..communication.agreement import together
 from ..communication.failed_ranks import explained
-from ..communication.monitored_barrier import monitored_barrier
 from ..communication.process_groups import context_of, side_group
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
-from ..state.sharded import States
 from .contents import Contents
 from .folders import check_target
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
@@ -55,7 +53,6 @@ def save_checkpoint(
     exclude_frozen: bool = False,
     async_save: bool = False,
     keep: int | None = None,
-    timeout: float | None = None,
 ) -> Saving:
     """Save model, optimizer, scheduler and ``extra`` to the directory ``path``; every rank calls it, between steps.
 
@@ -79,15 +76,13 @@ def save_checkpoint(
             further save or load waits for it, and so does the interpreter's end; wait yourself before
             ``destroy_process_group``, or it may be broken off, with an error.
         keep: then remove all but the ``keep`` newest of this run's checkpoints in ``path``'s directory, and remains
-            of saves that were broken off. This run's are those that were saved with these optimizers, or by runs that
-            these were loaded from.
-        timeout: seconds to wait for the other ranks to call this; None: as long as the process group's collectives.
+            of saves that were broken off a day ago. This run's are those that were saved with these optimizers, or by
+            runs that these were loaded from.
 
     Returns:
         The save, with ``wait()``; it is over unless ``async_save``.
 
     Raises (on every rank alike; asynchronous writing raises in ``wait()``):
-        TimeoutError: not every rank called it; the message says which did.
         TypeError: what isn't a model or optimizer, or what ``torch.load(weights_only=True)`` would not take back.
         ValueError: a bad ``keep``, parameters that aren't the model's or that two optimizers train, ranks that differ
             in their arguments.
@@ -96,44 +91,35 @@ def save_checkpoint(
     """
     group = group_of(optimizer)
     wait_for_last(group)
-    monitored_barrier(group.group, "save_checkpoint", timeout)
-    target = Path(os.path.abspath(path))
-    doing = f"save a checkpoint to {path}"
+    target, doing = Path(os.path.abspath(path)), f"save a checkpoint to {path}"
     with together(group, doing) as lines:
         _check_keep(keep)
         check_rank_state(rank_state)
         check_target(target)
         optimizers = check_optimizers(model, optimizer)
         schedulers = check_schedulers(scheduler, optimizers)
-        lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
-        lines += [names_text(optimizers, "optimizer")]
         contents = Contents(model, optimizers)
-        lines += contents.lines()
+        lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
+        lines += [names_text(optimizers, "optimizer"), *contents.lines()]
     contents.meet(doing, exclude_frozen=exclude_frozen)
     _tell_untrained(contents)
     with together(group, doing) as lines:
         files = {} if rank_state is None else {RANK_STATE.format(group.group_rank): packed(rank_state, "rank_state")}
         settings = {name: _settings(contents, name, each, schedulers[name]) for name, each in optimizers.items()}
-        data = Objects(settings, contents.extra_states, extra).packed()
-        states = contents.states()
-        shared = [name for name in states if contents.entries[name].shard_group == 0]
-        lines += [f"{name}.{key}" for name in shared for key in states[name]]
-        state = _as_torch_has_it(contents.model(), states, Objects(**unpacked(data)))
+        objects = Objects(settings, contents.extra_states, extra).packed()
+        if group.group_rank == 0:
+            files[OBJECTS] = objects
+        state = _as_torch_has_it(contents, Objects(**unpacked(objects)), lines)
         if async_save:
             state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-    if group.group_rank == 0:
-        files[OBJECTS] = data
-    manifest = _manifest(contents, runs_of(optimizers), next(iter(settings.values()))["stage"])
+    manifest = _manifest(contents, runs_of(optimizers), settings)
     (number,) = group.from_rank_zero([secrets.randbits(62)])
     writer = CommittingWriter(target, f"{number:016x}", group, manifest, files, keep)
-    write = partial(_write, target, state, writer, side_group(group.group))
     saving = Saving(target)
+    saving.run(partial(_write, target, state, writer, side_group(group.group)), in_background=async_save)
     if async_save:
-        saving.add_done_callback(_log_error)  # maybe nobody waits
-        threading.Thread(target=saving.run, args=(write,), name="lowlevel_zero checkpoint").start()
         context_of(group.group).writing = saving
     else:
-        saving.run(write)
         saving.wait()
     return saving
 
@@ -152,8 +138,12 @@ class Saving(Future[Path]):
         self.path = path
         self.set_running_or_notify_cancel()  # nobody can cancel it: other ranks write, too
 
-    def run(self, write: Callable[[], None]) -> None:
+    def run(self, write: Callable[[], None], in_background: bool) -> None:
         """Write it: by a thread, for which the interpreter's end waits, or at once."""
+        if in_background:
+            self.add_done_callback(_log_error)  # maybe nobody waits
+            threading.Thread(target=self.run, args=(write, False), name="lowlevel_zero checkpoint").start()
+            return
         try:
             write()
         except Exception as error:  # raised where it is waited for
@@ -229,14 +219,18 @@ def _tell_untrained(contents: Contents) -> None:
         )
 
 
-def _as_torch_has_it(model: dict[str, Tensor], states: States, objects: Objects) -> dict[str, Any]:
-    """What is saved, as torch's ``get_state_dict`` puts it together, so that its tools find it by name."""
+def _as_torch_has_it(contents: Contents, objects: Objects, lines: list[str]) -> dict[str, Any]:
+    """What is saved, as torch's ``get_state_dict`` puts it together, so that its tools find it by name.
+
+    ``lines`` get names of states, which have to be alike on all ranks that share them.
+    """
     optimizers = objects.optimizers.values()
     state: dict[str, dict[str, Any]] = {name: {**of} for each in optimizers for name, of in each["states"].items()}
-    for name, tensors in states.items():
+    for name, tensors in contents.states().items():
         state.setdefault(name, {}).update(tensors)
+        lines += [f"{name}.{key}" for key in tensors if contents.entries[name].shard_group == 0]
     groups = [group for settings in optimizers for group in settings["param_groups"]]
-    return {"model": {**model, **objects.model}, "optim": {"state": state, "param_groups": groups}}
+    return {"model": {**contents.model(), **objects.model}, "optim": {"state": state, "param_groups": groups}}
 
 
 def _settings(contents: Contents, name: Name, optimizer: LowLevelZeroOptimizer, scheduler: Any) -> Settings:
@@ -250,13 +244,13 @@ def _settings(contents: Contents, name: Name, optimizer: LowLevelZeroOptimizer, 
     }
 
 
-def _manifest(contents: Contents, runs: tuple[str, ...], stage: int) -> Manifest:
+def _manifest(contents: Contents, runs: tuple[str, ...], settings: Mapping[Name, Settings]) -> Manifest:
     """The manifest, but for what is known when all has been written."""
     return Manifest(
         version=__version__,
         torch=torch.__version__,
         world_size=contents.group.ranks,
-        stage=stage,
+        stage=next(iter(settings.values()))["stage"],
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         serial=0,
         tensors={name: tensor for name, tensor in contents.saved.items() if name not in contents.excluded},

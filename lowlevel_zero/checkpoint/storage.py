@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
 from ..communication.shard_group import ShardGroup
-from .folders import aside_path, claim, next_serial, prune, publish
+from .folders import aside_path, next_serial, prune, publish
 from .manifest import MANIFEST, METADATA, FileSum, Manifest
 from .saved import MODEL
 
@@ -25,18 +25,10 @@ _log = logging.getLogger("lowlevel_zero")
 ALONE = "destroy_process_group was called before all was written: call wait() first"
 
 
-class _Written(list[Any]):
-    """What a rank has written, for the coordinator."""
-
-    def __init__(self, results: list[Any], sums: dict[str, FileSum]) -> None:
-        super().__init__(results)
-        self.sums = sums
-
-
 class CommittingWriter(FileSystemWriter):
     """Writes a file a rank beside ``path``, and the first rank puts them in place when all have.
 
-    What that raises all ranks hear of, as of any rank's own error. The first rank makes the folder, and claims it.
+    What that raises all ranks hear of, as of any rank's own error.
 
     Args:
         path: where the checkpoint will be.
@@ -64,19 +56,17 @@ class CommittingWriter(FileSystemWriter):
         self._manifest = manifest
         self._own = own
         self._keep = keep
-        self._claim: IO[bytes] | None = None
+        self._leads = False
 
     def release(self) -> None:
-        """All is over: let go of the folder, which is no more, unless it could not be written: then it goes."""
-        if self._claim is not None:
+        """All is over: the folder is no more, unless it could not be written: then it goes."""
+        if self._leads:
             shutil.rmtree(self._written, ignore_errors=True)
-            self._claim.close()
 
     # ---- what torch.distributed.checkpoint calls ----
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:
-            self._claim = claim(self._written)
+        self._leads = is_coordinator
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
@@ -85,13 +75,14 @@ class CommittingWriter(FileSystemWriter):
         sums = {name: FileSum.of(self._written / name) for name in sorted(names)}
         sums |= {name: _write_through(self._written / name, data) for name, data in self._own.items()}
         written: Future[Any] = Future()
-        written.set_result(_Written(results, sums))
+        written.set_result((results, sums))
         return written
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         if len(results) != self._size:  # after destroy_process_group torch takes each rank for the only one
             raise RuntimeError(f"expected what {self._size} ranks wrote, got what {len(results)} did")
-        sums = {name: each for written in results for name, each in written.sums.items()}
+        sums = {name: each for _, sums_of_rank in results for name, each in sums_of_rank.items()}
+        results = [results_of_rank for results_of_rank, _ in results]
         super().finish(metadata, [*results, *self._aliases(metadata, results)])
         self._commit({**sums, METADATA: FileSum.of(self._written / METADATA)})
 

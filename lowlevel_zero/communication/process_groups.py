@@ -7,7 +7,6 @@ many groups a rank has, so those made here are named after the caller's group in
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -36,7 +35,6 @@ class GroupContext:
         pool: memory that all ranks see; or why there is none; None: nobody has asked.
         abandoned: collectives under way that nobody will wait for.
         shard_groups: numbers those made of it, alike on all ranks.
-        barriers: by name, attempts at a monitored barrier that are known to be over.
         processes: of the default group: those of other ranks, by global rank.
         writing: what a thread is writing over the side group; None: nothing, as far as anybody has asked.
     """
@@ -47,7 +45,6 @@ class GroupContext:
         self.pool: Memory | str | None = None
         self.abandoned: list[Work[Any]] = []
         self.shard_groups = count(1)
-        self.barriers: defaultdict[str, int] = defaultdict(int)
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None
 

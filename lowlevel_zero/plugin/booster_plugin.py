@@ -12,8 +12,8 @@ from colossalai.booster.plugin import LowLevelZeroPlugin as ColossalAIsPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from colossalai.cluster import ProcessGroupMesh
 from colossalai.interface import ModelWrapper, OptimizerWrapper
-from colossalai.quantization import quantize_model
-from peft import PeftModel, get_peft_model
+from colossalai.logging import get_dist_logger
+from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
 
@@ -110,6 +110,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         self.precision = precision
         self.cast_inputs = cast_inputs
         self.lora_enabled = False
+        self.logger = get_dist_logger()
 
     # ---- what Booster asks ----
 
@@ -178,12 +179,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
                 f"model: expected one that isn't boosted yet, got a {type(model).__name__}: "
                 "call booster.enable_lora before booster.boost"
             )
-        if bnb_quantization_config is not None:
-            model = quantize_model(model, bnb_quantization_config)
-        self.lora_enabled = True
-        if pretrained_dir is None:
-            return get_peft_model(model, lora_config)  # type: ignore[no-any-return]
-        return PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)  # type: ignore[no-any-return]
+        return super().enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config)  # type: ignore[no-any-return]
 
     def _add_lora(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if not isinstance(model, PeftModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folders import sync_folder as sync
+from ..checkpoint.folders import sync
 from ..communication.agreement import together
 from ..communication.shard_group import ShardGroup
 
@@ -59,47 +58,34 @@ def check_folder_target(path: str, index_name: str) -> None:
 
 @contextmanager
 def file_beside(path: str) -> Iterator[str]:
-    """A path to write to instead of ``path``, of the same suffix, renamed to it when the body has ended.
-
-    For one process. What a crash leaves beside has always the same name: the next save writes over it.
-    """
-    target = Path(path)
-    beside = target.with_name(f".{target.stem}.writing{target.suffix}")
-    try:
-        yield str(beside)
-        _replace(beside, target)
-        sync(target.absolute().parent)
-    finally:
-        beside.unlink(missing_ok=True)
+    """A path to write to instead of ``path``, of the same name, put in its place when the body has ended."""
+    with files_beside(path, into=Path(path).parent) as folder:
+        yield os.path.join(folder, Path(path).name)
 
 
 @contextmanager
-def files_beside(path: str, last: str | None = None) -> Iterator[str]:
+def files_beside(path: str, last: str | None = None, into: Path | None = None) -> Iterator[str]:
     """A directory to write files to, each of which replaces its namesake in the directory ``path`` at the end.
 
     For one process. None is ever half there; a crash may leave some of the old ones beside new ones. An index of
-    them is the ``last`` one: if it names files of new names, the old checkpoint is whole until the new one is.
+    them is the ``last`` one: if it names files of new names, the old checkpoint is whole until the new one is. What a
+    crash leaves beside has always the same name: the next save removes it. ``into``: where they go, if not to ``path``.
     """
     target = Path(path)
     beside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside.mkdir(parents=into is None)
     try:
         yield str(beside)
         files = (file for file in beside.rglob("*") if file.is_file())
         for file in sorted(files, key=lambda file: (file.name == last, file)):
-            place = target / file.relative_to(beside)
+            place = (into or target) / file.relative_to(beside)
             place.parent.mkdir(parents=True, exist_ok=True)
-            _replace(file, place)
+            sync(file)
+            os.replace(file, place)
             sync(place.absolute().parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _replace(source: Path, target: Path) -> None:
-    """Rename a file that is on the disk by then."""
-    sync(source)
-    os.replace(source, target)
 
 
 # ---- shards and their index ----
@@ -122,9 +108,8 @@ def tagged(name: str, tag: str) -> str:
 
 
 def free_tag(names: Iterable[str], taken: set[str]) -> str:
-    """The first tag, or none, with which no one of ``names`` is ``taken``."""
-    tags = itertools.chain([""], (f"-{number:05d}" for number in itertools.count(2)))
-    return next(tag for tag in tags if taken.isdisjoint(tagged(name, tag) for name in names))
+    """A tag, or none, with which no one of ``names`` is ``taken``: by files that have all the other one."""
+    return "" if taken.isdisjoint(names) else "-00002"
 
 
 def remove_shards(path: str, kept: set[str], old: set[str]) -> None:

@@ -65,15 +65,15 @@ class GlobalNames:
         return {self._own[name]: value for name, value in own.items()}
 
     def _tell_experts_apart(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
-        holders: dict[str, list[tuple[int, Ranks]]] = {}
         place = {rank: at for at, rank in enumerate(groups[0].slice_ranks)}
         ranks_of = [tuple(place[rank] for rank in group.slice_ranks) for group in groups]
-        led = led_by_this_rank(groups)
-        own = [(name, number, ranks_of[number]) for name, number in number_of.items() if number in led]
-        for name, number, ranks in (each for ranks_own in from_leaders(groups, own) for each in ranks_own):
-            holders.setdefault(name, []).append((number, ranks))
+        own = {name: ranks_of[number] for name, number in number_of.items() if number}
+        holders: dict[str, list[Ranks]] = {}
+        for name, ranks in (each for ranks_own in from_all_ranks(groups, own) for each in ranks_own.items()):
+            if ranks not in holders.setdefault(name, []):
+                holders[name].append(ranks)
         for name, held in holders.items():
-            for at, (number, ranks) in enumerate(held):
+            for at, ranks in enumerate(held):
                 tagged = name if len(held) == 1 else f"{name}@{at}"
                 if tagged != name and (tagged in holders or tagged in number_of):
                     raise ValueError(
@@ -81,26 +81,13 @@ class GlobalNames:
                         "apart by it: call it something else"
                     )
                 self.experts[tagged] = Expert(name, ranks)
-                if number_of.get(name) == number and ranks == ranks_of[number]:
+                if own.get(name) == ranks:
                     self._own[name] = tagged
 
 
-def led_by_this_rank(groups: Sequence[ShardGroup]) -> set[int]:
-    """The numbers of the groups of experts of which this rank is the first: it tells the others of what they share."""
-    return {number for number, group in enumerate(groups) if number and group.group_rank == 0}
-
-
-def from_leaders(groups: Sequence[ShardGroup], own: T) -> list[T]:
-    """What the first ranks of groups of experts have; nothing where there are none. Communicates then.
-
-    Args:
-        groups: the shard groups; those of experts are all but the first.
-        own: what this rank has; it is told if it is a first one.
-    """
-    if len(groups) == 1:
-        return []
-    mine = own if led_by_this_rank(groups) else None
-    return [own_names for own_names in groups[0].all_gather_object(mine) if own_names is not None]
+def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:
+    """What every rank tells of its ``experts``; nothing where the shard groups show that there are none."""
+    return [] if len(groups) == 1 else groups[0].all_gather_object(experts)
 
 
 def of_all_ranks(
@@ -113,11 +100,11 @@ def of_all_ranks(
         number_of: the shard groups' numbers by global names.
         own: what this rank has, in several dicts; so it returns as many.
     """
-    led = led_by_this_rank(groups)
     found = [dict(each) for each in own]
-    for gathered in from_leaders(groups, [{n: of for n, of in each.items() if number_of[n] in led} for each in own]):
+    experts = [{name: value for name, value in each.items() if number_of[name]} for each in own]
+    for gathered in from_all_ranks(groups, experts):
         for known, others in zip(found, gathered, strict=True):
-            known.update(others)
+            known.update({name: value for name, value in others.items() if name not in known})
     return found
 
 

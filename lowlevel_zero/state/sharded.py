@@ -16,7 +16,7 @@ from ..loss_scaler import LossScaler
 from ..optim.probe import NoProbe, first_states
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
-from .global_names import from_leaders, led_by_this_rank, of_all_ranks
+from .global_names import from_all_ranks, of_all_ranks
 from .values import is_slice
 from .whole import MASTER, State, load_slices, own_state, scale_as_numbers
 
@@ -55,8 +55,6 @@ class ShardedState:
         self._optim = optimizer.optim
         self._records = {names[record.p]: record for record in optimizer.sharded_parameters}
         store = optimizer.sharded_parameters
-        led = led_by_this_rank(store.shard_groups)
-        own_plans = [self._plan_of(group) for group in optimizer.sharded_groups if group.number in led]
         present: dict[str, list[str]] = {}
         others: dict[str, State] = {}
         for name, record in self._records.items():
@@ -66,11 +64,13 @@ class ShardedState:
         number_of = {name: record.shard_group for name, record in self._records.items()}
         self.present, self._others = of_all_ranks(store.shard_groups, number_of, present, others)
         held = [[(names[p], store.shard_group_of(p)) for p in members] for members in store.groups]
-        gathered = from_leaders(store.shard_groups, ([_of_groups(members, {0, *led}) for members in held], own_plans))
-        self._other_plans = [plan for _, plans in gathered for plan in plans]
+        own_plans = [self._plan_of(group) for group in optimizer.sharded_groups if group.number]
+        gathered = from_all_ranks(store.shard_groups, ([[name for name, _ in members] for members in held], own_plans))
+        plans = [plan for _, plans_of_rank in gathered for plan in plans_of_rank]
+        self._other_plans = [plan for at, plan in enumerate(plans) if plan not in plans[:at]]
         # The names in each param group: the shared ones as this rank has them, with all ranks' experts between.
         self._group_names = [
-            _with_experts(_of_groups(members, {0}), [names[at] for names, _ in gathered])
+            _with_experts([name for name, number in members if not number], [names[at] for names, _ in gathered])
             for at, members in enumerate(held)
         ]
 
@@ -179,10 +179,6 @@ class ShardedState:
 _REMEDY = "build the optimizer with the groups that it was saved with"
 
 
-def _of_groups(members: Iterable[tuple[str, int]], numbers: set[int]) -> list[str]:
-    return [name for name, number in members if number in numbers]
-
-
 def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> list[str]:
     """The ``shared`` names, and before each the ones that come before it in one of the lists of ``others``."""
     before: dict[str | None, list[str]] = {name: [] for name in (*shared, None)}
@@ -194,7 +190,7 @@ def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> lis
                 experts = []
             else:
                 experts.append(name)
-    return [name for at in before for name in (*before[at], at) if name is not None]
+    return list(dict.fromkeys(name for at in before for name in (*before[at], at) if name is not None))
 
 
 def _takes(record: ShardedParameter, key: str) -> bool:

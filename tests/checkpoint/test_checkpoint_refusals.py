@@ -341,37 +341,24 @@ class Quadratic:
         return 1.0 / (1 + step) ** 2
 
 
-def test_one_rank_alone_is_told_who_came_and_a_later_call_works(tmp_path: Path) -> None:
+def test_one_rank_alone_and_those_who_train_on_are_told_of_each_other(tmp_path: Path) -> None:
     def lonely(rank: int, world_size: int) -> list[str]:
         pair = Training().start()
         told = []
-        for alone, call in ((0, save_checkpoint), (2, load_checkpoint)):
-            if rank == alone:
-                told.append(refused(partial(call, tmp_path / "a", pair.model, pair.optimizer, timeout=0.3)))
-            dist.barrier()
+        for call in (save_checkpoint, load_checkpoint):
+            if rank == 1:
+                told.append(refused(partial(call, tmp_path / "a", pair.model, pair.optimizer)))
+            else:
+                told.append(refused(partial(pair.train, BEFORE, rank, world_size)))
+            pair.optimizer.zero_grad()
             save_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
             load_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
         return told
 
-    (one,), nothing, (three,) = run_ranks(lonely, 3)
-    assert nothing == []
-    expected = "expected all 3 ranks, got rank {} and, within 0.3 seconds, not ranks {}: call it on every rank"
-    assert one == "TimeoutError: save_checkpoint: " + expected.format(0, "1, 2")
-    assert three == "TimeoutError: load_checkpoint: " + expected.format(2, "0, 1")
-
-
-def test_a_rank_that_waits_in_training_is_not_told_so_by_a_hang(tmp_path: Path) -> None:
-    """The others are in a collective of the data path when one rank saves alone."""
-
-    def lonely(rank: int, world_size: int) -> str:
-        pair = Training().start()
-        told = ""
-        if rank == 0:
-            told = refused(lambda: save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, timeout=0.3))
-        pair.train(BEFORE, rank, world_size)
-        return told
-
-    assert "not rank 1" in run_ranks(lonely, 2)[0]
+    for saving, loading in run_ranks(lonely, 2):
+        expected = "RuntimeError: expected the same call on every rank, got rank 0 to step; rank 1 to "
+        assert saving.startswith(f"{expected}save a checkpoint to {tmp_path / 'a'}: let every rank")
+        assert loading.startswith(expected)
 
 
 def test_dcp_s_own_planner_is_never_asked_for_bytes(saved: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_each_run_keeps_its_own(tmp_path: Path) -> None:
 
 
 def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two optimizers' groups save into one folder at the same time, to two places and to the same; and by hand."""
+    """Two optimizers' groups save into one folder at the same time; and by hand."""
 
     def save(rank: int, world_size: int) -> list[Any]:
         pairs, reader = [start(dist.new_group([0, 1])) for _ in range(2)], start()
@@ -77,23 +78,18 @@ def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.Mon
         by_hand = tmp_path / "of another tool.0123456789abcdef.tmp"
         by_hand.mkdir(exist_ok=True)
         (by_hand / "part").write_text("half of it")
-        told = []
-        for at, place in enumerate(("there", "here")):
-            goes_on.clear()
-            planned.clear()
-            monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
-            slow = save_checkpoint(tmp_path / place, *pairs[0], extra="slow", async_save=True)
-            assert planned.wait(20)
-            monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
-            for _ in range(2):
-                save_checkpoint(tmp_path / "here", *pairs[1], extra=f"quick {at}", keep=1)
-            told.append(load_checkpoint(tmp_path / "here", *reader))
-            goes_on.set()
-            slow.wait()
-            told.append(load_checkpoint(tmp_path / place, *reader))
-        return told
+        monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
+        slow = save_checkpoint(tmp_path / "there", *pairs[0], extra="slow", async_save=True)
+        assert planned.wait(20)
+        monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
+        for _ in range(2):
+            save_checkpoint(tmp_path / "here", *pairs[1], extra="quick", keep=1)
+        told = [load_checkpoint(tmp_path / "here", *reader)]
+        goes_on.set()
+        slow.wait()
+        return [*told, load_checkpoint(tmp_path / "there", *reader)]
 
-    assert run_ranks(save, 2) == [["quick 0", "slow", "quick 1", "slow"]] * 2
+    assert run_ranks(save, 2) == [["quick", "slow"]] * 2
     assert names_in(tmp_path) == {"here", "there", "of another tool.0123456789abcdef.tmp"}
 
 
@@ -149,18 +145,19 @@ def test_each_file_is_looked_at_by_one_rank(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_rank_that_is_late_is_waited_for_as_long_as_the_group_waits(tmp_path: Path) -> None:
-    def lonely(rank: int, world_size: int) -> list[str]:
+    def lonely(rank: int, world_size: int) -> str:
         pair = start(dist.new_group([0, 1], timeout=timedelta(seconds=2)))
-        told = []
-        if rank == 0:
-            for call in (save_checkpoint, load_checkpoint):
-                with pytest.raises(TimeoutError) as caught:
-                    call(tmp_path / "a", *pair)
-                told.append(str(caught.value))
-        dist.barrier()
+        if rank == 1:
+            time.sleep(1)
         save_checkpoint(tmp_path / "a", *pair)
+        told = ""
+        if rank == 0:
+            with pytest.raises(RuntimeError) as caught:
+                save_checkpoint(tmp_path / "a", *pair)
+            told = str(caught.value)
+        dist.barrier()
         return told
 
     told, _ = run_ranks(lonely, 2)
-    assert [line.partition(":")[0] for line in told] == ["save_checkpoint", "load_checkpoint"]
-    assert all("got rank 0 and, within 2 seconds, not rank 1" in line for line in told)
+    assert told.startswith("save_checkpoint: every rank calls it, and this one has waited in vain for the agreement")
+    assert "Not there yet: rank 1 (outside of the optimizer" in told

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowlevel_zero.checkpoint.manifest import SavedTensor
 from lowlevel_zero.checkpoint.saved import fill
 from lowlevel_zero.state.boxes import BoxedTensor
 
@@ -25,12 +24,10 @@ def in_order(order: list[int]) -> Tensor:
 @given(ORDERS, ORDERS, st.data())
 def test_each_element_comes_to_its_place(saved: list[int], own: list[int], data: st.DataObject) -> None:
     start, stop = sorted(data.draw(st.integers(0, 24)) for _ in range(2))
-    entry = SavedTensor(SHAPE, in_order(saved).stride(), "float32", "trainable", 0)
-    flat = in_order(saved).as_strided((24,), (1,))
     expected = in_order(own)
     whole = torch.empty_strided(SHAPE, expected.stride())
     boxes = BoxedTensor(torch.empty(stop - start), start, SHAPE, expected.stride())
     for tensor in (whole, boxes):
-        fill(tensor, flat, entry)
+        fill(tensor, in_order(saved))
     assert torch.equal(whole, expected)
     assert torch.equal(boxes.local, expected.as_strided((24,), (1,))[start:stop])

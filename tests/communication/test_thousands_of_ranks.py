@@ -25,7 +25,7 @@ from benchmarks.gpt import SIZES as SIZES_OF_GPT
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.bucket_plan import Item, make_plan
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint, saving
-from lowlevel_zero.communication import failed_ranks, monitored_barrier, process_groups, shard_group
+from lowlevel_zero.communication import failed_ranks, process_groups, shard_group
 from lowlevel_zero.communication.backends import native
 from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.options import ZeroOptions
@@ -37,11 +37,11 @@ SIZES = (8, 64, 512, 1024, 4096)
 Counts: TypeAlias = dict[str, dict[int, dict[str, Counter[str]]]]  # by backend, ranks and phase
 
 
-class OthersDoTheSame:
-    """A store that counts requests; where ranks are counted, all others have been."""
+class Counting:
+    """A store that counts requests."""
 
-    def __init__(self, store: dist.Store, others: int, counts: Counter[str]) -> None:
-        self._store, self._others, self._counts = store, others, counts
+    def __init__(self, store: dist.Store, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def request(*args: Any) -> Any:
@@ -49,11 +49,6 @@ class OthersDoTheSame:
             return getattr(self._store, name)(*args)
 
         return request
-
-    def add(self, key: str, amount: int) -> int:
-        """As many as there are ranks, in the end."""
-        self._counts["store requests"] += 1
-        return self._store.add(key, amount) + self._others
 
 
 @contextmanager
@@ -72,8 +67,8 @@ def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
             theirs.copy_(mine)
         return []
 
-    def store_of(group: dist.ProcessGroup, prefix: str) -> OthersDoTheSame:
-        return OthersDoTheSame(dist.PrefixStore(prefix, store), ranks - 1, counts)
+    def store_of(group: dist.ProcessGroup, prefix: str) -> Counting:
+        return Counting(dist.PrefixStore(prefix, store), counts)
 
     def own_row(row: Tensor, buffer: Tensor, **options: Any) -> Any:
         row.copy_(buffer[: row.numel()])  # which would stay as it was, perhaps no number
@@ -87,8 +82,7 @@ def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
         patch.setattr(dist, "get_backend", lambda group=None: backend)
         for module in (process_groups, shard_group):
             patch.setattr(module, "backends_by_device", lambda group: {"cpu": backend})
-        for module in (monitored_barrier, failed_ranks):
-            patch.setattr(module, "store_of", store_of)
+        patch.setattr(failed_ranks, "store_of", store_of)
         patch.setattr(Pairwise, "send_and_receive", echo)
         patch.setattr(native, "_reduce_scatter_single", own_row)
         yield counts
@@ -148,7 +142,7 @@ def test_the_store_is_asked_as_often_however_many_ranks_there_are(counts: Counts
     for by_size in counts.values():
         for phases in by_size.values():
             requests = {phase: asked["store requests"] for phase, asked in phases.items()}
-            assert requests == {"construction": 0, "step": 0, "save": 4, "load": 4}
+            assert requests == {"construction": 0, "step": 0, "save": 0, "load": 0}
 
 
 def test_there_are_at_most_two_process_groups_beyond_the_caller_s(counts: Counts) -> None:

@@ -146,14 +146,6 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Alone:
-    """The last rank alone makes the call, and is told so; the others don't know, and all go on."""
-
-    error: Errors
-    says: str
-
-
-@dataclass(frozen=True)
 class Right:
     """The right thing happens: what plain torch makes of the same calls, or of ``plain``."""
 
@@ -176,8 +168,8 @@ class Wrong:
 
     what: str
     do: Doing
-    must: Refused | Alone | Right
-    by_itself: Refused | Alone | Right | None = None
+    must: Refused | Right
+    by_itself: Refused | Right | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     tolerance: float = 2e-6
@@ -201,11 +193,11 @@ def try_out(wrongs: Iterable[Wrong], world_size: int, subtests: pytest.Subtests,
                 _check(wrong, _plainly(wrong, must, world_size), got)
 
 
-def _must(wrong: Wrong, world_size: int) -> Refused | Alone | Right:
+def _must(wrong: Wrong, world_size: int) -> Refused | Right:
     return wrong.by_itself if wrong.by_itself is not None and world_size == 1 else wrong.must
 
 
-def _ends(must: Refused | Alone | Right) -> bool:
+def _ends(must: Refused | Right) -> bool:
     return isinstance(must, Refused) and must.ends
 
 
@@ -217,13 +209,13 @@ def _check(wrong: Wrong, expected: dict[str, Tensor], got: list[dict[str, Tensor
             assert difference <= wrong.tolerance, f"{name} differs from plain torch's by {difference:.3g}"
 
 
-def _try_rank(rank: int, world_size: int, wrong: Wrong, must: Refused | Alone | Right) -> dict[str, Tensor]:
+def _try_rank(rank: int, world_size: int, wrong: Wrong, must: Refused | Right) -> dict[str, Tensor]:
     work = Work(rank, world_size, wrong.options, wrong.dtype)
     work.steps(*BEFORE)
-    if isinstance(must, Right) or (isinstance(must, Alone) and not work.odd):
+    if isinstance(must, Right):
         wrong.do(work)
     else:
-        told_of_another = isinstance(must, Refused) and must.others is not None and not work.odd
+        told_of_another = must.others is not None and not work.odd
         with pytest.raises(RuntimeError if told_of_another else must.error) as caught:
             wrong.do(work)
         pattern = must.others if told_of_another else must.says
@@ -234,11 +226,10 @@ def _try_rank(rank: int, world_size: int, wrong: Wrong, must: Refused | Alone | 
     return work.values()
 
 
-def _plainly(wrong: Wrong, must: Refused | Alone | Right, world_size: int) -> dict[str, Tensor]:
+def _plainly(wrong: Wrong, must: Refused | Right, world_size: int) -> dict[str, Tensor]:
     work = Work(None, world_size, {}, wrong.dtype)
     work.steps(*BEFORE)
-    if not isinstance(must, Alone):
-        (must.plain or wrong.do)(work)
+    (must.plain or wrong.do)(work)
     work.optimizer.zero_grad()
     work.steps(*AFTER)
     return work.values()
