@@ -7,20 +7,24 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from ..communication.shard_group import ShardGroup
-from .manifest import MANIFEST, METADATA, Manifest, whole_manifest
+from .manifest import MANIFEST, METADATA, OBJECTS, Manifest, whole_manifest
+
+try:
+    import fcntl
+except ImportError:  # Windows, where files have no such locks
+    fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 
 # What is being written, or was replaced, stands beside the checkpoint: step-100.0123456789abcdef.tmp
-_ASIDE = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old|gone)")
-# Seconds after which no save of another run goes on: its remains may go.
-_A_DAY = 24 * 3600.0
+_ASIDE = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
 
 
 class CheckpointFolder(NamedTuple):
@@ -28,8 +32,7 @@ class CheckpointFolder(NamedTuple):
 
     Attributes:
         name: the checkpoint's.
-        kind: ``"tmp"``, what was to become it; ``"old"``, what it was to replace; ``"gone"``, what is being removed;
-            or, the checkpoint itself, nothing.
+        kind: ``"tmp"``, what was to become it; ``"old"``, what it was to replace; or, the checkpoint itself, nothing.
         manifest: of a whole checkpoint, moved aside only where nothing has replaced it; else None.
     """
 
@@ -143,15 +146,28 @@ def publish(written: Path, path: Path, token: str) -> None:
 
 
 def prune(path: Path, keep: int, runs: Collection[str]) -> None:
-    """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no old remains."""
+    """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains."""
     folders = _folders_in(path.parent)
     found = [each for each in folders if each.manifest is not None and set(each.manifest.runs[:1]) & set(runs)]
-    _clear_remains(folders, unless_younger=_A_DAY)
+    _clear_remains(folders)
     for each in sorted(found, key=lambda each: each.serial)[:-keep]:
         # Moved first: a crash in the midst of removing it must not leave half a checkpoint under its name.
-        moved = aside_path(each.path, "0" * 16, "gone")
+        moved = aside_path(each.path, "0" * 16)
         os.rename(each.path, moved)
         shutil.rmtree(moved, ignore_errors=True)
+
+
+def claim(written: Path) -> IO[bytes]:
+    """Make the folder ``written``, which isn't taken for remains as long as the file that is returned is open.
+
+    The system lets go of it when the process ends, however it does.
+    """
+    written.mkdir(parents=True, exist_ok=True)  # another rank may be here already
+    file = (written / OBJECTS).open("xb")
+    if fcntl is not None:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def next_serial(path: Path) -> int:
@@ -180,15 +196,20 @@ def _folders_in(folder: Path, name: str | None = None) -> list[CheckpointFolder]
     return found
 
 
-def _clear_remains(folders: Iterable[CheckpointFolder], unless_younger: float = 0.0) -> None:
-    """Remove what saves that were broken off have left, so many seconds ago, and what nobody needs any more."""
+def _clear_remains(folders: Iterable[CheckpointFolder]) -> None:
+    """Remove what saves that were broken off have left, and nobody needs any more."""
     for path, _, kind, manifest in folders:
-        if manifest is None and (kind in ("old", "gone") or (kind == "tmp" and _age(path) >= unless_younger)):
+        if manifest is None and (kind == "old" or (kind == "tmp" and _is_abandoned(path))):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _age(path: Path) -> float:
+def _is_abandoned(written: Path) -> bool:
+    """Whether who claimed it has gone; what has files in it that nobody ever claimed is somebody else's."""
     try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:  # its save has just put it in place
-        return 0.0
+        with (written / OBJECTS).open("rb+") as file:
+            if fcntl is None:
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:  # it is locked, or can't be, or isn't there
+        return not any(written.glob("*"))

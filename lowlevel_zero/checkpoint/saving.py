@@ -76,8 +76,8 @@ def save_checkpoint(
             further save or load waits for it, and so does the interpreter's end; wait yourself before
             ``destroy_process_group``, or it may be broken off, with an error.
         keep: then remove all but the ``keep`` newest of this run's checkpoints in ``path``'s directory, and remains
-            of saves that were broken off a day ago. This run's are those that were saved with these optimizers, or by
-            runs that these were loaded from.
+            of saves that were broken off. This run's are those that were saved with these optimizers, or by runs that
+            these were loaded from.
 
     Returns:
         The save, with ``wait()``; it is over unless ``async_save``.

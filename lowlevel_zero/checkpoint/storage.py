@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
 from ..communication.shard_group import ShardGroup
-from .folders import aside_path, next_serial, prune, publish
+from .folders import aside_path, claim, next_serial, prune, publish
 from .manifest import MANIFEST, METADATA, FileSum, Manifest
 from .saved import MODEL
 
@@ -28,7 +28,7 @@ ALONE = "destroy_process_group was called before all was written: call wait() fi
 class CommittingWriter(FileSystemWriter):
     """Writes a file a rank beside ``path``, and the first rank puts them in place when all have.
 
-    What that raises all ranks hear of, as of any rank's own error.
+    What that raises all ranks hear of, as of any rank's own error. The first rank makes the folder, and claims it.
 
     Args:
         path: where the checkpoint will be.
@@ -56,17 +56,19 @@ class CommittingWriter(FileSystemWriter):
         self._manifest = manifest
         self._own = own
         self._keep = keep
-        self._leads = False
+        self._claim: IO[bytes] | None = None
 
     def release(self) -> None:
-        """All is over: the folder is no more, unless it could not be written: then it goes."""
-        if self._leads:
+        """All is over: let go of the folder, which is no more, unless it could not be written: then it goes."""
+        if self._claim is not None:
             shutil.rmtree(self._written, ignore_errors=True)
+            self._claim.close()
 
     # ---- what torch.distributed.checkpoint calls ----
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._leads = is_coordinator
+        if is_coordinator:
+            self._claim = claim(self._written)
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:

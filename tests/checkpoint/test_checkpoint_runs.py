@@ -63,7 +63,7 @@ def test_each_run_keeps_its_own(tmp_path: Path) -> None:
 
 
 def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two optimizers' groups save into one folder at the same time; and by hand."""
+    """Two optimizers' groups save into one folder at the same time, to two places and to the same; and by hand."""
 
     def save(rank: int, world_size: int) -> list[Any]:
         pairs, reader = [start(dist.new_group([0, 1])) for _ in range(2)], start()
@@ -78,18 +78,23 @@ def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.Mon
         by_hand = tmp_path / "of another tool.0123456789abcdef.tmp"
         by_hand.mkdir(exist_ok=True)
         (by_hand / "part").write_text("half of it")
-        monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
-        slow = save_checkpoint(tmp_path / "there", *pairs[0], extra="slow", async_save=True)
-        assert planned.wait(20)
-        monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
-        for _ in range(2):
-            save_checkpoint(tmp_path / "here", *pairs[1], extra="quick", keep=1)
-        told = [load_checkpoint(tmp_path / "here", *reader)]
-        goes_on.set()
-        slow.wait()
-        return [*told, load_checkpoint(tmp_path / "there", *reader)]
+        told = []
+        for at, place in enumerate(("there", "here")):
+            goes_on.clear()
+            planned.clear()
+            monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
+            slow = save_checkpoint(tmp_path / place, *pairs[0], extra="slow", async_save=True)
+            assert planned.wait(20)
+            monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
+            for _ in range(2):
+                save_checkpoint(tmp_path / "here", *pairs[1], extra=f"quick {at}", keep=1)
+            told.append(load_checkpoint(tmp_path / "here", *reader))
+            goes_on.set()
+            slow.wait()
+            told.append(load_checkpoint(tmp_path / place, *reader))
+        return told
 
-    assert run_ranks(save, 2) == [["quick", "slow"]] * 2
+    assert run_ranks(save, 2) == [["quick 0", "slow", "quick 1", "slow"]] * 2
     assert names_in(tmp_path) == {"here", "there", "of another tool.0123456789abcdef.tmp"}
 
 
