@@ -36,13 +36,13 @@ class NoProbe(Exception):
 def probe(optimizer: Optimizer) -> str | None:
     """What tells whole parameters from their slices when others of ``optimizer``'s class step both; None: nothing.
 
-    Runs in fp32 on the CPU. ``optimizer`` and random number generators stay as they are.
-
-    Raises:
-        NoProbe: it can't be tried; the message says why.
+    Or why it can't be tried. Runs in fp32 on the CPU. ``optimizer`` and random number generators stay as they are.
     """
-    with _undisturbed():
-        return _first_difference(optimizer)
+    try:
+        with _undisturbed():
+            return _first_difference(optimizer)
+    except NoProbe as failure:
+        return f"it could not be tried ({failure})"
 
 
 def first_states(
@@ -144,7 +144,7 @@ def _first_difference(optimizer: Optimizer) -> str | None:
     starts = [0.02 * _randn(shape, generator) for _ in options for shape in _SHAPES]
     wholes = [torch.nn.Parameter(start.clone()) for start in starts]
     slices = [torch.nn.Parameter(_first_slice(start).clone()) for start in starts]
-    whole, sliced = _made(optimizer, wholes), _made(optimizer, slices)
+    whole, sliced = (_fresh(optimizer, _options_to_try(optimizer), _by_group(params)) for params in (wholes, slices))
     for grads in _gradients(starts, generator):
         _step(whole, wholes, grads)
         _step(sliced, slices, map(_first_slice, grads))
@@ -164,9 +164,8 @@ def _first_difference(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _made(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
-    groups = [params[first : first + len(_SHAPES)] for first in range(0, len(params), len(_SHAPES))]
-    return _fresh(optimizer, _options_to_try(optimizer), groups)
+def _by_group(params: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    return [params[first : first + len(_SHAPES)] for first in range(0, len(params), len(_SHAPES))]
 
 
 def _step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
