@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .whole_steps import MUON, full_name
+
 Options: TypeAlias = dict[str, Any]
 
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
@@ -53,34 +55,25 @@ def first_states(
 ) -> list[Options]:
     """The state that a flat parameter of ``numel`` elements gets in its first step: one dict for each param group.
 
-    The parameter is one of ``dtype`` on the host; None: one like the group's first. It is a matrix of one row where
-    the class wants matrices. ``optimizer`` stays as it is. ``make``: makes another; None: its class's constructor.
+    The parameter is one of ``dtype`` on the host; None: one like the group's first. For Muon it is a matrix of one row,
+    and so is its state. ``optimizer`` stays as it is. ``make``: makes another; None: its class's constructor.
 
     Raises:
         NoProbe: no other optimizer of the class could be made.
     """
-    try:
-        return _states_of(optimizer, (numel,), dtype, make)
-    except NoProbe:
-        return _states_of(optimizer, (1, numel), dtype, make)
-
-
-def _states_of(optimizer: Optimizer, shape: tuple[int, ...], dtype: torch.dtype | None, make: Any) -> list[Options]:
+    shape = (1, numel) if full_name(optimizer) == MUON else (numel,)
     with _undisturbed():
-        params = [torch.nn.Parameter(_zeros(shape, dtype, group["params"])) for group in optimizer.param_groups]
+        params: list[Tensor] = [
+            torch.nn.Parameter(_zeros(shape, dtype, group["params"])) for group in optimizer.param_groups
+        ]
         options = [_own_options(group) for group in optimizer.param_groups]
         other = make(params) if make else _fresh(optimizer, options, [[p] for p in params])
         _step(other, params, map(torch.zeros_like, params))
-        states = [other.state.get(p, {}) for p in params]
-    return [{key: value.flatten() if _has(shape, value) else value for key, value in each.items()} for each in states]
+        return [other.state.get(p, {}) for p in params]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Tensor]) -> Tensor:
     return likes[0].new_zeros(shape) if likes and dtype is None else torch.zeros(shape, dtype=dtype)
-
-
-def _has(shape: tuple[int, ...], value: object) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape
 
 
 # ---- another optimizer of the class ----
