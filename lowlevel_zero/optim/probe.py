@@ -193,9 +193,9 @@ def _undisturbed() -> Iterator[None]:
     they are written; torch before 2.6 compiles them.
     """
     python_state = random.getstate()
-    eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+    stance = getattr(torch.compiler, "set_stance", lambda _: nullcontext())
     try:
-        with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), eager:
+        with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager"):
             warnings.simplefilter("ignore")
             yield
     except NoProbe:
