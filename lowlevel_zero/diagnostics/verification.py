@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from operator import neg
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,8 @@ def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
 def _difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     """The first of these tensors that isn't the same on all ranks of ``group``, in words; None: all are."""
     sums = _read([checksum(each) for each in names])
-    digest = _digest(sums)
-    bounds = [*digest, *map(neg, digest)]
+    digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
+    bounds = [digest, -digest]
     if group.all_reduce_max(bounds) == bounds:
         return None
     return _first_difference(dict(zip(names.values(), zip(*group.all_gather_object(sums), strict=True), strict=True)))
@@ -59,13 +59,6 @@ def _read(sums: Sequence[Tensor]) -> list[int]:
     """All in one copy to the host; on several devices, one each."""
     values: list[int] = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     return values
-
-
-def _digest(sums: Sequence[int]) -> list[int]:
-    """A few non-negative integers."""
-    data = torch.tensor(sums, dtype=torch.int64, device="cpu")
-    value = int(checksum(data)) % 2**64
-    return [len(sums), value >> 32, value % 2**32]
 
 
 def _first_difference(gathered: Mapping[str, Sequence[int]]) -> str:

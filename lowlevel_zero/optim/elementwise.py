@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..partition import ELEMENTWISE
-from .probe import NoProbe, probe
+from .probe import probe
 from .quantised import check_unstepped, is_known
 from .whole_steps import WHOLE_STEPS, check_matrices, full_name
 
@@ -137,15 +137,8 @@ def _why_not(optimizer: Optimizer, assume_elementwise: bool) -> _Refused | None:
     known = type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE | WHOLE_STEPS.keys()
     if assume_elementwise or known or is_known(optimizer):
         return None
-    return listed or _probed(optimizer)
-
-
-def _probed(optimizer: Optimizer) -> _Refused | None:
-    try:
-        difference = probe(optimizer)
-    except NoProbe as failure:
-        difference = f"it could not be tried ({failure})"
-    return None if difference is None else _Refused("", difference)
+    difference = None if listed else probe(optimizer)
+    return listed if difference is None else _Refused("", difference)
 
 
 def _listed(optimizer: Optimizer) -> _Refused | None:

@@ -63,14 +63,13 @@ class MuonStep:
                 next(batch, None)
 
     def _plan(self, records: Sequence[ShardedParameter]) -> list[tuple[ShardGroup, _ByOwner]]:
-        """Batches of matrices by their owners; each batch is of one shard group and on one device."""
+        """Batches of matrices by their owners; each batch is of one shard group."""
         batches: list[tuple[ShardGroup, _ByOwner]] = []
-        for place in dict.fromkeys(_place(record) for record in records):
-            group = self._shard_groups[place[0]]
-            members = [record for record in records if _place(record) == place]
+        for number, group in enumerate(self._shard_groups):
+            members = [record for record in records if record.shard_group == number]
             items = [WorkItem(flops(record.p.shape), record.split.numel) for record in members]
             for batch in share_out(items, group.size, MOST):
-                batches.append((group, [[members[number] for number in numbers] for numbers in batch]))
+                batches.append((group, [[members[place] for place in places] for places in batch]))
         return batches
 
 
@@ -97,10 +96,6 @@ def _stages(optim: Optimizer, group: ShardGroup, by_owner: _ByOwner) -> Iterator
     back.wait()
     for record, part in zip(records, parts, strict=True):
         _move(record, part, optim.param_groups[record.group])
-
-
-def _place(record: ShardedParameter) -> tuple[int, torch.device]:
-    return record.shard_group, record.padded.device
 
 
 def _update(optim: Optimizer, record: ShardedParameter) -> Tensor:

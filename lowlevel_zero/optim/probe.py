@@ -9,14 +9,14 @@ import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as _torch_optimizer
+
+from .whole_steps import MUON, full_name
 
 Options: TypeAlias = dict[str, Any]
 
@@ -29,10 +29,6 @@ _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  
 _TOLERANCE = 1e-5  # of the largest movement since the start
 _ROUNDINGS = len(_SIZES) * torch.finfo(torch.float32).eps  # of the element: each step rounds it
 _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    _torch_optimizer._global_optimizer_pre_hooks,
-    _torch_optimizer._global_optimizer_post_hooks,
-)
 
 
 class NoProbe(Exception):
@@ -42,18 +38,13 @@ class NoProbe(Exception):
 def probe(optimizer: Optimizer) -> str | None:
     """What tells whole parameters from their slices when others of ``optimizer``'s class step both; None: nothing.
 
-    Runs in fp32 on the CPU. ``optimizer``, random number generators and global hooks stay as they are.
-
-    Raises:
-        NoProbe: it can't be tried; the message says why.
+    Or why it can't be tried. Runs in fp32 on the CPU. ``optimizer`` and random number generators stay as they are.
     """
     try:
         with _undisturbed():
             return _first_difference(optimizer)
-    except NoProbe:
-        raise
-    except Exception as error:  # whatever another's class raises: it could not be tried
-        raise NoProbe(f"{type(error).__name__}: {error}") from error
+    except NoProbe as failure:
+        return f"it could not be tried ({failure})"
 
 
 def first_states(
@@ -64,33 +55,25 @@ def first_states(
 ) -> list[Options]:
     """The state that a flat parameter of ``numel`` elements gets in its first step: one dict for each param group.
 
-    The parameter is one of ``dtype`` on the host; None: one like the group's first. It is a matrix of one row where
-    the class wants matrices. ``optimizer`` stays as it is. ``make``: makes another; None: its class's constructor.
+    The parameter is one of ``dtype`` on the host; None: one like the group's first. For Muon it is a matrix of one row,
+    and so is its state. ``optimizer`` stays as it is. ``make``: makes another; None: its class's constructor.
 
     Raises:
         NoProbe: no other optimizer of the class could be made.
     """
-    failure: Exception = NoProbe("no shape")
-    for shape in ((numel,), (1, numel)):
-        params = [[torch.nn.Parameter(_like(group, dtype).new_zeros(shape))] for group in optimizer.param_groups]
-        try:
-            with _undisturbed():
-                options = [_own_options(group) for group in optimizer.param_groups]
-                other = make([p for (p,) in params]) if make else _fresh(optimizer, options, params)
-                _step(other, chain(*params), [torch.zeros_like(p) for (p,) in params])
-            return [_flat(other.state.get(p, {}), shape) for (p,) in params]
-        except Exception as error:  # whatever another's class raises
-            failure = error
-    raise NoProbe(f"{type(failure).__name__}: {failure}") from failure
+    shape = (1, numel) if full_name(optimizer) == MUON else (numel,)
+    with _undisturbed():
+        params: list[Tensor] = [
+            torch.nn.Parameter(_zeros(shape, dtype, group["params"])) for group in optimizer.param_groups
+        ]
+        options = [_own_options(group) for group in optimizer.param_groups]
+        other = make(params) if make else _fresh(optimizer, options, [[p] for p in params])
+        _step(other, params, map(torch.zeros_like, params))
+        return [other.state.get(p, {}) for p in params]
 
 
-def _like(group: Options, dtype: torch.dtype | None) -> Tensor:
-    return group["params"][0] if group["params"] and dtype is None else torch.zeros(0, dtype=dtype, device="cpu")
-
-
-def _flat(state: Options, shape: tuple[int, ...]) -> Options:
-    like_it = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
-    return {key: value.flatten() if key in like_it else value for key, value in state.items()}
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Tensor]) -> Tensor:
+    return likes[0].new_zeros(shape) if likes and dtype is None else torch.zeros(shape, dtype=dtype)
 
 
 # ---- another optimizer of the class ----
@@ -154,7 +137,7 @@ def _first_difference(optimizer: Optimizer) -> str | None:
     starts = [0.02 * _randn(shape, generator) for _ in options for shape in _SHAPES]
     wholes = [torch.nn.Parameter(start.clone()) for start in starts]
     slices = [torch.nn.Parameter(_first_slice(start).clone()) for start in starts]
-    whole, sliced = _made(optimizer, wholes), _made(optimizer, slices)
+    whole, sliced = (_fresh(optimizer, _options_to_try(optimizer), _by_group(params)) for params in (wholes, slices))
     for grads in _gradients(starts, generator):
         _step(whole, wholes, grads)
         _step(sliced, slices, map(_first_slice, grads))
@@ -174,9 +157,8 @@ def _first_difference(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _made(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
-    groups = [params[first : first + len(_SHAPES)] for first in range(0, len(params), len(_SHAPES))]
-    return _fresh(optimizer, _options_to_try(optimizer), groups)
+def _by_group(params: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    return [params[first : first + len(_SHAPES)] for first in range(0, len(params), len(_SHAPES))]
 
 
 def _step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
@@ -205,22 +187,20 @@ def _randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Puts back the random number generators; keeps out warnings, global step hooks, a default device, compilers."""
+    """Puts back the random number generators; keeps out warnings, a default device and compilers.
+
+    Whatever another's class raises in it is a ``NoProbe``. Steps that their class compiles, which takes minutes, run as
+    they are written; torch before 2.6 compiles them.
+    """
     python_state = random.getstate()
-    kept = [dict(hooks) for hooks in _GLOBAL_HOOKS]
-    with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), _eager():
-        warnings.simplefilter("ignore")
-        for hooks in _GLOBAL_HOOKS:
-            hooks.clear()
-        try:
+    stance = getattr(torch.compiler, "set_stance", lambda _: nullcontext())
+    try:
+        with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager"):
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            random.setstate(python_state)
-            for hooks, own in zip(_GLOBAL_HOOKS, kept, strict=True):
-                hooks.update(own)
-
-
-def _eager() -> AbstractContextManager[object]:
-    """Steps that their class compiles, which takes minutes, run as they are written; older torch compiles them."""
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    return nullcontext() if set_stance is None else set_stance("force_eager")
+    except NoProbe:
+        raise
+    except Exception as error:  # whatever another's class raises
+        raise NoProbe(f"{type(error).__name__}: {error}") from error
+    finally:
+        random.setstate(python_state)

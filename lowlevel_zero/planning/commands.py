@@ -68,7 +68,7 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({**found, "layout": layout.as_dict()}, default=str, indent=1))
     else:
-        print(f"{as_text(checkpoint, found)}\n\n{layout.table()}")
+        print(f"{as_text(found)}\n\n{layout.table()}")
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -86,12 +86,9 @@ def _names(value: Any) -> list[str] | str | None:
 # For people.
 
 
-def as_text(checkpoint: SavedCheckpoint, found: Mapping[str, Any]) -> str:
-    """A heading, a table of the parameters, and the rest; settings that are None or False are left out.
-
-    ``found``: what ``describe`` has.
-    """
-    return "\n\n".join(("\n".join(_heading(found)), _table(found), "\n".join(_rest(checkpoint))))
+def as_text(found: Mapping[str, Any]) -> str:
+    """What ``describe`` has: a heading, a table of the parameters, and the rest."""
+    return "\n\n".join(("\n".join(_heading(found)), _table(found), "\n".join(_rest(found))))
 
 
 def _heading(found: Mapping[str, Any]) -> Iterator[str]:
@@ -130,32 +127,30 @@ def _table(found: Mapping[str, Any]) -> str:
     return aligned(rows, right=(5, 6))
 
 
-def _rest(checkpoint: SavedCheckpoint) -> Iterator[str]:
-    manifest, excluded = checkpoint.manifest, checkpoint.manifest.excluded
-    for name, saved in checkpoint.objects.optimizers.items():
-        of = "" if name is None else f"of {name}: "
-        for at, group in enumerate(saved["param_groups"]):
-            yield f"  group {_group(name, at)}   {len(group['params'])} parameters, {_settings(group)}"
-        if saved["loss_scale"] is not None:
-            yield f"  fp16      {of}{_settings(saved['loss_scale'])}"
-        yield f"  scheduler {of}{_listed(saved['scheduler'])}"
-    yield f"  extra     {_listed(checkpoint.objects.extra)}"
-    if manifest.rank_states:
-        yield f"  own state of ranks {ranks_text(manifest.rank_states)}"
-    if excluded:
-        yield f"  excluded  {counted(len(excluded), 'frozen parameter')}: {', '.join(excluded)}"
+def _rest(found: Mapping[str, Any]) -> Iterator[str]:
+    seen: Counter[Name] = Counter()
+    for group in found["groups"]:
+        name = group.get("optimizer")
+        settings = {key: value for key, value in group.items() if key not in ("optimizer", "params")}
+        yield f"  group {_group(name, seen[name])}   {counted(group['params'], 'parameter')}, {_text(settings)}"
+        seen[name] += 1
+    for what in ("loss_scale", "scheduler", "extra"):
+        yield f"  {what:12}{_text(found[what]) or 'none'}"
+    if found["rank_states"]:
+        yield f"  own state of ranks {ranks_text(found['rank_states'])}"
+    if found["excluded"]:
+        yield f"  excluded  {counted(len(found['excluded']), 'frozen parameter')}: {', '.join(found['excluded'])}"
 
 
 def _group(optimizer: Name, at: int | None) -> str:
     return str(at) if optimizer is None else f"{optimizer}/{at}"
 
 
-def _listed(value: Any) -> str:
-    names = _names(value)
-    return "none" if names is None else names if isinstance(names, str) else ", ".join(names or ["nothing"])
-
-
-def _settings(named: Mapping[str, Any]) -> str:
-    settings = {name: value for name, value in named.items() if name != "params" and value is not None}
-    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in settings.items()}
-    return ", ".join(f"{name} {value}" for name, value in plain.items() if value is not False)
+def _text(value: Any) -> str:
+    """Of a list its items; of a dict what it has but for None and False."""
+    if isinstance(value, Mapping):
+        named = ((name, _text(each)) for name, each in value.items() if each is not None and each is not False)
+        return ", ".join(f"{name} {text}" for name, text in named)
+    if isinstance(value, (list, type(None))):
+        return ", ".join(map(str, value or ()))
+    return str(value.tolist() if isinstance(value, Tensor) else value)

@@ -25,8 +25,8 @@ _MAKERS: dict[str, Maker] = {
 }
 NAMES = tuple(_MAKERS)
 
-_TRIED = 97  # elements of a slice that is stepped
-_QUANTISED = 2**16  # the same, where small slices have other states than large ones
+_MOST = 2**16  # elements of a slice that is stepped, unless it is to end in a block; small ones may have other states
+_MORE = 97  # of another one, or so many blocks
 
 
 def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
@@ -44,7 +44,7 @@ def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
     if not callable(make):
         raise TypeError(f"optimizer: expected an optimizer, its class or one of {', '.join(NAMES)}, got {optimizer!r}")
     try:
-        made = make([nn.Parameter(torch.zeros(_TRIED, device="cpu"))])
+        made = make([nn.Parameter(torch.zeros(_MORE, device="cpu"))])
     except Exception as error:  # whatever another's class raises
         raise ValueError(
             f"optimizer: {optimizer!r} could not be made of parameters alone ({error}): pass an optimizer, or a "
@@ -60,15 +60,14 @@ def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
 def state_bytes(optimizer: Optimizer, make: Maker | None, dtype: torch.dtype, numel: int) -> list[int]:
     """Bytes of the state that a ``dtype`` slice of ``numel`` elements gets, in each of the optimizer's param groups.
 
-    Two smaller ones are stepped: what they differ by is per element, the rest per parameter. An 8-bit optimizer
-    quantises the states of some sizes alone, so it steps the slice itself, or one that ends in a block where it does.
+    Two of its size, or smaller, are stepped: what they differ by is per element, the rest per parameter. They end in a
+    block of elements where the slice does, since an 8-bit optimizer quantises the states of some sizes alone.
 
     Raises:
         ValueError: no other optimizer of the class can be made.
     """
     block = block_size(optimizer)
-    tried = _TRIED if block == 1 else min(numel, _QUANTISED + numel % block)
-    more = _TRIED * block
+    tried, more = min(numel, _MOST + numel % block), _MORE * block
     try:
         states, larger = (first_states(optimizer, count, dtype, make) for count in (tried, tried + more))
     except NoProbe as failure:

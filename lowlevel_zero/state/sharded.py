@@ -204,7 +204,7 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
     if record.keeps_more:
         tensors[MASTER] = record.p32.new_zeros(_TRIED)
     return {
-        key: value.new_empty(record.p.shape if value.shape == (_TRIED,) else value.shape, device="meta")
+        key: value.new_empty(record.p.shape if value.numel() == _TRIED else value.shape, device="meta")
         for key, value in tensors.items()
     }
 

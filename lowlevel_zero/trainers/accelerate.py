@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..communication.process_groups import start_alone
 from ..optimizer import LowLevelZeroOptimizer
 from .checks import check_accelerator, check_loss_scales, check_plain, checked_options
-from .files import load_sharded, load_whole, save_sharded
+from .files import load_optimizer, save_sharded
 
 
 class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no types
@@ -126,11 +126,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         with hook, self._without_optimizers():
             super().load_state(input_dir, *args, **kwargs)
         for number, optimizer in enumerate(self._sharded()):
-            sharded = Path(found[0], f"optimizer_{number}")
-            if sharded.is_dir():
-                load_sharded(optimizer, sharded)
-            else:
-                load_whole(optimizer, Path(found[0], f"optimizer_{number}.bin" if number else "optimizer.bin"))
+            file = f"optimizer_{number}.bin" if number else "optimizer.bin"
+            load_optimizer(optimizer, Path(found[0], f"optimizer_{number}"), Path(found[0], file))
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:

@@ -22,11 +22,12 @@ def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
     save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
 
 
-def load_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
-    """Load what ``save_sharded`` has written; every rank calls it."""
-    load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
+def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -> None:
+    """Load what ``save_sharded`` has written, or where it hasn't a plain optimizer's state dict; every rank calls it.
 
-
-def load_whole(optimizer: LowLevelZeroOptimizer, file: Path) -> None:
-    """Load a plain optimizer's state dict, of which each rank reads what it has; every rank calls it."""
-    optimizer.load_state_dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+    Each rank reads what it has.
+    """
+    if folder.is_dir():
+        load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
+    else:
+        optimizer.load_state_dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -18,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import load_checkpoint, read_rank_state, save_checkpoint
 from ..optimizer import LowLevelZeroOptimizer
+from .checks import check_loss_scales, checked_options
 
 _FOLDER = "lowlevel_zero.folder"  # in a checkpoint's dict: where it was read from
 
@@ -39,10 +38,9 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(
         self, zero_options: Mapping[str, Any] | None = None, *, sharded_checkpoint: bool = False, **options: Any
     ) -> None:
-        self.zero_options = dict(zero_options or {})
+        self.zero_options = checked_options(zero_options)
         self.sharded_checkpoint = sharded_checkpoint
         self.broadcast_buffers = options.pop("broadcast_buffers", True)
-        signature(LowLevelZeroOptimizer).bind(optimizer=None, model=None, **self.zero_options)
         super().__init__(**options)
         others = [*self._ddp_kwargs, *(name for name in options if name.startswith(("ddp_", "model_averaging")))]
         if others:
@@ -59,8 +57,8 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             raise TypeError("callbacks: expected no BaseFinetuning, to which slices mean nothing: use add_param_group")
         super().setup_optimizers(trainer)
         module, zero = self.lightning_module, self.zero_options
-        _check_together(self.optimizers, {p: name for name, p in module.named_parameters()})
         self.optimizers = [LowLevelZeroOptimizer(each, model=module, **zero) for each in self.optimizers]
+        check_loss_scales(self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, with rank 0's buffers."""
@@ -132,17 +130,6 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             load_checkpoint(checkpoint[_FOLDER], self.lightning_module, self.optimizers)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as DDPStrategy
             optimizer.load_state_dict(state)
-
-
-def _check_together(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
-    """Raise for optimizers that can't be sharded side by side."""
-    taken: set[Tensor] = set()
-    for p in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
-        if p in taken:
-            raise ValueError(f"{names.get(p)}: expected one optimizer that trains it, got two: leave it to one of them")
-        if p.dtype == torch.float16 and len(optimizers) > 1:
-            raise ValueError("precision: expected one optimizer alone with '16-true', got several: use 'bf16-true'")
-        taken.add(p)
 
 
 def _places(tensors: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .accelerate import ZeroAccelerator
 from .checks import check_plain, checked_options
-from .files import load_sharded, load_whole, save_sharded
+from .files import load_optimizer, save_sharded
 
 _FOLDER = "optimizer_0"
 
@@ -90,10 +90,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         """Each rank takes its slices; ``Trainer`` would load all of the state onto every GPU."""
         if checkpoint is None or not Path(checkpoint, SCHEDULER_NAME).is_file():  # the model alone was saved
             return
-        if Path(checkpoint, _FOLDER).is_dir():
-            load_sharded(self.optimizer.optimizer, Path(checkpoint, _FOLDER))
-        else:
-            load_whole(self.optimizer.optimizer, Path(checkpoint, OPTIMIZER_NAME))
+        load_optimizer(self.optimizer.optimizer, Path(checkpoint, _FOLDER), Path(checkpoint, OPTIMIZER_NAME))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
 

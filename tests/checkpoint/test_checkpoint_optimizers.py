@@ -146,7 +146,7 @@ def test_a_checkpoint_of_several_consolidates_and_is_described(
     assert main(["inspect", str(tmp_path / "dict"), "--world-size", "5"]) == 0
     people = capsys.readouterr().out
     assert "group adamw/1   4 parameters, lr" in people
-    assert "scheduler of muon: none" in people
+    assert "  scheduler   adamw step_size, " in people
 
 
 def refused(save: Any) -> str:

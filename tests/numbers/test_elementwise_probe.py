@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowlevel_zero.optim.elementwise import check_elementwise
 from tests.support.strangers import (
@@ -268,20 +267,6 @@ def test_random_numbers_go_on(cls: type[Stranger]) -> None:
         assert cls is not AdamByHand
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-
-
-def test_global_hooks_do_not_run_and_stay() -> None:
-    calls = []
-    registered = register_optimizer_step_post_hook(lambda *_: calls.append(1))
-    try:
-        optimizer = AdamByHand(matrix())
-        check_elementwise(optimizer)
-        assert calls == []
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 4)
-        optimizer.step()
-        assert calls == [1]
-    finally:
-        registered.remove()
 
 
 def test_the_model_is_not_copied() -> None:
