@@ -73,7 +73,7 @@ def first_states(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Tensor]) -> Tensor:
-    return likes[0].new_zeros(shape) if likes and dtype is None else torch.zeros(shape, dtype=dtype)
+    return likes[0].new_zeros(shape) if likes and dtype is None else torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 # ---- another optimizer of the class ----
