@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..communication.fp8 import check_fp8
 from ..communication.shard_group import ShardGroup
 from ..options import ZeroOptions
 from .parameter_store import ParameterStore
@@ -72,8 +71,6 @@ def check_parameters(
         _check_parameter(p, names[p], group)
     everything = {**(known or {}), **{p: names[p] for p in new}}
     _check_one_device(everything)
-    if options.fp8_communication:
-        check_fp8(dict.fromkeys(p.device for p in new))
     _check_own_memory(everything)
     check_has_values(model)
     _check_dense_gradients(model, names)

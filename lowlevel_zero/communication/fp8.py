@@ -13,7 +13,7 @@ Learning", 2022; scales that are exponents: the OCP's Microscaling Formats, 2023
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -64,18 +64,6 @@ def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
     encode(exact[None], encoded)
     tiny = rounded.abs().amax() * (2.0**-10 / 224)
     return (decode(encoded, exact.numel())[0].to(rounded.dtype) == rounded) | ((exact - rounded).abs() <= tiny)
-
-
-def check_fp8(devices: Iterable[torch.device]) -> None:
-    """Raise ``ValueError`` for the first of ``devices`` that can't convert to fp8 and back."""
-    for device in devices:
-        try:
-            torch.ones(1, device=device).to(_E4M3).float()
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"fp8_communication=True: expected a device that converts numbers to float8_e4m3fn, got {device.type}, "
-                f"where torch {torch.__version__} doesn't ({error}): leave fp8_communication out"
-            ) from error
 
 
 class Fp8(Backend):
