@@ -65,8 +65,7 @@ def consolidate(
         checkpoint.manifest.check_files(checkpoint.path, [file])
         done(size.bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_hex(8)
-    written = aside_path(out, token)
+    written = aside_path(out, secrets.token_hex(8))
     written.mkdir()
 
     def read(name: str, key: str, like: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ def consolidate(
         torch.save(_optimizers(checkpoint, read), written / OPTIMIZER)
         for name in (MODEL, OPTIMIZER):
             sync(written / name)
-        publish(written, out, token)
+        publish(written, out)
     finally:
         shutil.rmtree(written, ignore_errors=True)
 

@@ -122,17 +122,17 @@ def check_target(path: Path) -> None:
 
 
 def aside_path(path: Path, token: str, kind: str = "tmp") -> Path:
-    """Where ``path`` is written before it is whole, or where the one that it replaces goes."""
+    """Where ``path`` is written before it is whole, or where it goes; ``token``: 16 hexadecimal digits."""
     return path.with_name(f"{path.name}.{token}.{kind}")
 
 
-def publish(written: Path, path: Path, token: str) -> None:
-    """Put the whole checkpoint ``written`` at ``path``; what was there goes once it is.
+def publish(written: Path, path: Path) -> None:
+    """Put the whole checkpoint ``written``, an ``aside_path``, at ``path``; what was there goes once it is.
 
     So do remains of broken-off saves. Between the two renames the former one is to be found aside.
     """
     sync(written)
-    old = aside_path(path, token, "old")
+    old = written.with_suffix(".old")
     if path.exists():
         os.rename(path, old)
     try:

@@ -51,7 +51,6 @@ class CommittingWriter(FileSystemWriter):
         self._written = aside_path(path, token)
         super().__init__(self._written)
         self._path = path
-        self._token = token
         self._size = group.ranks
         self._manifest = manifest
         self._own = own
@@ -108,7 +107,7 @@ class CommittingWriter(FileSystemWriter):
         except ValueError as error:
             raise RuntimeError(f"{error}; seen from rank 0: all ranks must see the same file system") from error
         _write_through(self._written / MANIFEST, manifest.to_text().encode())
-        publish(self._written, self._path, self._token)
+        publish(self._written, self._path)
         if self._keep is not None:
             try:
                 prune(self._path, self._keep, manifest.runs)

@@ -295,7 +295,7 @@ class ShardGroup:
         return self.all_reduce_max(values if is_heard else [_LEAST] * len(values))
 
     def all_gather_object(self, mine: object) -> list[Any]:
-        """Every rank's ``mine`` in rank order, pickled: for the rare case in which something differs."""
+        """Every rank's ``mine`` in rank order, pickled: for what is rare."""
         if not self.has_others:
             return [mine] * self.ranks
         gather: Work[list[Any]] = self.progress.start(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -88,17 +88,8 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         extra_dp_size: int = 1,
     ) -> None:
         keywords = locals()
-        _check_choices(stage, precision, norm_type, extra_dp_size)
-        if use_fp8:
-            raise NotImplementedError(f"use_fp8={use_fp8!r} is not available yet: leave use_fp8 out")
-        self.zero_optim_kwargs: dict[str, Any] = {
-            **{name: value for name, value in keywords.items() if name in _OPTIMIZERS_OWN},
-            "clip_grad_norm": max_norm,
-            "reduce_bucket_size": int(reduce_bucket_size_in_m * 2**20),
-            "partition_grad": stage == 2,
-        }
-        ZeroOptions.chosen(self.zero_optim_kwargs)  # raises now for what would be refused when boosting
-        LossScaler.chosen(self.zero_optim_kwargs)
+        _check_choices(stage, precision, norm_type, extra_dp_size, use_fp8)
+        self.zero_optim_kwargs = _optimizer_options(keywords)
         _check_process_group(extra_dp_size)
         DPPluginBase.__init__(self)  # ColossalAI's own plugin would set up its optimizer's options
         complete_cpu_accelerator()
@@ -191,7 +182,18 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
             add_lora_parameters(model, optimizer)
 
 
-def _check_choices(stage: object, precision: object, norm_type: object, extra_dp_size: object) -> None:
+def _optimizer_options(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's options among the plugin's; raises now for what would be refused when boosting."""
+    options = {name: value for name, value in keywords.items() if name in _OPTIMIZERS_OWN}
+    options["clip_grad_norm"] = keywords["max_norm"]
+    options["reduce_bucket_size"] = int(keywords["reduce_bucket_size_in_m"] * 2**20)
+    options["partition_grad"] = keywords["stage"] == 2
+    ZeroOptions.chosen(options)
+    LossScaler.chosen(options)
+    return options
+
+
+def _check_choices(stage: object, precision: object, norm_type: object, extra_dp_size: object, use_fp8: object) -> None:
     if stage not in (1, 2):
         raise ValueError(f"stage: expected 1 or 2, got {stage!r}")
     if precision not in PRECISIONS:
@@ -200,6 +202,8 @@ def _check_choices(stage: object, precision: object, norm_type: object, extra_dp
         raise ValueError(f"norm_type: expected 2, the norm that gradients are clipped by, got {norm_type!r}")
     if not isinstance(extra_dp_size, int) or isinstance(extra_dp_size, bool) or extra_dp_size < 1:
         raise ValueError(f"extra_dp_size: expected a number of rows of ranks, at least 1, got {extra_dp_size!r}")
+    if use_fp8:
+        raise NotImplementedError(f"use_fp8={use_fp8!r} is not available yet: leave use_fp8 out")
 
 
 def _check_process_group(extra_dp_size: int) -> None:
