@@ -105,7 +105,9 @@ class ShardedOptimizer(Optimizer):
 
     # ---- state, whole, as plain torch has it ----
 
-    def state_dict(self, *, only_on_master: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, pinned_state_dicts: dict[int, dict[str, Any]] | None = None, only_on_master: bool = False
+    ) -> dict[str, Any]:
         """A plain torch optimizer's state dict with whole tensors on the host; every rank calls it.
 
         Tensors are gathered one at a time. fp32 masters of 16-bit parameters are one more state of each,
@@ -113,10 +115,11 @@ class ShardedOptimizer(Optimizer):
         ``lowlevel_zero``. Plain torch ignores both.
 
         Args:
+            pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
             only_on_master: leave the states empty on all ranks but the first.
         """
         self.finish_syncs("state_dict")
-        return rooms.state_dict(self, only_on_master)
+        return rooms.state_dict(self, pinned_state_dicts, only_on_master)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -325,14 +328,17 @@ class ShardedOptimizer(Optimizer):
         return self.sharded_parameters[param].split.padding
 
     def state_dict_shard(
-        self, max_shard_size: int = 1024, *, only_on_master: bool = False
+        self,
+        max_shard_size: int = 1024,
+        pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
+        only_on_master: bool = False,
     ) -> Iterator[tuple[dict[int, dict[str, Any]], float]]:
         """``state_dict()["state"]`` in pieces of at most ``max_shard_size`` MiB, each with its size in MiB.
 
-        Every rank calls it, and iterates to the end. ``only_on_master`` is ``state_dict``'s.
+        Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
         """
         self.finish_syncs("state_dict")
-        return rooms.state_dict_shard(self, max_shard_size, only_on_master)
+        return rooms.state_dict_shard(self, max_shard_size, pinned_state_dicts, only_on_master)
 
     def unwrap(self) -> Optimizer:
         """The wrapped optimizer, which holds slices."""

@@ -207,7 +207,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         if shard:
             self._save_pieces(optimizer, checkpoint, names, size_per_shard, use_async)
             return
-        state_dict = optimizer.state_dict(only_on_master=True)
+        state_dict = optimizer.state_dict({} if use_async else None, only_on_master=True)
         with all_or_none("save its optimizer"):
             if self.coordinator.is_master():
                 self._do(partial(_write_file, state_dict, checkpoint, _optimizer_form(use_async)), use_async)
@@ -215,7 +215,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def _save_pieces(
         self, optimizer: BoostedOptimizer, checkpoint: str, names: tuple[str, str, str], size: int, use_async: bool
     ) -> None:
-        pieces = optimizer.state_dict_shard(size, only_on_master=True)
+        pieces = optimizer.state_dict_shard(size, {} if use_async else None, only_on_master=True)
         with all_or_none("save its optimizer"):
             try:
                 if self.coordinator.is_master():
@@ -340,8 +340,7 @@ def _save_groups(
 def _save_flat(state_dict: dict[Any, Any], path: str) -> None:
     """An optimizer's state as safetensors, by ColossalAI's names for asynchronous saves."""
     flat, others = _flatten_optim_state_dict(state_dict)
-    dense = {name: tensor.contiguous() for name, tensor in flat.items()}
-    save_file(dense, path, {"format": "pt", **{key: json.dumps(value) for key, value in (others or {}).items()}})
+    save_file(flat, path, {"format": "pt", **{key: json.dumps(value) for key, value in (others or {}).items()}})
 
 
 def _optimizer_form(use_async: bool) -> _Form:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,16 +39,17 @@ _SAVED = Alike(
 )
 
 State = dict[str, Any]
+Pinned = dict[int, State]
 
 
-def state_dict(optimizer: ShardedOptimizer, only_on_master: bool = False) -> State:
+def state_dict(optimizer: ShardedOptimizer, pinned: Pinned | None = None, only_on_master: bool = False) -> State:
     """A plain torch optimizer's state dict, as one process would have it: whole tensors, on the host.
 
     Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
     them, frozen ones included. fp32 masters of 16-bit parameters are saved as ``master_param``; the loss scale, bucket
     plans and whether parameters travelled in fp8 under ``EXTRAS``.
     """
-    shards = state_dict_shard(optimizer, math.inf, only_on_master)
+    shards = state_dict_shard(optimizer, math.inf, pinned, only_on_master)
     state = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
     plans = (group.reducer.plan_state() for group in optimizer.sharded_groups)
     plan, *others = [None if plan is None else plan._asdict() for plan in plans]
@@ -76,7 +78,10 @@ def _places(parameters: ParameterStore) -> dict[Tensor, int]:
 
 
 def state_dict_shard(
-    optimizer: ShardedOptimizer, max_shard_size: float, only_on_master: bool = False
+    optimizer: ShardedOptimizer,
+    max_shard_size: float,
+    pinned: Pinned | None = None,
+    only_on_master: bool = False,
 ) -> Iterator[tuple[dict[int, State], float]]:
     """``state_dict``'s state by place, in pieces, each with its size in MiB; at least one piece.
 
@@ -84,6 +89,7 @@ def state_dict_shard(
 
     Args:
         max_shard_size: MiB in a piece; a parameter whose state is larger has a piece of its own.
+        pinned: buffers by place and name, made at the first call, that the tensors are returned in.
         only_on_master: ranks other than the first of those that share a parameter get empty states.
 
     Raises:
@@ -101,8 +107,9 @@ def state_dict_shard(
         if not state:
             continue
         place = places[record.p]
+        kept = None if pinned is None else pinned.setdefault(place, {})
         ranks = parameters.shard_groups[record.shard_group]
-        whole, size = _whole_state(state, record, ranks, keep=ranks.group_rank == 0 or not only_on_master)
+        whole, size = _whole_state(state, record, ranks, kept, keep=ranks.group_rank == 0 or not only_on_master)
         if piece and held + size > max_shard_size:
             yield piece, held
             piece, held = {}, 0.0
@@ -127,7 +134,7 @@ def own_state(optim: Optimizer, record: ShardedParameter) -> State:
 
 
 def _whole_state(
-    state: Mapping[str, Any], record: ShardedParameter, group: ShardGroup, keep: bool
+    state: Mapping[str, Any], record: ShardedParameter, group: ShardGroup, pinned: State | None, keep: bool
 ) -> tuple[State, float]:
     """One parameter's whole state, or nothing unless ``keep``, and its size in MiB."""
     whole: State = {}
@@ -137,11 +144,19 @@ def _whole_state(
             (gathered,) = whole_slices([Slice(record, value)], group)
             size += gathered.nbytes / 2**20
             if keep:
-                whole[key] = gathered.detach().cpu()
+                whole[key] = gathered.detach().cpu() if pinned is None else _into_pinned(pinned, key, gathered)
             del gathered  # before the next one
         elif keep:
             whole[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
     return whole, size
+
+
+def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
+    if key not in pinned:
+        pins = tensor.device.type != "cpu"
+        pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
+    held: Tensor = pinned[key].copy_(tensor)
+    return held
 
 
 def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:

@@ -232,13 +232,17 @@ def test_only_the_master_keeps_whole_states() -> None:
         optimizer = LowLevelZeroOptimizer(torch.optim.Adam(model.parameters(), lr=1))
         optimizer.backward(model(data_of(rank, 4, 12).bfloat16()).mean())
         optimizer.step()
-        first = optimizer.state_dict(only_on_master=True)
+        buffers: dict[int, dict[str, Tensor]] = {}
+        first = optimizer.state_dict(buffers, only_on_master=True)
+        again = optimizer.state_dict(buffers, only_on_master=True)
         assert list(first["state"]) == [0, 1, 4, 5]
         assert first["param_groups"] == optimizer.state_dict()["param_groups"]
         if rank > 0:
             assert first["state"] == {0: {}, 1: {}, 4: {}, 5: {}}
         else:
             assert list(first["state"][0]) == ["step", "exp_avg", "exp_avg_sq", "master_param"]
+            assert again["state"][0]["exp_avg"] is first["state"][0]["exp_avg"]
+            assert first["state"][0]["exp_avg"] is buffers[0]["exp_avg"]
             assert torch.equal(first["state"][0]["master_param"].bfloat16(), model.first.weight)
         sizes = [size for _, size in optimizer.state_dict_shard(1, only_on_master=True)]
         assert sum(sizes) == pytest.approx(3 * 4 * (12 * 25 + 25 + 25 * 13 + 13) / 2**20)
