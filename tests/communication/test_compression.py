@@ -565,9 +565,6 @@ def test_what_others_write_into_a_parameter_reaches_its_master() -> None:
     run_ranks(work, 2)
 
 
-# ---- what is refused ----
-
-
 # ---- 16-bit wires, summed in fp32 ----
 
 
