@@ -70,7 +70,10 @@ class ShardedState:
         self._other_plans = [plan for at, plan in enumerate(plans) if plan not in plans[:at]]
         # The names in each param group: the shared ones as this rank has them, with all ranks' experts between.
         self._group_names = [
-            _with_experts([name for name, number in members if not number], [names[at] for names, _ in gathered])
+            _with_experts(
+                [name for name, number in members if not number],
+                dict.fromkeys(tuple(names[at]) for names, _ in gathered),  # many ranks have the same
+            )
             for at, members in enumerate(held)
         ]
 
