@@ -202,7 +202,8 @@ def largest(tensor: Tensor) -> float:
 
 def compare_values(case: Case, expected: Tensor, got: Tensor, what: str, size: float, roundings: float = 0) -> None:
     """Off by no more than a share of ``size``, and so many ``roundings`` of the numbers themselves."""
-    share, least = (0.03, 1e-3) if case.coarse else (1e-5, 1e-6)
+    # A momentum of 0.02 may be what two gradients of 0.3 differ by, each rounded to bf16.
+    share, least = (0.03, 3e-3) if case.coarse else (1e-5, 1e-6)
     within = share * size + least + roundings * largest(expected) * torch.finfo(expected.dtype).eps
     torch.testing.assert_close(
         got.double(),
