@@ -39,6 +39,9 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    from tests.support.warm_up import warm_up
+
+    warm_up()
     gc.collect()
     gc.freeze()
     gc.enable()
