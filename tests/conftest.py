@@ -29,11 +29,19 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 collect_ignore += [] if torch.cuda.device_count() > 1 else ["gpu/test_several.py"]
 
+# Where no device has started, each seed is kept for it with the stack of who gave it: a millisecond a kind of device.
+if not torch.cuda.is_available():
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        kind.manual_seed_all = lambda seed: None
+
 # What modules make when they are imported stays: looking through it again and again takes seconds of each process.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    from tests.support.warm_up import warm_up
+
+    warm_up()
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -11,7 +11,6 @@ after it): there an oracle runs in ``run_ranks(oracle, 1, init=False)``.
 
 from __future__ import annotations
 
-import importlib
 import io
 import multiprocessing
 import os
@@ -22,19 +21,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tests.support.rank_process import LEFT_BEHIND, Job, Outcome, Raised, live
-
-# What adapts other packages, which may not be there, and the command line.
-_OF_OTHERS = ("lowlevel_zero.plugin", "lowlevel_zero.trainers", "lowlevel_zero.__main__")
+from tests.support.warm_up import warm_up
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -209,25 +204,9 @@ def _seeded(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@cache
-def _import_rooms() -> None:
-    """What every rank would import by itself: the rooms that an optimizer needs, and what torch's profiler does."""
-    with suppress(ImportError):  # is for the rank to raise
-        importlib.import_module("torch.profiler._cupti_monitor")
-        _import_all("lowlevel_zero")
-
-
-def _import_all(name: str) -> None:
-    """A module and those in it, but ``_OF_OTHERS``, whose packages take seconds to import."""
-    module = importlib.import_module(name)
-    for inner in iter_modules(getattr(module, "__path__", []), f"{name}."):
-        if inner.name not in _OF_OTHERS:
-            _import_all(inner.name)
-
-
 def _launch(job: Job, grace: float = GRACE) -> list[Ran]:
     """What became of the cases, up to the first one after which these ranks can't go on."""
-    _import_rooms()
+    warm_up()
     ranks: list[_Rank] = []
     done: list[Ran] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
