@@ -70,7 +70,9 @@ _REFUSED = (
         "lowlevel_zero.optim.Lamb, which the ranks step together",
     ),
     _Refused(r".*novograd.*|nero|fromage|adam_?mini|adahessian", "it keeps one second moment for many elements"),
-    _Refused(r".*prodigy.*|dadapt.*", "it estimates its step size from sums over the whole model"),
+    _Refused(r".*prodigy.*|dadapt.*|mechan(ic|ize).*", "it estimates its step size from sums over the whole model"),
+    # A probe is too short to see these switch.
+    _Refused("swats", "it switches to SGD late in a run, at a rate that it takes from inner products of whole tensors"),
     _Refused(
         r".*shampoo.*|soap.*|.*k_?fac.*|psgd.*|kron.*|adafisher.*",
         "it preconditions a matrix with statistics of its rows and columns",

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from .whole_steps import MUON, full_name
 
 Options: TypeAlias = dict[str, Any]
+# Yields the gradients of one step after the other for the whole parameters that it is given, as they are then.
+Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[list[Tensor]]]
 
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
@@ -26,6 +28,7 @@ _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
 _RANKS = 3  # of which the first one's slices are tried; they end inside rows
 _LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
 _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
+_ALONG = 0.003  # less than the angle at which AdamP begins, for the largest parameter of ``_SHAPES``
 _TOLERANCE = 1e-5  # of the largest movement since the start
 _ROUNDINGS = len(_SIZES) * torch.finfo(torch.float32).eps  # of the element: each step rounds it
 _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
@@ -132,13 +135,23 @@ def _options_to_try(optimizer: Optimizer) -> list[Options]:
 
 
 def _first_difference(optimizer: Optimizer) -> str | None:
+    """Return what the first sequence of gradients shows under which whole parameters and slices part; None: none does.
+
+    Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
+    """
+    differences = (_difference(optimizer, gradients) for gradients in (_lasting, _orthogonal, _outward))
+    return next(filter(None, differences), None)
+
+
+def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
+    """Step whole parameters and slices of them with the same ``gradients``, and return how the two differ."""
     options = _options_to_try(optimizer)
     generator = torch.Generator().manual_seed(0)
     starts = [0.02 * _randn(shape, generator) for _ in options for shape in _SHAPES]
     wholes = [torch.nn.Parameter(start.clone()) for start in starts]
     slices = [torch.nn.Parameter(_first_slice(start).clone()) for start in starts]
     whole, sliced = (_fresh(optimizer, _options_to_try(optimizer), _by_group(params)) for params in (wholes, slices))
-    for grads in _gradients(starts, generator):
+    for grads in gradients(wholes, generator):
         _step(whole, wholes, grads)
         _step(sliced, slices, map(_first_slice, grads))
     for start, param, own in zip(starts, wholes, slices, strict=True):
@@ -171,14 +184,40 @@ def _first_slice(tensor: Tensor) -> Tensor:
     return tensor.flatten()[: -(-tensor.numel() // _RANKS)]
 
 
-def _gradients(starts: list[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """A lasting direction, so that momenta build up, and noise; in some steps a row has none, as an embedding's."""
-    directions = [_randn(start.shape, generator) for start in starts]
+def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """Yield gradients of a lasting direction, so that momenta build up, with noise.
+
+    In some steps a row has none, as an embedding's.
+    """
+    directions = [_randn(weight.shape, generator) for weight in weights]
     for number, size in enumerate(_SIZES):
         grads = [size * (direction + 0.5 * _randn(direction.shape, generator)) for direction in directions]
         for grad in grads:
             grad[0].mul_(number % 5 != 3)
         yield grads
+
+
+def _orthogonal(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """Yield gradients that are nearly orthogonal to the weights, row by row, but for a first one.
+
+    AdamP and SGDP take what is parallel to the weights out of such (Heo et al., 2021).
+    """
+    for number in range(len(_SIZES)):
+        yield [_randn(w.shape, generator) if number == 0 else _across(w.detach(), generator) for w in weights]
+
+
+def _across(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a random gradient that has ``_ALONG`` of its size in the weight's direction, in each row."""
+    rows, noise = weight.flatten(1), _randn(weight.shape, generator).flatten(1)
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    across = noise - (noise * unit).sum(1, keepdim=True) * unit
+    return (across + _ALONG * across.norm(dim=1, keepdim=True) * unit).view(weight.shape)
+
+
+def _outward(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """Yield gradients that grow, and lead the weights away from zero: some step sizes follow the growth of norms."""
+    for number in range(len(_SIZES)):
+        yield [2**number * (_randn(w.shape, generator) - w.detach() / w.detach().std()) for w in weights]
 
 
 def _randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -222,6 +222,17 @@ def test_whole_equals_halves(name: str, way: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.cat(halves), whole.flatten(), rtol=1e-6, atol=1e-6)
 
 
+class SparesTheWeightsDirection(Stranger):
+    """AdamP under another name: what is parallel to the weights goes where a gradient is nearly orthogonal to them."""
+
+    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
+        update, rows, grads = adam(state, g), p.flatten(1) if p.dim() > 1 else p[None], g.reshape(len(g), -1)
+        if p.dim() == 1 or (torch.cosine_similarity(grads, rows).abs().max() >= 0.1 / rows.shape[1] ** 0.5):
+            return update
+        unit = rows / rows.norm(dim=1, keepdim=True)
+        return update - ((update.view_as(unit) * unit).sum(1, keepdim=True) * unit).view_as(update)
+
+
 @pytest.mark.parametrize("cls", [Lion, SignMomentum, AdamByHand, CautiousByElement, WritesIntoGradients])
 def test_strangers_that_are_elementwise(cls: type[Stranger]) -> None:
     check_elementwise(cls(matrix()))
@@ -232,6 +243,7 @@ STRANGERS_THAT_ARE_NOT = [
     *(QuantisedWhereDivisible, QuantisedWhereDivisibleBy128, LargeAreScaled, Centralised),
     *(CentralisedKernels, Cautious, ClippedByRms, DecayOfMatrices, ScaledByFanIn, RowsWithoutGradientsRest),
     *(ClippedByGlobalNorm, ClippedByLargeGlobalNorm, Noisy, NoisyInPython),
+    SparesTheWeightsDirection,
 ]
 
 

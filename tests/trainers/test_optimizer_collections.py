@@ -1,0 +1,96 @@
+"""Optimizers of pytorch_optimizer: the probe accepts those alone that train slices as they train whole parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowlevel_zero.optim.elementwise import check_elementwise
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import pytorch_optimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+SHAPES = ((16, 8), (5, 3, 3, 3), (33,))
+ACCEPTED = (
+    "AdaBelief",
+    "AdaBound",
+    "AdamG",
+    "AdamS",
+    "Adan",
+    "AggMo",
+    "DiffGrad",
+    "Lion",
+    "MADGRAD",
+    "QHAdam",
+    "Tiger",
+)
+# Their steps depend on other elements, which shows for some gradients, or late in a run, or for some settings.
+REFUSED = ("ASGD", "AdaTAM", "AdamP", "SGDP", "SWATS", "StableAdamW")
+
+
+def make(name: str, params: Sequence[Tensor], **options: Any) -> Any:
+    return getattr(pytorch_optimizer, name)(params, lr=1e-3, **options)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_classes_that_look_beyond_an_element_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} cannot be stepped on slices"):
+        check_elementwise(make(name, [nn.Parameter(torch.ones(4, 4))]))
+
+
+def test_a_momentum_does_not_hide_a_projection() -> None:
+    with pytest.raises(TypeError, match="SGDP cannot be stepped on slices"):
+        check_elementwise(make("SGDP", [nn.Parameter(torch.ones(4, 4))], momentum=0.9, nesterov=True))
+
+
+def first_third(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[: -(-tensor.numel() // 3)]
+
+
+def towards(weight: Tensor, target: Tensor, noise: Tensor) -> Tensor:
+    return weight - target + 0.01 * noise
+
+
+def across(weight: Tensor, target: Tensor, noise: Tensor) -> Tensor:
+    rows = weight.view(len(weight) if weight.dim() > 1 else 1, -1)
+    noise = noise.view(rows.shape)
+    return (noise - (noise * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows).view(weight.shape)
+
+
+@pytest.mark.parametrize("gradient", [towards, across])
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_classes_train_slices_as_they_train_the_whole(
+    name: str, gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    wholes = [nn.Parameter(0.1 * torch.randn(shape)) for shape in SHAPES]
+    slices = [nn.Parameter(first_third(whole.detach()).clone()) for whole in wholes]
+    starts = [whole.detach().clone() for whole in wholes]
+    whole, sliced = make(name, wholes), make(name, slices)
+    check_elementwise(whole)
+    for _ in range(100):
+        step(whole, sliced, wholes, slices, gradient)
+    for start, p, own in zip(starts, wholes, slices, strict=True):
+        moved = (p.detach() - start).abs().max()
+        assert moved > 0
+        assert (first_third(p.detach()) - own.detach()).abs().max() <= 1e-3 * moved
+
+
+def step(
+    whole: Optimizer, sliced: Optimizer, wholes: Sequence[Tensor], slices: Sequence[Tensor], gradient: Any
+) -> None:
+    for p, own in zip(wholes, slices, strict=True):
+        target, noise = torch.ones_like(p), torch.randn_like(p)
+        p.grad = gradient(p.detach(), target, noise)
+        own.grad = first_third(p.grad).clone()
+    whole.step()
+    sliced.step()
