@@ -45,6 +45,7 @@ class ShardedOptimizer(Optimizer):
     scaler: LossScaler | None  # the dynamic loss scale; None unless a parameter is fp16
     device: torch.device  # where the parameters are
     streams: Streams  # those of the device that work is done on
+    mode: str | None = None  # the one of "train" and "eval" that was called last
     runs: tuple[str, ...] = ()  # for checkpoints in files: this optimizer's run, and then those that it went on from
 
     _guard: rooms.Guard  # of its calls
@@ -142,8 +143,9 @@ class ShardedOptimizer(Optimizer):
     def train(self) -> Callable[[], None]:
         """Have a schedule-free optimizer's parameters be those that are trained, after ``eval``; every rank calls it.
 
-        The wrapped optimizer's own ``train``, over slices, which are gathered; ``AttributeError`` if it has none. fp32
-        masters keep their precision. Where it changes nothing, it doesn't communicate: it may be called in every step.
+        It calls the wrapped optimizer's own ``train`` on slices, and gathers them; ``AttributeError`` if there is none.
+        fp32 masters keep their precision. Calling it again in the same mode doesn't communicate, so it may be called
+        in every step.
         """
         return self._switching("train", "eval")
 

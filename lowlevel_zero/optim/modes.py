@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -12,9 +13,10 @@ from ..sharded_optimizer import ShardedOptimizer
 
 @torch.no_grad()
 def switch(optimizer: ShardedOptimizer, mode: str, back: str) -> None:
-    """Have the wrapped optimizer switch its slices, and gather them if that has changed any.
+    """Switch the wrapped optimizer's slices to another mode, and gather them.
 
-    It does on all ranks, if all call it.
+    All ranks call it. Nothing is gathered, and nothing communicates, when the optimizer was switched to this mode
+    before and the call changes no slice and no setting: trainers switch in every step.
 
     Args:
         optimizer: the sharded one.
@@ -24,9 +26,9 @@ def switch(optimizer: ShardedOptimizer, mode: str, back: str) -> None:
     call = optimizer.enter(mode)
     if call.error is None:
         follow_edits(optimizer.sharded_parameters)
-        before = _versions(optimizer)
+        before = list(_traces(optimizer))
         _method(optimizer, mode)()
-        if before == _versions(optimizer):
+        if optimizer.mode == mode and before == list(_traces(optimizer)):
             return
     try:
         for each in optimizer.sharded_groups:
@@ -35,6 +37,7 @@ def switch(optimizer: ShardedOptimizer, mode: str, back: str) -> None:
         if call.error is None:
             _method(optimizer, back)()
         raise
+    optimizer.mode = mode
     for each in optimizer.sharded_groups:
         each.gathers.gather(each.records)
 
@@ -44,5 +47,11 @@ def _method(optimizer: ShardedOptimizer, name: str) -> Callable[[], None]:
     return method
 
 
-def _versions(optimizer: ShardedOptimizer) -> list[int]:
-    return [record.p32._version for record in optimizer.sharded_parameters]
+def _traces(optimizer: ShardedOptimizer) -> Iterator[Any]:
+    """Yield what shows that an optimizer has switched: versions of slices, and its plain settings and attributes.
+
+    A class that writes through ``p.data`` changes no version, but has to note its mode somewhere.
+    """
+    yield [record.p32._version for record in optimizer.sharded_parameters]
+    for settings in (vars(optimizer.optim), *optimizer.param_groups):
+        yield {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, str))}

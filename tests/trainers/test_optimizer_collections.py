@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowlevel_zero.optim.elementwise import check_elementwise
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import pytorch_optimizer
+from tests.support.collections import pytorch_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from schedulefree import AdamWScheduleFree, AdamWScheduleFreePaper, RAdamScheduleFree, SGDScheduleFree
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.collections import pytorch_optimizer
 from tests.support.oracle import Run, batch, check_close, worst
 from tests.support.ranks import run_cases, run_ranks
 
@@ -139,6 +141,50 @@ def test_saved_in_eval_mode_it_goes_on_as_it_would_have(subtests: pytest.Subtest
     for (dtype,), ran in run_cases(work, 2, [(torch.float32,), (torch.bfloat16,)]):
         with subtests.test(dtype=dtype):
             ran.values()
+
+
+class Averaging(torch.optim.SGD):
+    """Evaluates an average of the weights; swaps it in through ``p.data``, and keeps its mode where nobody looks."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p].setdefault("mean", p.detach().clone()).lerp_(p, 0.5)
+
+    def eval(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "mean" in self.state[p] and "trained" not in self.state[p]:
+                self.state[p]["trained"] = p.data.clone()
+                p.data.copy_(self.state[p]["mean"])
+
+    def train(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "trained" in self.state[p]:
+                p.data.copy_(self.state[p].pop("trained"))
+
+
+WRITING_THROUGH_DATA: dict[str, Callable[[Any], Optimizer]] = {
+    "ScheduleFreeAdamW": lambda params: pytorch_optimizer.ScheduleFreeAdamW(params, lr=0.02),
+    "ScheduleFreeSGD": lambda params: pytorch_optimizer.ScheduleFreeSGD(params, lr=0.1),
+    "Averaging": lambda params: Averaging(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("which", WRITING_THROUGH_DATA)
+def test_classes_that_write_through_data_leave_equal_ranks(which: str, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, how: str) -> list[dict[str, Tensor]]:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(WRITING_THROUGH_DATA[which](model.parameters()), model=model, **OPTIONS[how])
+        return train(model, optimizer, lambda step: optimizer.backward(loss_of(model, step, rank)), range(4))
+
+    expected = alone(WRITING_THROUGH_DATA[which], 2, range(4))
+    assert worst(expected[-1], expected[-2])[0] > 2e-5, "the modes are alike, which tests nothing"
+    for (how,), ran in run_cases(work, 2, [(how,) for how in OPTIONS], one_group=True):
+        with subtests.test(how=how):
+            for at, value in enumerate(expected):
+                check_close(value, [got[at] for got in ran.values()], 2e-6)
 
 
 def test_modes_are_there_where_the_wrapped_optimizer_has_them() -> None:
