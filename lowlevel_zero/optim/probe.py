@@ -209,9 +209,10 @@ def _orthogonal(weights: Sequence[Tensor], generator: torch.Generator) -> Iterat
 def _across(weight: Tensor, generator: torch.Generator) -> Tensor:
     """Return a random gradient that has ``_ALONG`` of its size in the weight's direction, in each row."""
     rows, noise = weight.flatten(1), _randn(weight.shape, generator).flatten(1)
-    unit = rows / rows.norm(dim=1, keepdim=True)
-    across = noise - (noise * unit).sum(1, keepdim=True) * unit
-    return (across + _ALONG * across.norm(dim=1, keepdim=True) * unit).view(weight.shape)
+    unit = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    across: Tensor = noise - (noise * unit).sum(1, keepdim=True) * unit
+    across.add_(unit * torch.linalg.vector_norm(across, dim=1, keepdim=True), alpha=_ALONG)
+    return across.view(weight.shape)
 
 
 def _outward(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
