@@ -10,7 +10,7 @@ saving, storage         saving: agreed on, written beside, put in place by the f
 loading                 loading: read and checked beside what is there, then taken over
 folders                 where checkpoints are, and what crashes leave
 manifest, objects       the files that aren't tensors: sizes and checksums; settings and DCP's index as data, never run
-saved                   all of these together, for one checkpoint; format 1, too
+saved                   all of these together, for one checkpoint
 consolidate             a checkpoint as files that load without this package
 sharded                 an optimizer for one's own ``dcp.save`` and ``dcp.load``
 ======================  ===============================================================================================

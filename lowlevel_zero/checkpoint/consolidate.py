@@ -162,7 +162,7 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool
         EXTRAS: {
             "loss_scale": settings["loss_scale"],
             "plan": plan and renamed(plan, {name: index for index, name in enumerate(tensors)}),
-            FP8: settings.get("options", {}).get("fp8_communication", False),
+            FP8: settings["options"]["fp8_communication"],
         },
     }
 

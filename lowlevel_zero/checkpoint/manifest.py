@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 
 from ..state.global_names import Expert
 
-FORMATS = (1, 2)  # that are read; the last one is written
+FORMAT = 2  # that is written, and the only one that is read
 MANIFEST = "lowlevel_zero.json"
 OBJECTS = "objects.pt"
 RANK_STATE = "rank_{}.pt"  # each rank's own, if it gave one
@@ -32,7 +32,7 @@ class SavedTensor:
 
     Attributes:
         shape: the tensor's.
-        stride: its dense strides. (In format 1 it is stored flat, in the order that these give.)
+        stride: its dense strides.
         dtype: as in ``"float32"``.
         kind: ``"trainable"``, ``"frozen"``, ``"untrained"`` (it requires gradients, but no optimizer that was given
             has it) or ``"buffer"``.
@@ -110,10 +110,10 @@ class Manifest:
     tensors: dict[str, SavedTensor]
     tied: dict[str, str]
     files: dict[str, FileSum]
-    experts: dict[str, Expert] = field(default_factory=dict)
-    excluded: dict[str, SavedTensor] = field(default_factory=dict)
-    runs: tuple[str, ...] = ()
-    format: int = FORMATS[-1]
+    experts: dict[str, Expert]
+    excluded: dict[str, SavedTensor]
+    runs: tuple[str, ...]
+    format: int = FORMAT
 
     @property
     def rank_states(self) -> list[int]:
@@ -157,9 +157,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         digest = content.pop("digest")
-        if content["format"] not in FORMATS:
-            known = " or ".join(map(str, FORMATS))
-            raise ValueError(f"{folder}: expected format {known}, got {content['format']}: saved by a later version")
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"{folder}: expected format {FORMAT}, got {content['format']}: load it with the version of "
+                "lowlevel_zero that saved it"
+            )
         if digest != _digest(content):
             raise ValueError(f"{path}: damaged: it is not what was written")
         return _manifest(content)
@@ -178,17 +180,15 @@ def whole_manifest(folder: Path) -> Manifest | None:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
-    """That of a file's content: format 1 has more in it, and not always ``experts``, ``excluded`` and ``runs``."""
-    experts = content.get("experts", {}).items()
-    known = {each.name: content[each.name] for each in fields(Manifest) if each.name in content}
-    known |= {
+    """Return the manifest that ``content``, of a file without its digest, describes."""
+    parts = {
         "tensors": _tensors(content["tensors"]),
         "files": {name: FileSum(*file) for name, file in content["files"].items()},
-        "experts": {name: Expert(entry["name"], tuple(entry["ranks"])) for name, entry in experts},
-        "excluded": _tensors(content.get("excluded", {})),
-        "runs": tuple(content.get("runs", ())),
+        "experts": {name: Expert(each["name"], tuple(each["ranks"])) for name, each in content["experts"].items()},
+        "excluded": _tensors(content["excluded"]),
+        "runs": tuple(content["runs"]),
     }
-    return Manifest(**known)
+    return Manifest(**{**content, **parts})
 
 
 def _tensors(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:

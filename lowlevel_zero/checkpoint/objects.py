@@ -24,7 +24,7 @@ class Objects:
 
     Attributes:
         optimizers: of each its settings (see ``ShardedState``), its ``scheduler``'s state, and what its layout
-            depends on: ``options``, ``stage`` and ``slices``. (In format 1 the only one's are on the first level.)
+            depends on: ``options``, ``stage`` and ``slices``.
         model: extra states of modules, by name.
         extra: the caller's.
     """
@@ -53,7 +53,7 @@ class Objects:
 def read_objects(folder: Path) -> Objects:
     """Those of the checkpoint ``folder``, whose errors are ``read_data``'s."""
     found = read_data(folder / OBJECTS)
-    return Objects(found.get("optimizers", {None: found}), found["model"], found["extra"])
+    return Objects(**found)
 
 
 def packed(value: object, what: str) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +14,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..bookkeeping.sharding import SCALARS
-from ..state.boxes import BoxedTensor
 from .manifest import METADATA, OBJECTS, TRAINABLE, Manifest, SavedTensor, read_manifest
 from .objects import Objects, Settings, read_metadata, read_objects
 
 # What a tensor of the model, and one of the optimizer's state, is called: model.<name>, optim.state.<name>.<key>. So
 # are torch's own state dicts, put together as {"model": ..., "optim": ...}.
 MODEL, STATE = "model.", "optim.state."
-# Format 1, of versions before this one: tensors were stored flat, in memory order, and states by other names.
-_STATE_1 = "optimizer."
 
 
 class _TensorPlanner(DefaultLoadPlanner):
@@ -67,18 +63,17 @@ class SavedCheckpoint:
     def states(self) -> dict[str, dict[str, Tensor]]:
         """By parameter and key, first the step, the optimizers' states that are tensors, without their values."""
         found: dict[str, dict[str, Tensor]] = {}
-        prefix = STATE if self.manifest.format > 1 else _STATE_1
         for full, described in self.metadata.state_dict_metadata.items():
-            if full.startswith(prefix) and isinstance(described, TensorStorageMetadata):
-                name, _, key = full.removeprefix(prefix).rpartition(".")
+            if full.startswith(STATE) and isinstance(described, TensorStorageMetadata):
+                name, _, key = full.removeprefix(STATE).rpartition(".")
                 found.setdefault(name, {})[key] = self._state(described, name, key)
         order = {name: sorted(state, key=lambda key: (key not in SCALARS, key)) for name, state in found.items()}
         return {name: {key: state[key] for key in order[name]} for name, state in found.items()}
 
     def _state(self, described: TensorStorageMetadata, name: str, key: str) -> Tensor:
-        """A state without its values, in the parameter's shape also where it lies flat, in format 1."""
+        """Return a state without its values, in the parameter's memory order where it has its shape."""
         entry, size, dtype = self.manifest.tensors.get(name), tuple(described.size), described.properties.dtype
-        if entry is None or key in SCALARS or size != (entry.shape if self.manifest.format > 1 else (entry.numel,)):
+        if entry is None or key in SCALARS or size != entry.shape:
             return torch.empty(size, dtype=dtype, device="meta")
         return _like(entry, dtype)
 
@@ -99,46 +94,17 @@ class SavedCheckpoint:
             ValueError: a file is damaged.
             OSError: it can't be read.
         """
+        planner, reader = _TensorPlanner(), FileSystemReader(self.path)
         try:
-            if self.manifest.format > 1:
-                self._read({"model": model, "optim": {"state": states}})
-                return
-            for name, tensor in model.items():
-                self._read_flat("model", name, {name: tensor})
-            for name, state in states.items():
-                self._read_flat(f"{_STATE_1}{name}", name, state)
+            planner.set_up_planner({"model": model, "optim": {"state": states}}, self.metadata, is_coordinator=False)
+            reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+            reader.read_data(planner.create_local_plan(), planner).wait()
         except OSError:
             raise
         except Exception as error:  # of whatever kind torch's reader raises for bytes that are no tensor's
             names = ", ".join([*model, *states][:3])
             raise ValueError(f"{self.path}: {names}, ... can't be read: {error!r}") from error
 
-    def _read(self, into: dict[str, Any]) -> None:
-        planner, reader = _TensorPlanner(), FileSystemReader(self.path)
-        planner.set_up_planner(into, self.metadata, is_coordinator=False)
-        reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-
-    def _read_flat(self, prefix: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Fill what format 1 has of one parameter, each tensor by way of the whole of it."""
-        entry = self.manifest.tensors[name]
-        whole = {
-            key: torch.empty_strided(entry.shape, entry.stride, dtype=tensor.dtype, device="cpu")
-            for key, tensor in tensors.items()
-            if key not in SCALARS and tensor.shape == entry.shape
-        }
-        flat = {key: tensor.as_strided((entry.numel,), (1,)) for key, tensor in whole.items()}
-        self._read({prefix: {**tensors, **flat}})
-        for key, tensor in whole.items():
-            fill(tensors[key], tensor)
-
 
 def _like(entry: SavedTensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
-
-
-def fill(tensor: Tensor, whole: Tensor) -> None:
-    """Copy into a tensor, or this rank's boxes of it, what ``whole`` has there."""
-    parts = tensor.parts() if isinstance(tensor, BoxedTensor) else {(0,) * tensor.dim(): tensor}
-    for offsets, part in parts.items():
-        part.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))])

@@ -81,7 +81,7 @@ class Sharded(Stateful):
         marks = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
         saved = [mark for mark in marks if mark is not self._own]
         named = [{**group, "params": [name for name in group["params"] if name not in marks]} for group in groups]
-        plain: dict[str, Any] = {"loss_scale": None, "plan": None, "states": {}, FP8: False}
+        plain: dict[str, Any] = {"loss_scale": None, "plan": None, "other_plans": [], "states": {}, FP8: False}
         own = unpacked(base64.b64decode(saved[0].removeprefix(_MARK))) if saved else {}
         return {**plain, **own, "param_groups": named}
 

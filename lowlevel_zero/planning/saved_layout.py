@@ -33,7 +33,7 @@ def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Lay
 def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
     """One optimizer's, those first that all ranks share."""
     everyone, experts = _ranks(checkpoint, settings, world_size), checkpoint.manifest.experts
-    options = _options(settings, settings.get("stage", checkpoint.manifest.stage))
+    options = _options(settings, settings["stage"])
     ranks_of = {name: experts[name].ranks if name in experts else everyone for name in checkpoint.trained(settings)}
     order = list(dict.fromkeys(ranks_of.values()))
     names = sorted(ranks_of, key=lambda name: order.index(ranks_of[name]))
@@ -41,7 +41,7 @@ def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int
 
 
 def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> Ranks:
-    saved_by = settings.get("slices", checkpoint.manifest.world_size)
+    saved_by = settings["slices"]
     size = saved_by if world_size is None else world_size
     if size < 1:
         raise ValueError(f"world size: expected at least 1 rank, got {size}")
@@ -54,10 +54,10 @@ def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | No
 
 
 def _options(settings: Settings, stage: int) -> ZeroOptions:
-    """Those of the run; defaults where the checkpoint, an older one, doesn't tell."""
-    chosen = {key: value for key, value in settings.get("options", {}).items() if key != "bucket_size"}
-    chosen["communication_dtype"] = as_dtype("communication_dtype", chosen.get("communication_dtype"))
-    return ZeroOptions(partition_grad=stage == 2, **chosen)
+    """Return the options of the run that the layout depends on."""
+    options = settings["options"]
+    communication_dtype = as_dtype("communication_dtype", options["communication_dtype"])
+    return ZeroOptions(partition_grad=stage == 2, **{**options, "communication_dtype": communication_dtype})
 
 
 def _parameter(checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: ZeroOptions) -> ParameterLayout:

@@ -171,7 +171,7 @@ class ShardedState:
         Checked settings are expected. There must be no gradients around.
         """
         load_slices(self._optimizer, settings["param_groups"], slices, settings["loss_scale"])
-        plans = [settings["plan"], *settings.get("other_plans", ())]
+        plans = [settings["plan"], *settings["other_plans"]]
         index = {name: record.index for name, record in self._records.items()}
         for group in self._optimizer.sharded_groups:
             own = {name for name, record in self._records.items() if record.shard_group == group.number}

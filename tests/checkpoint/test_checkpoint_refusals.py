@@ -167,7 +167,7 @@ def test_what_is_not_a_checkpoint_is_refused_and_told_from_one(saved: Path, tmp_
         empty / "x" / "y": "FileNotFoundError: .*finds none either",
         foreign: "ValueError: .*torch.distributed.checkpoint's own: use dcp.load",
         empty: "ValueError: .*expected a checkpoint of lowlevel_zero",
-        later: "ValueError: .*expected format 1 or 2, got 3: saved by a later version",
+        later: "ValueError: .*expected format 2, got 3: load it with the version",
     }
     for pattern, said in zip(cases.values(), load_refused(list(cases)), strict=True):
         for line in said:

@@ -1,1 +1,1 @@
-"""Files that pin what must not change: checkpoints of earlier formats, and curves of short runs."""
+"""Files that pin what must not change: the curves of short runs."""

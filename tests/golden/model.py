@@ -1,6 +1,6 @@
-"""The golden files' model and its data, by formulas that no random generator or CPU can change.
+"""The golden curves' model and its data, by formulas that no random generator or CPU can change.
 
-A change here changes the numbers: all files must be made anew then, those of format 1 by the code that wrote it.
+A change here changes the numbers: the curves must be made anew then.
 """
 
 from __future__ import annotations
