@@ -83,19 +83,21 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Te
 
 
 def _fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """One over ``params``, of which each group has the ``options``.
+    """Make an optimizer of the same class over ``params``; each group gets its ``options``.
 
-    What its constructor takes is looked for among the defaults and the attributes, by name.
+    The constructor's arguments are looked up by name among the defaults and the attributes. An argument that is found
+    in neither takes its default.
     """
     recorded = {name.removeprefix("_"): value for name, value in vars(optimizer).items()} | optimizer.defaults
     arguments = list(inspect.signature(type(optimizer)).parameters.values())
-    names = [each.name for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    names.remove("params" if "params" in names else names[0])
+    named = {each.name: each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    named.pop("params" if "params" in named else next(iter(named)))
+    unknown = [name for name, each in named.items() if name not in recorded and each.default is each.empty]
+    if unknown:
+        raise NoProbe(f"its constructor got {', '.join(unknown)}, which neither its defaults nor its attributes record")
+    names = [name for name in named if name in recorded]
     if any(each.kind is each.VAR_KEYWORD for each in arguments):
         names += [name for name in optimizer.defaults if name not in names]
-    unknown = [name for name in names if name not in recorded]
-    if unknown:
-        raise NoProbe(f"what its constructor got as {', '.join(unknown)} is recorded nowhere")
     groups = [{**own, "params": list(members)} for own, members in zip(options, params, strict=True)]
     fresh = type(optimizer)(groups, **{name: _copied(name, recorded[name]) for name in names})
     train = getattr(fresh, "train", None)

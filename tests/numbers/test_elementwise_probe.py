@@ -77,9 +77,26 @@ class OddConstructor(Stranger):
 
 def test_an_odd_constructor() -> None:
     with pytest.raises(
-        TypeError, match=r"could not be tried .*tag, centralise is recorded nowhere.*assume_elementwise"
+        TypeError,
+        match=r"could not be tried .*got tag, centralise, which neither .* record.*assume_elementwise",
     ):
         check_elementwise(OddConstructor("a", matrix(), centralise=False))
+
+
+class RecordsByAnotherName(AdamByHand):
+    """As lion_pytorch's Lion does with ``decoupled_weight_decay``; it keeps nothing at all of ``kernels``."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, kernels: bool = False, decoupled: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.wd_is_decoupled = decoupled
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_an_option_that_is_recorded_nowhere_takes_its_default(decoupled: bool) -> None:
+    check_elementwise(RecordsByAnotherName(matrix(), lr=0.1, decoupled=decoupled))
+    scaled = type("Scaled", (RecordsByAnotherName,), {"direction": ScaledByNorms.direction})
+    with pytest.raises(TypeError, match="flat slices differ"):
+        check_elementwise(scaled(matrix(), decoupled=decoupled))
 
 
 class StateAtConstruction(Stranger):
@@ -108,7 +125,7 @@ def test_state_at_construction_and_a_secret() -> None:
         def __init__(self, params: Any, secret: int) -> None:
             super().__init__(params)
 
-    told = r"could not be tried .*secret is recorded nowhere.*assume_elementwise=True"
+    told = r"could not be tried .*got secret, which neither .* record.*assume_elementwise=True"
     with pytest.raises(TypeError, match=told):
         check_elementwise(Secretive(matrix(), 7))
 
