@@ -11,8 +11,9 @@ micro-batches and unscaled. They are there from backward to ``zero_grad``; ``ste
 
 Raises (each function, on all ranks if on one; nothing has been changed then):
     TypeError: a parameter that is no tensor, or a value of the wrong type.
-    ValueError: no optimizer that is alive trains the parameter; a value of the wrong shape; a state that isn't there;
-        or ranks that call different things, and who called what.
+    ValueError: no optimizer that is alive trains the parameter (of a frozen one the ``safe_get`` functions return None,
+        as DeepSpeed's do); a value of the wrong shape; a state that isn't there; or ranks that call different things,
+        and who called what.
     RuntimeError: another rank's error; or a backward is going on.
 """
 
@@ -77,20 +78,21 @@ class _Values(NamedTuple):
 # ---- one parameter, whole ----
 
 
-def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """The fp32 master of a parameter."""
-    master = _read_one(param, "safe_get_full_fp32_param", _MASTERS)
-    assert master is not None
-    return master
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """Return the fp32 master of a parameter, or None if the parameter is frozen."""
+    return _read_one(param, "safe_get_full_fp32_param", _MASTERS)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The gradient of a parameter; None if no rank has one, as of a dropped layer, or it is frozen."""
-    return None if is_frozen(param) else _read_one(param, "safe_get_full_grad", _GRADIENTS)
+    """Return the gradient of a parameter, or None if no rank has one, as of a dropped layer, or it is frozen."""
+    return _read_one(param, "safe_get_full_grad", _GRADIENTS)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """A state of a parameter, as ``exp_avg``; a number, as ``step``, is 0-d. None if there is none yet."""
+    """Return a state of a parameter, as ``exp_avg``; a number, as ``step``, is 0-d.
+
+    None if the parameter has none yet, or is frozen.
+    """
     call = f"safe_get_full_optimizer_state({optim_state_key!r})"
     return _read_one(param, call, _states(optim_state_key))
 
@@ -119,8 +121,10 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 @torch.no_grad()
-def safe_get_local_fp32_param(param: Tensor) -> Tensor:
-    """This rank's slice of the fp32 master; doesn't communicate."""
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """Return this rank's slice of the fp32 master, or None if the parameter is frozen; doesn't communicate."""
+    if is_frozen(param):
+        return None
     optimizer, record = owner_of(param)
     with optimizer.streams.home():
         record.follow_edits()
@@ -128,13 +132,21 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor:
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's slice of the averaged gradient; every rank calls it, since reductions may have to be finished."""
-    return None if is_frozen(param) else _read_one(param, "safe_get_local_grad", _OWN_GRADIENTS)
+    """Return this rank's slice of the averaged gradient, or None as ``safe_get_full_grad`` does.
+
+    Every rank calls it, since reductions may have to be finished.
+    """
+    return _read_one(param, "safe_get_local_grad", _OWN_GRADIENTS)
 
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """This rank's slice of a state; a number is 0-d; None if there is none yet. Doesn't communicate."""
+    """Return this rank's slice of a state, 0-d for a number; doesn't communicate.
+
+    None if the parameter has none yet, or is frozen.
+    """
+    if is_frozen(param):
+        return None
     optimizer, record = owner_of(param)
     _check_key(optimizer, [record], optim_state_key)
     with optimizer.streams.home():
@@ -214,6 +226,8 @@ def _states(key: str) -> _Values:
 
 
 def _read_one(param: Tensor, call: str, values: _Values) -> Tensor | None:
+    if is_frozen(param):
+        return None
     optimizer, record = owner_of(param)
     return _read(optimizer, [record], call, values)[record.p]
 

@@ -40,7 +40,7 @@ def owner_of(param: Tensor) -> tuple[LowLevelZeroOptimizer, ShardedParameter]:
 
 
 def is_frozen(param: Tensor) -> bool:
-    """Whether ``param`` is one of which no optimizer has a slice because it isn't trained."""
+    """Return whether ``param`` is a parameter that no optimizer has a slice of, since it isn't trained."""
     return isinstance(param, nn.Parameter) and not param.requires_grad and not owners_of([param])
 
 

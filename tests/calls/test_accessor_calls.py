@@ -85,14 +85,22 @@ def a_model_may_have_several_optimizers_and_parameters_of_none(rank: int, world_
     assert torch.equal(found["a.weight"], torch.full((2, 3), 2.0))  # type: ignore[arg-type]
 
 
+def reading_a_frozen_parameter_gives_none_and_writing_it_raises(rank: int, world_size: int) -> None:
+    """As with DeepSpeed, a loop over all parameters of a model reads None for the frozen ones."""
+    model, optimizer = wrapped(Run())
+    train(optimizer, model, Run(), 1, rank)
+    frozen = model.frozen.weight
+    reads = (safe_get_full_fp32_param, safe_get_local_fp32_param, safe_get_full_grad, safe_get_local_grad)
+    states = (safe_get_full_optimizer_state, safe_get_local_optimizer_state)
+    assert [read(frozen) for read in reads] == [None] * 4
+    assert [read(frozen, "exp_avg") for read in states] == [None] * 2
+    with pytest.raises(ValueError, match="requires_grad=False"):
+        safe_set_full_fp32_param(frozen, torch.zeros_like(frozen))
+
+
 def what_is_no_parameter_of_an_optimizer_is_refused(rank: int, world_size: int) -> None:
     model, optimizer = wrapped(Run())
-    frozen = model.frozen.weight
-    assert safe_get_full_grad(frozen) is None
-    assert safe_get_local_grad(frozen) is None
     for call in (safe_get_full_fp32_param, safe_get_local_fp32_param):
-        with pytest.raises(ValueError, match="requires_grad=False"):
-            call(frozen)
         with pytest.raises(ValueError, match=r"\(5, 4\) tensor that none holds"):
             call(model.inward * 1)
         with pytest.raises(TypeError, match="got str"):
@@ -128,6 +136,7 @@ CALLS = (
     a_write_between_forward_and_backward_is_noticed,
     numbers_are_set_alike,
     a_model_may_have_several_optimizers_and_parameters_of_none,
+    reading_a_frozen_parameter_gives_none_and_writing_it_raises,
     what_is_no_parameter_of_an_optimizer_is_refused,
     a_hook_can_not_read_gradients,
 )
