@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.utils import _sync_params_and_buffers
@@ -30,7 +31,8 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         zero_options: keywords of ``LowLevelZeroOptimizer``, for each optimizer of the module.
         sharded_checkpoint: write folders, in which each rank has its slices (``lowlevel_zero.checkpoint``), and not
             files of rank 0. Both are read in any case, at any number of ranks.
-        options: ``DDPStrategy``'s. ``broadcast_buffers``: before a batch all ranks are given rank 0's, as by DDP.
+        options: ``DDPStrategy``'s. ``broadcast_buffers``: before each batch of ``fit`` all ranks are given rank 0's
+            buffers, as by DDP.
     """
 
     optimizers: list[Any]
@@ -50,24 +52,33 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         """Nothing wraps the module."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Shard what ``configure_optimizers`` returns."""
+        """Shard the optimizers that ``configure_optimizers`` returns."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or 'bf16-true'")
         if any(hasattr(each, "unfreeze_and_add_param_group") for each in trainer.callbacks):
             raise TypeError("callbacks: expected no BaseFinetuning, to which slices mean nothing: use add_param_group")
         super().setup_optimizers(trainer)
+        if not any(each.param_groups for each in self.optimizers):  # Lightning's stand-in for None has none
+            raise TypeError(
+                "configure_optimizers: expected at least one optimizer, got none, so nobody would reduce gradients: "
+                "return a torch optimizer over the module's parameters, or use strategy='ddp'"
+            )
         module, zero = self.lightning_module, self.zero_options
         self.optimizers = [LowLevelZeroOptimizer(each, model=module, **zero) for each in self.optimizers]
         check_loss_scales(self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, with rank 0's buffers."""
+        """Run the module's step with rank 0's buffers."""
         self._share_buffers()
         return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, with rank 0's buffers."""
-        self._share_buffers()
+        """Run the module's step; in ``fit`` with rank 0's buffers.
+
+        ``trainer.validate`` doesn't communicate, as there is no DDP in it: ranks may have unequal numbers of batches.
+        """
+        if self.lightning_module.trainer.state.fn is TrainerFn.FITTING:
+            self._share_buffers()
         return super().validation_step(*args, **kwargs)
 
     def _share_buffers(self) -> None:

@@ -31,6 +31,7 @@ QUIETLY = [
         "The dirpath has changed from .*:UserWarning",
         "Using `DistributedSampler` with the dataloaders:UserWarning",
         "Be aware that when using `ckpt_path`, callbacks .*:UserWarning",
+        ".*configure_optimizers` returned `None`:UserWarning",
     )
 ]
 

@@ -171,6 +171,26 @@ def test_16_bit_parameters_have_masters(subtests: pytest.Subtests) -> None:
             ran.values()
 
 
+# ---- batches that aren't as many on each rank, where no gradients are reduced ----
+
+
+def validate_unevenly(rank: int, world_size: int, strategy: Callable[[], Any]) -> list[tuple[str, float]]:
+    module = Net()
+    fit(rank, world_size, module, strategy(), max_epochs=1)
+    module.seen.clear()
+    with torchrun(rank, world_size):
+        trainer = pl.Trainer(devices=world_size, strategy=strategy(), use_distributed_sampler=False, **QUIET)
+        trainer.validate(module, batches(4 + 4 * rank), verbose=False)
+    return module.seen
+
+
+def test_ranks_may_validate_other_numbers_of_batches_outside_of_fit() -> None:
+    by_ddp, sharded = (run_ranks(validate_unevenly, 2, strategy) for strategy in (DDPStrategy, ZeroStrategy))
+    assert [len(seen) for seen in sharded] == [2, 4]
+    for seen, expected in zip(sharded, by_ddp, strict=True):
+        assert [value for _, value in seen] == pytest.approx([value for _, value in expected], abs=1e-6)
+
+
 # ---- processes ----
 
 
@@ -283,6 +303,12 @@ MISTAKES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any], str,
         {"callbacks": [Unfreeze()]},
         "TypeError",
         "callbacks: expected no BaseFinetuning, to which slices mean nothing: use add_param_group",
+    ),
+    "no optimizer": (
+        lambda: Own(lambda module: None),
+        {},
+        "TypeError",
+        "configure_optimizers: expected at least one optimizer, got none",
     ),
     "not elementwise": (
         lambda: Own(lambda module: torch.optim.LBFGS(module.parameters())),
