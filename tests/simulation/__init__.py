@@ -1,0 +1,1 @@
+"""All ranks in one process, one at a time, under one seeded scheduler."""
