@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from time import monotonic, sleep
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from .backends.backend import PeerError
 from .process_groups import context_of, default_group, store_of
 from .processes import Process
+from .runtime import runtime
 
 _REMEDY = (
     "What it has printed, or the kernel's log, may say why. Start all ranks again from the newest checkpoint, as "
@@ -94,12 +94,12 @@ def listed_ranks(ranks: Sequence[int]) -> str:
 
 def _lost_at_last(ranks: Sequence[int]) -> list[int]:
     """Whom the connection was lost to: seen from here, or by who was the first to notice; empty: nobody sees it."""
-    deadline, pause = monotonic() + _PATIENCE, _PAUSE
+    deadline, pause = runtime().now() + _PATIENCE, _PAUSE
     while True:
         found: list[int] = lost(ranks) or _noted(_FIRST_NOTE, [])
-        if found or monotonic() >= deadline:
+        if found or runtime().now() >= deadline:
             return found
-        sleep(pause)
+        runtime().sleep(pause)
         pause *= 2
 
 

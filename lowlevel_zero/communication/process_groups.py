@@ -21,6 +21,7 @@ import torch.distributed as dist
 from .backends.backend import Alone, HostBackend
 from .backends.memory_pool import Memory
 from .processes import Process
+from .runtime import runtime
 from .work import Work
 
 _PREFIX = "lowlevel_zero/"
@@ -165,7 +166,7 @@ def _group_beside(like: dist.ProcessGroup, name: str, backend: str, ranks: list[
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
-        dist.Backend(backend),
+        dist.Backend(runtime().backend(backend)),
         store_of(like),
         name,
         timeout=timedelta(seconds=timeout_of(like)),

@@ -39,8 +39,8 @@ from .process_groups import (
     side_group,
     timeout_of,
 )
-from .processes import own_process
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
+from .runtime import runtime
 from .work import Chain, OnStream, OnThread, Work
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -111,7 +111,7 @@ class ShardGroup:
         """Have the ranks know each other's processes; all come, and once is enough."""
         if isinstance(self._context.agreements, Alone):
             self._context.agreements = Pairwise(side_group(self.group))
-            know(dict(zip(self.slice_ranks, self.all_gather_object(own_process()), strict=True)))
+            know(dict(zip(self.slice_ranks, self.all_gather_object(runtime().own_process()), strict=True)))
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
         """Choose how buffers travel; all ranks call it.

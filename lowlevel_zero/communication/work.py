@@ -6,24 +6,16 @@ sees to that, on the host a thread, in the order in which the first ones were st
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
-from time import monotonic
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary, finalize
+from typing import Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..streams import Streams
-
-# How long threads may take to finish what peers may never do their part of.
-_SECONDS_AT_EXIT = 10.0
+from .runtime import runtime
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -101,57 +93,17 @@ class OnThread:
     """A thread waits for the first and starts the second. It ends when this object is gone and all has started."""
 
     def __init__(self) -> None:
-        self._tasks: _Tasks = SimpleQueue()
-        self._thread: Thread | None = None
+        self._worker = runtime().worker("lowlevel_zero chaining")
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """One task after the other; an error is raised by the result's ``wait``."""
-        if self._thread is None:
-            self._thread = Thread(target=_run, args=(self._tasks,), name="lowlevel_zero chaining", daemon=True)
-            self._thread.start()
-            join_at_exit(self._thread, self._tasks)
-            finalize(self, self._tasks.put, None).atexit = False
-        second: Future[Work[T]] = Future()
-        self._tasks.put(partial(_carry_on, first, start, second))
+        second = self._worker.submit(lambda: start(first.wait()))
         return Work(lambda: second.result().wait(), partial(_is_done, second), first.tensors)
 
     behind = after  # each kind of message has an order of its own
 
     def go_on(self) -> None:
         """Nothing is behind."""
-
-
-_Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
-_to_join: WeakKeyDictionary[Thread, SimpleQueue[Any]] = WeakKeyDictionary()
-
-
-def join_at_exit(thread: Thread, tasks: SimpleQueue[Any]) -> None:
-    """Before the interpreter goes, tell ``thread`` so by None in ``tasks``, and let it finish."""
-    _to_join[thread] = tasks
-
-
-@atexit.register
-def _join_threads() -> None:
-    """One that came back from a wait, or out of a store, afterwards would abort the process."""
-    deadline = monotonic() + _SECONDS_AT_EXIT
-    for tasks in _to_join.values():
-        tasks.put(None)
-    for thread in list(_to_join):
-        thread.join(max(0.0, deadline - monotonic()))
-
-
-@torch.no_grad()
-def _run(tasks: _Tasks) -> None:
-    while (task := tasks.get()) is not None:
-        task()
-        del task  # which may hold the object that this thread ends with
-
-
-def _carry_on(first: Work[S], start: Callable[[S], Work[T]], second: Future[Work[T]]) -> None:
-    try:
-        second.set_result(start(first.wait()))
-    except BaseException as error:  # whatever it is, who waits for the second one raises it
-        second.set_exception(error)
 
 
 def _is_done(second: Future[Work[T]]) -> bool:

@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary, ref
 
 from ..communication.process_groups import is_alive, is_fake, store_of, timeout_of
 from ..communication.progress import Collective
+from ..communication.runtime import runtime
 from ..communication.shard_group import ShardGroup
-from ..communication.work import join_at_exit
 
 _LEFT = 2**62  # the number of a question that nobody gets to: an answer to it holds for all
 _SHARE_OF_TIMEOUT = 0.4  # of a process group's own, after which the report must have come
@@ -194,6 +194,5 @@ def watch(group: ShardGroup, timeout: float) -> Watch | None:
         return None
     if group not in _watches:
         _watches[group] = made = Watch(group, min(timeout, _SHARE_OF_TIMEOUT * timeout_of(group.group)))
-        made.start()
-        join_at_exit(made, made.over)
+        runtime().watch(made, made.over)
     return _watches[group]

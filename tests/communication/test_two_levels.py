@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from lowlevel_zero.communication import work
+from lowlevel_zero.communication import runtime
 from lowlevel_zero.communication.grid import GridGroup, shard_group
 from lowlevel_zero.communication.work import OnStream, OnThread, Work
 from lowlevel_zero.streams import Streams
@@ -252,7 +252,7 @@ def slowed(seed: int, rank: int) -> Any:
     """In this rank's process, the thread between the levels, and layers, take a while at random."""
     draw = random.Random(100 * seed + rank)
     slow = draw.random() < 0.5
-    carry_on, forward = work._carry_on, nn.Linear.forward
+    carry_on, forward = runtime.carry_out, nn.Linear.forward
 
     def nap() -> None:
         if slow and draw.random() < 0.4:
@@ -267,7 +267,7 @@ def slowed(seed: int, rank: int) -> Any:
         return forward(layer, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "_carry_on", slow_carry_on)
+        patch.setattr(runtime, "carry_out", slow_carry_on)
         patch.setattr(nn.Linear, "forward", slow_forward)
         yield
 
@@ -364,7 +364,7 @@ def test_the_thread_ends_with_its_owner() -> None:
     done = Event()
     done.set()
     assert chain.after(by_hand(done, 1), lambda value: by_hand(done, value)).wait() == 1
-    thread = chain._thread
+    thread = chain._worker._thread
     assert thread is not None
     del chain
     thread.join(10)

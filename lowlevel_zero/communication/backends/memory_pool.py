@@ -20,7 +20,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..processes import Process, own_process
+from ..processes import Process
+from ..runtime import runtime
 from .backend import HostBackend
 from .control_pipe import ControlPipe, PeerPipe, close_with
 
@@ -91,7 +92,7 @@ class Memory:
         self.map[: len(token)] = token
         seen = os.stat(self._file)
         file = (seen.st_dev, seen.st_ino)
-        self.address = Address(own_process(), self._file, self.pipe.descriptor, file, size, token)
+        self.address = Address(runtime().own_process(), self._file, self.pipe.descriptor, file, size, token)
         self._blocks: list[Block] = []
         self._lock = Lock()
         self._top = _PAGE
@@ -186,7 +187,7 @@ def map_of(address: Address) -> mmap.mmap:
     Raises:
         OSError, ValueError: it can't be reached from here.
     """
-    if address.process.space != own_process().space:
+    if address.process.space != runtime().own_process().space:
         raise ValueError("it is on another host, or in another PID namespace")
     path = f"/proc/{address.process.number}/fd/{address.memory}"
     # It may be another process by now, and opening some files does something: look first.

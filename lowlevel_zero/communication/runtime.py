@@ -1,0 +1,130 @@
+"""Runtime: all that this package asks of the system under it: threads, time, processes, pipes, backends of groups.
+
+One object answers for this process, ``runtime()``. A simulation that runs many ranks in one process installs another
+for each of them, so that nothing above this file knows the difference.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+
+from .processes import Process, own_process
+
+# How long threads may take to finish what peers may never do their part of.
+_SECONDS_AT_EXIT = 10.0
+
+T = TypeVar("T")
+
+_Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+
+
+class Worker:
+    """Carries out tasks in one thread, in the order in which they were submitted.
+
+    The thread starts with the first task, and ends when this object is gone and all tasks are done.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: _Tasks = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Add a task; the future has what it returns or raises."""
+        if self._thread is None:
+            self._thread = Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True)
+            self._thread.start()
+            _join_at_exit(self._thread, self._tasks)
+            finalize(self, self._tasks.put, None).atexit = False
+        done: Future[T] = Future()
+        self._tasks.put(partial(carry_out, task, done))
+        return done
+
+
+class Runtime:
+    """The real system."""
+
+    def worker(self, name: str) -> Worker:
+        """A thread that carries out tasks."""
+        return Worker(name)
+
+    def watch(self, thread: Thread, over: SimpleQueue[Any]) -> None:
+        """Start a thread that only looks, and ends when there is something in ``over``."""
+        thread.start()
+        _join_at_exit(thread, over)
+
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Return after so many seconds."""
+        time.sleep(seconds)
+
+    def own_process(self) -> Process:
+        """This process, for other ranks to know."""
+        return own_process()
+
+    def backend(self, name: str) -> str:
+        """The name under which torch makes process groups of the backend ``name``."""
+        return name
+
+
+_runtime = Runtime()
+
+
+def runtime() -> Runtime:
+    """The runtime of this process."""
+    return _runtime
+
+
+def install(other: Runtime) -> None:
+    """Have ``other`` answer from now on."""
+    global _runtime
+    _runtime = other
+
+
+def carry_out(task: Callable[[], T], done: Future[T]) -> None:
+    """Fill ``done`` with what ``task`` returns or raises."""
+    try:
+        done.set_result(task())
+    except BaseException as error:  # whatever it is, who waits for the result raises it
+        done.set_exception(error)
+
+
+@torch.no_grad()
+def _run(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # which may hold the object that this thread ends with
+
+
+_to_join: WeakKeyDictionary[Thread, SimpleQueue[Any]] = WeakKeyDictionary()
+
+
+def _join_at_exit(thread: Thread, tasks: SimpleQueue[Any]) -> None:
+    """Before the interpreter goes, tell ``thread`` so by None in ``tasks``, and let it finish."""
+    _to_join[thread] = tasks
+
+
+@atexit.register
+def _join_threads() -> None:
+    """One that came back from a wait, or out of a store, afterwards would abort the process."""
+    deadline = time.monotonic() + _SECONDS_AT_EXIT
+    for tasks in _to_join.values():
+        tasks.put(None)
+    for thread in list(_to_join):
+        thread.join(max(0.0, deadline - time.monotonic()))
