@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..partition import ELEMENTWISE
+from .overrides import check_overrides
 from .probe import probe
 from .quantised import check_unstepped, is_known
 from .whole_steps import WHOLE_STEPS, check_matrices, full_name
@@ -94,6 +95,7 @@ def check_steps_slices(
     """Raise unless ``optimizer`` may be stepped on slices of ``parameters``, which are named in ``names``."""
     check_matrices(optimizer, parameters, names)
     check_unstepped(optimizer, parameters, names)
+    check_overrides(optimizer, parameters, names)
     check_elementwise(optimizer, assume_elementwise=assume_elementwise)
 
 

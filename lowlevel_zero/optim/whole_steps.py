@@ -19,6 +19,7 @@ from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from .lamb import Lamb, Update, scaled_step, with_gradients
 from .muon import MuonStep
+from .overrides import carry_overrides
 
 # Steps the slices of records, which have gradients: shard group by shard group, each alike on the ranks that share it.
 WholeStep: TypeAlias = Callable[[Sequence[ShardedParameter]], Any]
@@ -85,8 +86,9 @@ WHOLE_STEPS: dict[str, Callable[[Any, ParameterStore], WholeStep]] = {
 def whole_step(optim: Optimizer, parameters: ParameterStore) -> WholeStep:
     """How slices of all parameters are stepped: by ``optim`` itself, or by the ranks together where it must be.
 
-    Hooks on the steps of ``optim`` run as they would.
+    Hooks on the steps of ``optim`` run as they would, and settings by parameter hold for the slices.
     """
+    carry_overrides(optim, parameters)
     together = WHOLE_STEPS.get(full_name(optim))
     if together is None:
         return lambda records: optim.step()

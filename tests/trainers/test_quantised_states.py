@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,97 @@ REFUSED = [
 def test_what_is_refused(make: Callable[[Any], Any], reason: str) -> None:
     with pytest.raises(TypeError, match=reason):
         check_elementwise(make([nn.Parameter(torch.zeros(8))]))
+
+
+class Embedded(nn.Module):
+    """A frozen parameter stands before the others, so that slices have other places than parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.weight = nn.Parameter(0.1 * torch.randn(96, 256, generator=generator))
+        self.embedding = nn.Embedding(96, 256)
+        self.other = nn.Parameter(0.1 * torch.randn(64, 256, generator=generator))
+        with torch.no_grad():
+            self.embedding.weight.copy_(0.1 * torch.randn(96, 256, generator=generator))
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        trained = (self.weight, self.embedding.weight, self.other)
+        return torch.stack([(p * torch.randn(p.shape, generator=generator)).sum().sin() for p in trained]).sum()
+
+
+@contextmanager
+def manager() -> Iterator[Any]:
+    """bitsandbytes' manager, which is one for all optimizers of a process, with nothing in it."""
+    found = bnb.optim.GlobalOptimManager.get_instance()
+    found.initialize()
+    yield found
+    found.initialize()
+
+
+def override(model: Embedded, way: str, found: Any) -> None:
+    if way == "by module":  # as transformers' Trainer does
+        found.register_module_override(model.embedding, "weight", {"optim_bits": 32})
+        found.register_module_override(model, "other", {"weight_decay": 0.5, "lr": 1e-3})
+    else:
+        found.override_config(model.embedding.weight, "optim_bits", 32)
+        found.override_config(model.other, key_value_dict={"weight_decay": 0.5, "lr": 1e-3})
+        found.register_parameters(model.parameters())
+
+
+def train_embedded(way: str, when: str, rank: int, wrapped: bool) -> tuple[list[Tensor], list[bool]]:
+    with manager() as found:
+        model = Embedded()
+        if when == "before" and way == "by id":
+            override(model, way, found)
+        optimizer: Any = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2)
+        if when == "before" and way == "by module":
+            override(model, way, found)
+        if wrapped:
+            optimizer = LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True, reduction="sum")
+        if when == "after":
+            override(model, way, found)
+        for step in range(4):
+            run_back = optimizer.backward if wrapped else Tensor.backward
+            run_back(model.loss(step) * (rank == 0))
+            optimizer.step()
+            optimizer.zero_grad()
+        held = [each for each in optimizer.param_groups[0]["params"] if optimizer.state.get(each)]
+        return [p.detach().clone() for p in model.parameters()], ["absmax1" in optimizer.state[each] for each in held]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_settings_by_parameter_come_along_to_slices(world_size: int, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, way: str, when: str) -> tuple[list[Tensor], list[bool]]:
+        return train_embedded(way, when, rank, wrapped=True)
+
+    cases = list(product(("by module", "by id"), ("before", "after")))
+    for (way, when), ran in run_cases(work, world_size, cases):
+        with subtests.test(way=way, when=when):
+            expected, quantised = train_embedded(way, when, 0, wrapped=False)
+            assert quantised == [True, True, False]  # the embedding comes last
+            for values, are in ran.values():
+                assert are == quantised
+                assert all(map(torch.equal, values, expected))
+
+
+def test_a_setting_by_parameter_that_slices_cannot_have_is_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        with manager() as found:
+            model = Embedded()
+            found.override_config(model.other, "min_8bit_size", 100)
+            with pytest.raises(
+                ValueError, match=r"other: expected a setting .*got min_8bit_size=100 from bitsandbytes"
+            ):
+                LowLevelZeroOptimizer(bnb.optim.AdamW8bit(model.parameters()), model=model)
+            found.initialize()
+            found.register_module_override(model.embedding, "weight", {"optim_bits": 8})
+            with pytest.raises(ValueError, match=r"embedding.weight: expected a setting .*got optim_bits=8"):
+                LowLevelZeroOptimizer(bnb.optim.AdamW(model.parameters()), model=model)
+
+    run_ranks(work, 2)
 
 
 def test_others_of_bitsandbytes_are_taken() -> None:
