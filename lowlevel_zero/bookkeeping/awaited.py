@@ -80,9 +80,13 @@ class AwaitedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def can_be_awaited(p: Tensor) -> bool:
-    """Whether a use of ``p`` can't go unnoticed: subclasses, compiled code and CUDA graphs have ways of their own."""
-    return type(p) is nn.Parameter and not _compiler_at_work() and torch.cuda.graph.default_capture_stream is None
+def can_be_awaited(parameters: Iterable[Tensor]) -> bool:
+    """Return whether no use of ``parameters`` can go unnoticed.
+
+    Subclasses, compiled code, TorchScript and CUDA graphs have ways of their own to read a parameter.
+    """
+    unnoticed = _compiler_at_work() or _torchscript_at_work() or torch.cuda.graph.default_capture_stream is not None
+    return not unnoticed and all(type(p) is nn.Parameter for p in parameters)
 
 
 def defer_until_read(parameters: Iterable[Tensor], wait: Callable[[], None]) -> None:
@@ -124,6 +128,12 @@ def _compiler_at_work() -> bool:
     """Whether ``torch.compile`` has compiled something: its code would be made anew for a parameter's other class."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return _compiling.seen or (dynamo is not None and any(dynamo.counters.get(kind) for kind in ("frames", "stats")))
+
+
+def _torchscript_at_work() -> bool:
+    """Return whether this process has scripted or traced something, which asks no ``__torch_function__``."""
+    compiled: Any = torch.jit._state._python_cu
+    return bool(compiled.get_functions())
 
 
 class _Compiling:

@@ -101,7 +101,7 @@ class GatherStore:
         _increment_version([record.p for record in records])
         for record in records:
             record.stepped = True
-        awaited = self._overlap and all(can_be_awaited(record.p) for record in records)
+        awaited = self._overlap and can_be_awaited(record.p for record in records)
         with self._streams.home(join=False):
             own = self._stepping.own_rows([record.p32 for record in records], records[0].row)
             rows = [record.rows for record in records]

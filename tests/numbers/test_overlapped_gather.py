@@ -318,3 +318,52 @@ def test_a_model_may_be_compiled_while_its_parameters_are_on_their_way() -> None
             torch.testing.assert_close(p, expected)
 
     run_ranks(work, 2)
+
+
+class Scripted(nn.Module):
+    """Reads its weights in TorchScript: in a scripted module, in a traced one, and by a scripted function."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        if way == "a scripted module":
+            self.first = torch.jit.script(self.first)
+        elif way == "a traced module":
+            self.first = torch.jit.trace(self.first, torch.ones(2, 4))
+        elif way == "a module from a file":
+            file = io.BytesIO()
+            torch.jit.save(torch.jit.script(self.first), file)
+            self.first = torch.jit.load(io.BytesIO(file.getvalue()))
+        self.times = torch.jit.script(times) if way == "a scripted function" else times
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.times(self.last(self.first(x)), self.last.weight).square().mean()
+
+
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "way", ["a scripted module", "a traced module", "a module from a file", "a scripted function", "none"]
+)
+def test_torchscript_reads_new_values(way: str) -> None:
+    def work(rank: int, _size: int) -> tuple[list[list[Tensor]], bool]:
+        ended, awaited = [], False
+        for overlap in (False, True):
+            model = Scripted(way)
+            optimizer = sharded(model, overlap)
+            for step in range(3):
+                torch.manual_seed(10 * step + rank)
+                optimizer.backward(model(torch.randn(3, 4)))
+                optimizer.step()
+                awaited |= any(type(p) is AwaitedParameter for p in model.parameters())
+                optimizer.zero_grad()
+            ended.append([p.detach().clone() for p in model.parameters()])
+        return ended, awaited
+
+    for (without, overlapped), awaited in run_ranks(work, 2):
+        assert all(map(torch.equal, without, overlapped))
+        assert awaited == (way == "none")
