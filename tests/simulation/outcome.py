@@ -83,7 +83,8 @@ class Outcome(Generic[T]):
 
     Attributes:
         results: by rank, what its job returned; ranks whose job was left by an exception aren't there.
-        errors: by rank, the exception that left its job.
+        errors: by rank, the exception that left its job, without its traceback.
+        tracebacks: by rank, that exception's, as text.
         deadlock: by rank, the stack of each job at the moment in which no rank could go on; None: there was none.
         mismatch: how two ranks' collectives on one communicator differ, both sides named; None: they don't.
         trace: digest of all hand-overs and of all that was sent, the same for the same seed.
@@ -103,4 +104,5 @@ class Outcome(Generic[T]):
     operations: dict[int, int] = field(default_factory=dict)
     messages: dict[int, int] = field(default_factory=dict)
     steps_of: dict[int, int] = field(default_factory=dict)
+    tracebacks: dict[int, str] = field(default_factory=dict)
     left: Left = field(default_factory=Left)

@@ -1,0 +1,116 @@
+"""The runtime of a simulated rank: workers are actors, time is the scheduler's, processes are ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+from weakref import finalize
+
+import torch
+
+from lowlevel_zero.communication.processes import Process
+from lowlevel_zero.communication.runtime import Runtime, Worker, carry_out
+
+from .groups import BACKENDS, PREFIX
+from .network import Network
+from .scheduler import Actor, Rank
+
+T = TypeVar("T")
+
+
+class SimulatedProcess(Process):
+    """A rank, seen as a process."""
+
+    def has_ended(self) -> bool:
+        """Whether the simulation has killed it."""
+        return self.number in _networks[-1].dead
+
+
+# Of the simulation that runs; a process is sent as plain values, and can't hold it.
+_networks: list[Network] = []
+
+
+class SimulatedFuture(Future[T]):
+    """A task's result, whose wait is the scheduler's."""
+
+    network: Network
+
+    def result(self, timeout: float | None = None) -> T:
+        """What the task has returned, or raises what it has raised."""
+        if not self.done():
+            self.network.scheduler.wait(self.done)
+        return super().result(timeout)
+
+
+class SimulatedWorker(Worker):
+    """An actor that carries out tasks."""
+
+    def __init__(self, name: str, network: Network, rank: Rank) -> None:
+        self._name, self._network, self._rank = name, network, rank
+        self._todo: deque[Callable[[], None] | None] = deque()
+        self._started = False
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """As the real one, on the scheduler."""
+        done: SimulatedFuture[T] = SimulatedFuture()
+        done.network = self._network
+        self._todo.append(partial(carry_out, task, done))
+        if not self._started:
+            self._started = True
+            actors: list[Actor] = []
+            body = partial(_work, self._network, self._todo, actors)
+            actors.append(self._network.scheduler.start(self._rank, self._name, body))
+            finalize(self, self._todo.append, None).atexit = False
+        return done
+
+
+@torch.no_grad()
+def _work(network: Network, todo: deque[Callable[[], None] | None], actors: list[Actor]) -> None:
+    scheduler, actor = network.scheduler, actors.pop()
+    while True:
+        if not todo:
+            scheduler.wait(lambda: bool(todo))
+        task = todo.popleft()
+        if task is None:
+            return
+        actor.busy = True
+        task()
+        actor.busy = False
+        del task  # which may hold the object that this actor ends with
+
+
+class SimulatedRuntime(Runtime):
+    """What one simulated rank asks of its system."""
+
+    def __init__(self, network: Network, rank: Rank) -> None:
+        self._network, self._rank = network, rank
+
+    def worker(self, name: str) -> Worker:
+        """An actor."""
+        return SimulatedWorker(name, self._network, self._rank)
+
+    def watch(self, thread: Thread, over: SimpleQueue[Any]) -> None:
+        """Nobody needs to look: a deadlock is told at once."""
+
+    def now(self) -> float:
+        """The simulated clock."""
+        return self._network.scheduler.clock
+
+    def sleep(self, seconds: float) -> None:
+        """Until the clock has moved."""
+        self._network.scheduler.sleep(seconds)
+
+    def own_process(self) -> Process:
+        """The rank."""
+        return SimulatedProcess("simulated", self._rank.number, "")
+
+    def backend(self, name: str) -> str:
+        """The name under which torch makes simulated groups."""
+        for each in BACKENDS:
+            name = name.replace(each, PREFIX + each)
+        return name
