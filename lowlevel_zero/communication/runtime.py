@@ -7,6 +7,7 @@ for each of them, so that nothing above this file knows the difference.
 from __future__ import annotations
 
 import atexit
+import mmap
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 
+from .memory_file import MemoryAddress, OwnMemory, map_of
+from .pipes import OthersPipe, OwnPipe
 from .processes import Process, own_process
 
 # How long threads may take to finish what peers may never do their part of.
@@ -77,6 +80,22 @@ class Runtime:
     def own_process(self) -> Process:
         """This process, for other ranks to know."""
         return own_process()
+
+    def own_memory(self, ranks: int) -> OwnMemory:
+        """Memory of this process that so many ranks map, itself included."""
+        return OwnMemory(ranks)
+
+    def others_memory(self, address: MemoryAddress) -> mmap.mmap:
+        """The memory of another process."""
+        return map_of(address)
+
+    def own_pipe(self) -> OwnPipe:
+        """A pipe that this process reads."""
+        return OwnPipe()
+
+    def others_pipe(self, process: Process, descriptor: int) -> OthersPipe:
+        """The pipe that another process reads, and has under ``descriptor``."""
+        return OthersPipe(process, descriptor)
 
     def backend(self, name: str) -> str:
         """The name under which torch makes process groups of the backend ``name``."""

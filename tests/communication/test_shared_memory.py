@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.communication import runtime
 from lowlevel_zero.communication.backends import memory_pool, shared_memory
 from lowlevel_zero.communication.backends.control_pipe import ControlPipe, PeerPipe
-from lowlevel_zero.communication.backends.memory_pool import Memory, map_of
+from lowlevel_zero.communication.backends.memory_pool import Memory
 from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.communication.failed_ranks import LostRank
+from lowlevel_zero.communication.memory_file import map_of
 from lowlevel_zero.communication.processes import own_process
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.covering import covering
@@ -59,7 +61,7 @@ def group_with_wires(shared: bool = True) -> ShardGroup:
 
 def seen_by_another(own: Memory, **changed: Any) -> None:
     """Memory of this process as if it were another's, under an address that may be wrong."""
-    map_of(own.address._replace(**changed))
+    map_of(own.address.memory._replace(**changed))
 
 
 def random_wire(rank: int, world_size: int, row: int, dtype: torch.dtype) -> Tensor:
@@ -295,7 +297,7 @@ def refuse(*_: object) -> Any:
 
 REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no memfd": lambda patch: patch.delattr(os, "memfd_create"),
-    "a peer's can't be opened": lambda patch: patch.setattr(memory_pool, "map_of", refuse),
+    "a peer's can't be opened": lambda patch: patch.setattr(runtime, "map_of", refuse),
     "switched off": lambda patch: patch.setenv(SWITCH, "0"),
 }
 
@@ -411,7 +413,7 @@ def test_it_may_be_switched_from_optimizer_to_optimizer() -> None:
 def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Memory()
     with pytest.raises(MemoryError, match=f"{SWITCH}=0"):
-        own.take(own.address.size, torch.uint8)
+        own.take(own.address.memory.size, torch.uint8)
 
     def full(*_: int) -> None:
         raise OSError("no space")

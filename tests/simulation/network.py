@@ -103,7 +103,9 @@ class Network:
         mismatch: how two ranks' collectives differ; None: they don't.
         dead: global ranks whose process has ended.
         sent: by global rank, how many messages it has sent.
-        held: by global rank, the number of a message of its that waits.
+        hold: a global rank, and which one of the messages that it sends is held back; None: none is.
+        log: all that was sent, for the trace.
+        memories, pipes: of all ranks, where they share memory; places in them stand for descriptors.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -113,6 +115,8 @@ class Network:
         self.sent: dict[int, int] = {}
         self.hold: tuple[int, int] | None = None
         self.log: list[object] = []
+        self.memories: list[Any] = []
+        self.pipes: list[Any] = []
         self._held: list[Transfer] = []
         self._sends: dict[Channel, deque[Transfer]] = {}
         self._receives: dict[Channel, deque[Transfer]] = {}

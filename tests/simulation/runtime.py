@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,12 +14,15 @@ from weakref import finalize
 
 import torch
 
+from lowlevel_zero.communication.memory_file import MemoryAddress, OwnMemory
+from lowlevel_zero.communication.pipes import OthersPipe, OwnPipe
 from lowlevel_zero.communication.processes import Process
 from lowlevel_zero.communication.runtime import Runtime, Worker, carry_out
 
 from .groups import BACKENDS, PREFIX
 from .network import Network
 from .scheduler import Actor, Rank
+from .shared import SimulatedMemory, SimulatedOthersPipe, SimulatedPipe
 
 T = TypeVar("T")
 
@@ -87,8 +91,8 @@ def _work(network: Network, todo: deque[Callable[[], None] | None], actors: list
 class SimulatedRuntime(Runtime):
     """What one simulated rank asks of its system."""
 
-    def __init__(self, network: Network, rank: Rank) -> None:
-        self._network, self._rank = network, rank
+    def __init__(self, network: Network, rank: Rank, shares_memory: bool) -> None:
+        self._network, self._rank, self._shares = network, rank, shares_memory
 
     def worker(self, name: str) -> Worker:
         """An actor."""
@@ -108,6 +112,25 @@ class SimulatedRuntime(Runtime):
     def own_process(self) -> Process:
         """The rank."""
         return SimulatedProcess("simulated", self._rank.number, "")
+
+    def own_memory(self, ranks: int) -> OwnMemory:
+        """Memory that all ranks see, where the carrier is memory."""
+        if not self._shares:
+            raise OSError("these ranks share no memory")
+        return SimulatedMemory(self._network, self.own_process())
+
+    def others_memory(self, address: MemoryAddress) -> mmap.mmap:
+        """The memory of another rank."""
+        memory: SimulatedMemory = self._network.memories[address.descriptor]
+        return memory.map
+
+    def own_pipe(self) -> OwnPipe:
+        """A pipe whose records come when the seed says so."""
+        return SimulatedPipe(self._network)
+
+    def others_pipe(self, process: Process, descriptor: int) -> OthersPipe:
+        """The pipe of another rank."""
+        return SimulatedOthersPipe(self._network, descriptor, self._rank.number)
 
     def backend(self, name: str) -> str:
         """The name under which torch makes simulated groups."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.simulation.world import Carrier, Outcome, SimulationEnded, simulate
+from tests.simulation.world import CARRIERS, Carrier, Outcome, SimulationEnded, simulate
 
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -37,7 +37,7 @@ def one(outcome: Outcome[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("carrier", ["messages"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_all_ranks_end_with_the_same_numbers_whatever_the_seed(stage: int, carrier: Carrier) -> None:
     first = one(simulate(lambda rank: train(rank, stage), 3, 0, carrier))
     for seed in range(1, 4):

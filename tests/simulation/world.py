@@ -65,7 +65,7 @@ _PROCESS_WIDE: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
 class SimulatedRank:
     """One rank: its process-wide state, and how far it has come."""
 
-    def __init__(self, number: int, network: Network, seed: int, dies_at: int) -> None:
+    def __init__(self, number: int, network: Network, seed: int, dies_at: int, shares_memory: bool) -> None:
         self.number = number
         self.hand_overs = 0
         self.dies_at = dies_at
@@ -73,7 +73,7 @@ class SimulatedRank:
         self.operations = 0
         self._network = network
         self.own: list[tuple[Any, str, Any]] = [(*place, make()) for *place, make in _PROCESS_WIDE]
-        self.runtime: Runtime = SimulatedRuntime(network, self)
+        self.runtime: Runtime = SimulatedRuntime(network, self, shares_memory)
         self._random = torch.Generator().manual_seed(seed).get_state()
 
     def enter(self) -> None:
@@ -104,7 +104,8 @@ class Simulation(Generic[T]):
         if fault is not None and fault.kind == "wait":
             self.network.hold = (fault.rank, fault.at)
         self.ranks = [
-            SimulatedRank(each, self.network, seed * ranks + each, dies.get(each, _NEVER)) for each in range(ranks)
+            SimulatedRank(each, self.network, seed * ranks + each, dies.get(each, _NEVER), carrier == "memory")
+            for each in range(ranks)
         ]
         self.results: dict[int, T] = {}
         self.errors: dict[int, BaseException] = {}

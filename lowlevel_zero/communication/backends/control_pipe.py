@@ -14,25 +14,21 @@ others may have much to tell at once. So what finds no room is left to a thread.
 
 from __future__ import annotations
 
-import os
-import select
 import struct
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from threading import Lock, RLock, Thread
-from time import monotonic
 from typing import NamedTuple, TypeAlias
-from weakref import finalize
 
 from ..processes import Process
+from ..runtime import runtime
 
 # A collective's kind and serial, the sender, offset and start; and offsets of finished blocks, 0 where there are fewer.
 _FINISHED = 12
 _RECORD = struct.Struct(f"=iiqqq{_FINISHED}q")
 _MOST = 512 * _RECORD.size  # bytes that are read at a time
-_ROOM = 2**20  # bytes of a pipe
 _DOZE, _LATE = 10, 1000  # milliseconds
 
 # The kind of a collective, and the how manyth of its kind it is: everybody counts alike.
@@ -59,20 +55,14 @@ class ControlPipe:
     """
 
     def __init__(self, rank: int, readers: Mapping[int, set[int]]) -> None:
-        import fcntl  # which Linux has, as it has what is asked of it
-
-        self.descriptor, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        close_with(self, self.descriptor, writing)  # the other end stays open, lest the pipe ends with its writers
-        with suppress(OSError):  # more than this user may have
-            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
+        self._own = runtime().own_pipe()
+        self.descriptor = self._own.descriptor
         self.peers: dict[int, PeerPipe] = {}
         self._rank = rank
         self._readers = readers
         self._serials: defaultdict[int, count[int]] = defaultdict(count)
         self._received: dict[Key, dict[int, BlockPart]] = {}
         self._lock, self._sleeping = Lock(), Lock()
-        self._poll = select.poll()
-        self._poll.register(self.descriptor, select.POLLIN)
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = ()) -> Key:
         """Tell all peers of the next collective of a kind, and which of their blocks are finished with.
@@ -91,17 +81,14 @@ class ControlPipe:
                 for at in range(_FINISHED):
                     finished[at] = peer.finished.popleft()
             record = _RECORD.pack(kind, self._rank, serial, offset, starts[rank] if starts else 0, *finished)
-            try:
-                os.write(peer.descriptor, record)
-            except BlockingIOError:
+            if not peer.pipe.write(record):
                 peer.write_later(record)
         return kind, serial
 
     def collect(self) -> None:
         """Take in what has come."""
-        with self._lock, suppress(BlockingIOError):
-            while True:
-                records = os.read(self.descriptor, _MOST)
+        with self._lock:
+            while records := self._own.read(_MOST):
                 for kind, sender, serial, offset, start, *finished in _RECORD.iter_unpack(records):
                     for block in filter(None, finished):
                         self._readers[block].discard(sender)
@@ -122,11 +109,11 @@ class ControlPipe:
         Raises:
             RuntimeError: a sender has ended, or ``timeout`` seconds are over.
         """
-        deadline = monotonic() + timeout
+        deadline = runtime().now() + timeout
         while len(self._received.get(key, ())) < len(self.peers):
             with self._sleeping:  # one thread at a time: it takes in what others wait for, too
                 missing = self.peers.keys() - self._received.get(key, {}).keys()
-                is_quiet = bool(missing) and not self._poll.poll(_DOZE)
+                is_quiet = bool(missing) and not self._own.wait(_DOZE)
                 ended = [rank for rank in missing if self.peers[rank].process.has_ended()] if is_quiet else []
                 self.collect()  # also what who has ended has left
             missing -= self._received.get(key, {}).keys()
@@ -135,7 +122,7 @@ class ControlPipe:
                     f"expected gradients or parameters of rank {min(missing.intersection(ended))}, whose process has "
                     "ended"
                 )
-            if missing and monotonic() > deadline:
+            if missing and runtime().now() > deadline:
                 raise RuntimeError(f"expected gradients or parameters of ranks {sorted(missing)} within {timeout:g} s")
         return self._received.pop(key)
 
@@ -150,15 +137,12 @@ class PeerPipe:
 
     Attributes:
         process: as given.
-        descriptor: of the pipe, here.
+        pipe: what it reads.
         finished: offsets of its blocks that this process has finished with, and not told it.
     """
 
     def __init__(self, process: Process, descriptor: int, timeout: float) -> None:
-        # For reading, too: so writing never fails for want of a reader, when the other process has left.
-        path = f"/proc/{process.number}/fd/{descriptor}"
-        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        close_with(self, self.descriptor)
+        self.pipe = runtime().others_pipe(process, descriptor)
         self.process = process
         self.finished: deque[int] = deque()
         self._timeout = timeout
@@ -174,23 +158,12 @@ class PeerPipe:
 
     def _write_unsent(self) -> None:
         """Write what is left, for as long as the process lives and reads."""
-        deadline, poll = monotonic() + self._timeout, select.poll()
-        poll.register(self.descriptor, select.POLLOUT)
-        while monotonic() < deadline and not self.process.has_ended():
-            poll.poll(_LATE)
-            with self._lock, suppress(BlockingIOError):
-                while self._unsent:
-                    os.write(self.descriptor, self._unsent[0])
+        deadline = runtime().now() + self._timeout
+        while runtime().now() < deadline and not self.process.has_ended():
+            self.pipe.wait_for_room(_LATE)
+            with self._lock:
+                while self._unsent and self.pipe.write(self._unsent[0]):
                     self._unsent.popleft()
-                    deadline = monotonic() + self._timeout
-                return
-
-
-def close_with(owner: object, *descriptors: int) -> None:
-    """Close them when ``owner`` is gone; at the process's end that is done anyway, after all who may use them."""
-    finalize(owner, _close, descriptors).atexit = False
-
-
-def _close(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+                    deadline = runtime().now() + self._timeout
+                if not self._unsent:
+                    return

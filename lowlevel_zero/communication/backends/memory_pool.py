@@ -1,17 +1,11 @@
 """The pool: memory of each process that all others of the same host map, cut into blocks that buffers are packed into.
 
-A process's memory is one anonymous file (a memfd: no name that a killed process could leave behind, no limit as
-/dev/shm has in containers), as large as the machine's memory and mapped once by everybody. It takes memory only where
-a block is; a block's memory is given back by punching a hole, whoever still has it mapped.
-
 Who has read a block says so in its next record (see ``control_pipe``). When all have, the block is used again.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -20,26 +14,21 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..processes import Process
+from ..memory_file import MemoryAddress
 from ..runtime import runtime
 from .backend import HostBackend
-from .control_pipe import ControlPipe, PeerPipe, close_with
+from .control_pipe import ControlPipe, PeerPipe
 
-_MOST = 64 * 2**30  # of address space
 _PAGE = mmap.PAGESIZE
 
 T = TypeVar("T")
 
 
 class Address(NamedTuple):
-    """Where a process finds another's memory, and how it knows that it is that one: plain values, to be sent."""
+    """Where a process finds another's memory and its pipe: plain values, to be sent."""
 
-    process: Process
-    memory: int  # file descriptors of that process
-    pipe: int
-    file: tuple[int, int]  # device and inode
-    size: int
-    token: bytes  # what the memory starts with
+    memory: MemoryAddress
+    pipe: int  # a file descriptor of that process
 
 
 @dataclass
@@ -77,22 +66,14 @@ class Memory:
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
-        _check_room(ranks, size)
         self._rank, self._everybody = rank, range(ranks)
-        self._file = os.memfd_create("lowlevel_zero")
-        close_with(self, self._file)
+        self._own = runtime().own_memory(ranks)
         self._readers: dict[int, set[int]] = {}
         self.pipe = ControlPipe(rank, self._readers)
-        os.ftruncate(self._file, size)
-        self.map = _mapped(self._file, size)
+        self.map = self._own.map
         self.maps: dict[int, mmap.mmap] = {}
         self.timeout = 0.0
-        token = secrets.token_bytes(16)
-        self.map[: len(token)] = token
-        seen = os.stat(self._file)
-        file = (seen.st_dev, seen.st_ino)
-        self.address = Address(runtime().own_process(), self._file, self.pipe.descriptor, file, size, token)
+        self.address = Address(self._own.address, self.pipe.descriptor)
         self._blocks: list[Block] = []
         self._lock = Lock()
         self._top = _PAGE
@@ -106,8 +87,8 @@ class Memory:
         self.timeout = timeout
         for turn in range(1, len(addresses)):
             of = (self._rank - turn) % len(addresses)
-            self.maps[of] = map_of(addresses[of])
-            self.pipe.peers[of] = PeerPipe(addresses[of].process, addresses[of].pipe, timeout)
+            self.maps[of] = runtime().others_memory(addresses[of].memory)
+            self.pipe.peers[of] = PeerPipe(addresses[of].memory.process, addresses[of].pipe, timeout)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
         """A block that nobody reads, until all ranks have finished with it; and so many elements, 1-D, in it.
@@ -151,7 +132,7 @@ class Memory:
                 if block.resident and not block.readers:
                     keep -= block.nbytes
                     if keep < 0:
-                        self.map.madvise(mmap.MADV_REMOVE, block.offset, block.nbytes)
+                        self._own.give_back(block.offset, block.nbytes)
                         block.resident = False
             while self._blocks and not self._blocks[-1].resident:
                 self._top = self._blocks.pop().offset
@@ -165,7 +146,7 @@ class Memory:
         return [torch.frombuffer(self.map, dtype=torch.uint8, count=b.nbytes, offset=b.offset) for b in resident]
 
     def _new(self, nbytes: int) -> Block:
-        if self._top + nbytes > self.address.size:
+        if self._top + nbytes > self.address.memory.size:
             raise MemoryError(_exhausted(nbytes, "all of its address space is taken"))
         block = Block(self._top, nbytes, self._readers.setdefault(self._top, set()))
         self._blocks.append(block)
@@ -175,33 +156,10 @@ class Memory:
     def _populate(self, block: Block) -> None:
         """Get the memory now: where there is none, touching it later would kill the process."""
         try:
-            os.posix_fallocate(self._file, block.offset, block.nbytes)
+            self._own.populate(block.offset, block.nbytes)
         except OSError as error:
             raise MemoryError(_exhausted(block.nbytes, str(error))) from error
         block.resident = True
-
-
-def map_of(address: Address) -> mmap.mmap:
-    """Another process's memory.
-
-    Raises:
-        OSError, ValueError: it can't be reached from here.
-    """
-    if address.process.space != runtime().own_process().space:
-        raise ValueError("it is on another host, or in another PID namespace")
-    path = f"/proc/{address.process.number}/fd/{address.memory}"
-    # It may be another process by now, and opening some files does something: look first.
-    seen = os.stat(path)
-    if (seen.st_dev, seen.st_ino) != address.file:
-        raise ValueError("its process has another number here")
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        mapped = _mapped(file, address.size)
-    finally:
-        os.close(file)
-    if mapped[: len(address.token)] != address.token:
-        raise ValueError("its memory isn't what is seen here")
-    return mapped
 
 
 def open_pool(rank: int, size: int, timeout: float, ranks: HostBackend) -> Memory | str:
@@ -227,28 +185,6 @@ def _or_why_not(make: Callable[[], T]) -> T | str:
 def _refusals(answers: list[object]) -> str:
     """Which ranks have said that they can't, and why; empty: none has."""
     return "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str))
-
-
-def _check_room(count: int, size: int) -> None:
-    """Raise ``OSError`` where so many mappings would take more than half of the address space that is left."""
-    import resource  # which Linux has
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return
-    with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * _PAGE
-    if 2 * count * size > limit - taken:
-        raise OSError(
-            f"{count} mappings of {size / 2**30:.3g} GiB are too much for an address space limited to "
-            f"{limit / 2**30:.3g} GiB: lift it by «ulimit -v unlimited»"
-        )
-
-
-def _mapped(descriptor: int, size: int) -> mmap.mmap:
-    mapped = mmap.mmap(descriptor, size)
-    mapped.madvise(mmap.MADV_DONTDUMP)  # most of it isn't there
-    return mapped
 
 
 def _exhausted(nbytes: int, reason: str) -> str:

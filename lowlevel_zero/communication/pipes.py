@@ -1,0 +1,78 @@
+"""Pipes of the kernel, between the processes of one host. Nobody waits for room in one."""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+from weakref import finalize
+
+from .processes import Process
+
+_ROOM = 2**20  # bytes of a pipe
+
+
+class OwnPipe:
+    """The pipe that this process reads.
+
+    Attributes:
+        descriptor: by which its peers find it.
+    """
+
+    def __init__(self) -> None:
+        import fcntl  # which Linux has, as it has what is asked of it
+
+        self.descriptor, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        close_with(self, self.descriptor, writing)  # the other end stays open, lest the pipe ends with its writers
+        with suppress(OSError):  # more than this user may have
+            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
+        self._poll = select.poll()
+        self._poll.register(self.descriptor, select.POLLIN)
+
+    def read(self, most: int) -> bytes:
+        """What has come, of which at most so many bytes; empty: nothing."""
+        with suppress(BlockingIOError):
+            return os.read(self.descriptor, most)
+        return b""
+
+    def wait(self, milliseconds: float) -> bool:
+        """Wait until something comes; whether it has."""
+        return bool(self._poll.poll(milliseconds))
+
+
+class OthersPipe:
+    """The pipe that another process reads.
+
+    Args:
+        process: the other one.
+        descriptor: of the pipe, in that process.
+    """
+
+    def __init__(self, process: Process, descriptor: int) -> None:
+        # For reading, too: so writing never fails for want of a reader, when the other process has left.
+        path = f"/proc/{process.number}/fd/{descriptor}"
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        close_with(self, self.descriptor)
+
+    def write(self, record: bytes) -> bool:
+        """Write all of a record, or nothing; whether there was room."""
+        with suppress(BlockingIOError):
+            os.write(self.descriptor, record)
+            return True
+        return False
+
+    def wait_for_room(self, milliseconds: float) -> None:
+        """Return when there may be some."""
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLOUT)
+        poll.poll(milliseconds)
+
+
+def close_with(owner: object, *descriptors: int) -> None:
+    """Close them when ``owner`` is gone; at the process's end that is done anyway, after all who may use them."""
+    finalize(owner, _close, descriptors).atexit = False
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
