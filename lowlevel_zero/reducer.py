@@ -90,6 +90,7 @@ class Reducer:
         self.remove_hooks = finalize(self, _remove, self._hooks)
         self._announced: Work[Presence] | None = None  # what the open sync carries
         self._unread: deque[Work[Presence]] = deque()  # of syncs that carry everything
+        self._dropped: list[tuple[int, str]] = []  # parameters, and when, that the ranks are to agree on
         self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
         self._graph_task = -1
         self._warned = number > 0 or group.group_rank > 0
@@ -122,10 +123,10 @@ class Reducer:
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
         """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
         if self._state.syncs:
-            some = self._gradients.drop_cleared(self.buckets.in_flight)
+            self._drop_cleared()
             if self.buckets.is_open:
                 self._close_sync()
-            if some:
+            if self.buckets.in_flight or not self._gradients.is_empty:
                 self._gradients.take_out()
             reached = None
             try:
@@ -197,7 +198,7 @@ class Reducer:
                 "run no hooks: capture parts of the model by torch.cuda.make_graphed_callables"
             )
         self._may_be_alone = True
-        self._gradients.drop_cleared(self.buckets.in_flight)
+        self._drop_cleared()
         self._open_sync()
 
     def _watch_graph_task(self) -> None:
@@ -283,6 +284,27 @@ class Reducer:
         with self._streams.beside():
             bucket = self.buckets.in_flight.popleft()
             self._gradients.accumulate(bucket, bucket.finish_reduce(self._streams))
+            if bucket.dropped_next:
+                self._gradients.drop(bucket.dropped_next)
+
+    def _drop_cleared(self) -> None:
+        """Drop gradients whose ``p.grad`` was set to None since.
+
+        A sum that is still under way is dropped behind it, so that sums change in one order on all ranks, however fast
+        each of them is.
+        """
+        in_flight = self.buckets.in_flight
+        if self._state.phase is Phase.SYNCHRONIZED or (self._gradients.is_empty and not in_flight):
+            return
+        cleared = self._gradients.hide_cleared(in_flight)
+        if cleared:
+            when = f"after backward {self._group.progress.micro_batch}"
+            self._dropped += [(record.index, f"{record.name} {when}") for record in cleared]
+            if in_flight:
+                in_flight[-1].dropped_next += cleared
+            else:
+                with self._streams.beside():
+                    self._gradients.drop(cleared)
 
     # ---- the end of a step's syncs ----
 
@@ -312,7 +334,7 @@ class Reducer:
         The call comes first, before anything has been done. But where unused parameters are detected others may be in
         a backward, waiting to hear what this rank will use: then the syncs do.
         """
-        self._gradients.drop_cleared(self.buckets.in_flight)
+        self._drop_cleared()
         if self.buckets.is_open:
             self._close_sync()
         detecting = self._unused.detecting
@@ -337,15 +359,15 @@ class Reducer:
     def _compare(self, call: Call) -> SyncProgress:
         """Agree on the call; returns how many syncs a rank has closed, at most, and whether one lacks a gradient."""
         if call.name == "zero_grad":
-            lacks, steps, cleared = False, 0, []
+            lacks, cleared = False, []
         else:
             lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
-            steps, cleared = self._gradients.steps, sorted(self._gradients.cleared, key=lambda record: record.index)
+            cleared = [text for _, text in sorted(self._dropped)]
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        progress = SyncProgress(self._group.progress.micro_batch, lacks, steps, [record.name for record in cleared])
+        progress = SyncProgress(self._group.progress.micro_batch, lacks, 0, cleared)
         agreed = agree(self._group, None, call.error, call.name, progress=progress)
         self._may_be_alone = False
-        self._gradients.cleared.clear()
+        self._dropped.clear()
         return agreed
 
     def _run_announced(self, with_leftovers: bool) -> bytes:
@@ -369,7 +391,6 @@ class Reducer:
         Communicates: any rank may have run a plain backward alone.
         """
         self.agree_on_syncs(Call("zero_grad"))
-        self._gradients.steps = 0
         self._group.progress.micro_batch = 0
 
     def end_step(self) -> None:
@@ -379,7 +400,6 @@ class Reducer:
             self.plan.learn()
         if (self._unused.lacked and self._unused.end_step()) or learns:
             self.plan.follow(self._unused.detecting)
-        self._gradients.steps += 1
         self._gradients.version += 1
         self._group.progress.micro_batch = 0
         self._group.progress.step += 1

@@ -215,11 +215,11 @@ class Stepper:
         """
         if norm is not None:
             norm.add(bucket.measured)
+        bucket.keep_own_row()
         row = bucket.to_step()
         bucket.state = BucketState.STEPPED
         dtype = bucket.records[0].p32.dtype
         if row.dtype == dtype and scale.overflow is None:
-            bucket.rows = None
             bucket.scale = 1.0
         else:
             bucket.scale = scale.factor

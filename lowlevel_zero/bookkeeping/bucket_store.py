@@ -69,7 +69,10 @@ class Bucket:
         measured: what has the row's L2 norm, where the parameters are: the row itself, or its norm.
         rows: all ranks' rows, ``[world_size, body]``, where they are kept (stage 1, before the step).
         scale: what the sum is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
-        cleared: those whose gradients were dropped while it was on its way.
+        empty: indices of the parameters whose part of the sum is zeros on all ranks, since their gradients were dropped
+            or no rank had one.
+        dropped_next: parameters whose gradients were dropped while this was the last reduction under way: their sums
+            are dropped behind it.
     """
 
     work: Work[Tensor]
@@ -83,7 +86,8 @@ class Bucket:
         self.missing = len(records)
         self.rows: Tensor | None = None
         self.scale: float | Tensor | None = None
-        self.cleared: list[ShardedParameter] = []
+        self.empty: set[int] = set()
+        self.dropped_next: list[ShardedParameter] = []
 
     # ---- its reduction ----
 
@@ -131,10 +135,7 @@ class Bucket:
         total = self.work.wait()
         streams.keep((total, *self.work.tensors))
         del self.work  # and what it keeps alive
-        total = (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
-        for record in self.cleared:
-            self.part_of(record, total).zero_()
-        return total
+        return (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
 
     # ---- what it leaves ----
 
@@ -143,6 +144,12 @@ class Bucket:
         self.rows, self.row = (total, total[self.records[0].rank]) if total.dim() > 1 else (None, total)
         self.measured = self.row
         self.state = BucketState.REDUCED
+
+    def keep_own_row(self) -> None:
+        """Let others' rows go, and the memory that this rank's shares with them."""
+        if self.rows is not None:
+            self.rows = None
+            self.row = self.measured = self.row.clone()
 
     def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""

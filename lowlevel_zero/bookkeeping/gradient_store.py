@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,6 @@ class GradientStore:
 
     Attributes:
         version: goes up with each change of a gradient.
-        steps: steps since gradients were cleared.
-        cleared: those whose ``p.grad`` has been set to None since the ranks agreed last.
         taken_out: those whose sharded gradients a backward isn't to meet in ``p.grad``.
     """
 
@@ -48,8 +46,6 @@ class GradientStore:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self.taken_out: list[ShardedParameter] = []
-        self.cleared: set[ShardedParameter] = set()
-        self.steps = 0
         self.version = 0
 
     # ---- what reductions leave ----
@@ -67,6 +63,7 @@ class GradientStore:
         else:
             sums = self._raw(kept)
             kept.hold(sums.add_(self._like(sums, total)))
+            kept.empty.clear()
 
     def _enter(self, bucket: Bucket) -> None:
         self._buckets.append(bucket)
@@ -82,6 +79,7 @@ class GradientStore:
                     if index in parts:
                         part.add_(self._like(sums, parts[index]))
                 kept.hold(sums)
+                kept.empty.difference_update(parts)
         fresh = [record for record in bucket.records if record.index not in self._bucket_of]
         if fresh:
             apart = self._bucket_apart(fresh)
@@ -153,7 +151,7 @@ class GradientStore:
                 for record in some:  # where steps are taken
                     part = bucket.part_of(record, bucket.row)
                     part.mul_(factor.to(part.device) if isinstance(factor, Tensor) else factor)
-            elif len(some) == len(bucket.working()):
+            elif len(set(some)) == len(some) == len(bucket.working()):
                 bucket.scale = self._scale(bucket) * factor
             else:
                 for _, part in self._edited(some):
@@ -170,8 +168,7 @@ class GradientStore:
 
     def zero(self, records: Sequence[ShardedParameter]) -> None:
         """Make some parameters' gradients zeros; one that has a gradient goes on having one."""
-        for _, part in self._edited(records):
-            part.zero_()
+        self._zero_sums(self._by_bucket(records))
         for record in records:
             if record.pending is not None:
                 record.pending = torch.zeros_like(record.pending, requires_grad=False)
@@ -187,13 +184,29 @@ class GradientStore:
             part.copy_(own.to(part) / self._gradient_scale())
 
     def drop(self, records: Sequence[ShardedParameter]) -> None:
-        """Forget some parameters' gradients."""
-        if len(records) == len(self._bucket_of):
-            self.clear()
-            return
-        self.zero(records)
-        hide_gradients(records)
-        self._keep_working()
+        """Forget some parameters' sums, and the buckets in which no other is left.
+
+        Every rank drops the same ones behind the same reductions, so all ranks keep the same buckets in the same order.
+        """
+        found = self._by_bucket(records)
+        for bucket, some in found.items():
+            bucket.empty.update(record.index for record in some)
+        self._forget_empty()
+        self._zero_sums({bucket: found[bucket] for bucket in self._buckets if bucket in found})
+
+    def _zero_sums(self, found: Mapping[Bucket, Collection[ShardedParameter]]) -> None:
+        """Make the sums of some parameters of each bucket zeros, on as many ranks as it has them of."""
+        for bucket, some in found.items():
+            sums = bucket.sums()
+            wanted = set(some)
+            for record, part in zip(bucket.records, bucket.split(sums), strict=True):
+                if record in wanted:
+                    part.zero_()
+            bucket.hold(sums)
+
+    def _forget_empty(self) -> None:
+        self._buckets = [bucket for bucket in self._buckets if len(bucket.empty) < len(bucket.records)]
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.planned.members}
 
     def _by_bucket(self, records: Iterable[ShardedParameter]) -> dict[Bucket, list[ShardedParameter]]:
         """Those that have a gradient, which is about to be changed, by bucket."""
@@ -211,41 +224,37 @@ class GradientStore:
         Others' rows are let go: to edit them too would take ``world_size`` times as long.
         """
         for bucket, some in self._by_bucket(records).items():
-            bucket.rows = None
+            bucket.keep_own_row()
             sums = self._raw(bucket)
             for record in some:
                 yield record, bucket.part_of(record, sums)
             bucket.hold(sums)
-
-    def _keep_working(self) -> None:
-        self._buckets = [bucket for bucket in self._buckets if bucket.working()]
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.planned.members}
 
     def _scale(self, bucket: Bucket) -> float | Tensor:
         return self._gradient_scale() if bucket.scale is None else bucket.scale
 
     # ---- what stands for them in ``p.grad`` ----
 
-    def drop_cleared(self, in_flight: Collection[Bucket]) -> bool:
-        """Forget gradients whose ``p.grad`` was set to None since, as by ``model.zero_grad()``; whether there were any.
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sum is kept."""
+        return not self._buckets
 
-        There may be what a backward has left since. Those ``in_flight`` are dropped when they have come.
+    def hide_cleared(self, in_flight: Collection[Bucket]) -> list[ShardedParameter]:
+        """Hide gradients whose ``p.grad`` was set to None since, as by ``model.zero_grad()``.
+
+        There may be what a backward has left since.
+
+        Returns:
+            Those of which there is a sum, which is to be dropped, or one ``in_flight``.
         """
-        if self._state.phase is Phase.SYNCHRONIZED or not (self._buckets or in_flight):
-            return False
         replaced = [record for record in self._records if record.p.grad is not record.shown]
         cleared = [
             record for record in replaced if record.shown is not None and (record.p.grad is None or record.arrived)
         ]
-        if cleared:
-            for bucket in in_flight:
-                bucket.cleared += [record for record in cleared if record.index in bucket.planned.members]
-            with self._streams.beside():
-                self.drop(cleared)
-            self.cleared.update(cleared)
-            if not any(record.shown is not None for record in self._records):
-                self.steps = 0
-        return True
+        hide_gradients(cleared)
+        held = self._bucket_of.keys() | {index for bucket in in_flight for index in bucket.planned.members}
+        return [record for record in cleared if record.index in held]
 
     def take_out(self) -> None:
         """Take sharded gradients out of ``p.grad`` until ``put_back``: a backward would add to each by a call."""
@@ -311,7 +320,9 @@ class GradientStore:
         if unknown:
             follow_edits(record for record in unknown if record.worked)
             hide_gradients(record for record in unknown if not record.worked)
-            self._keep_working()
+            for bucket in self._buckets:
+                bucket.empty = {record.index for record in bucket.records if not record.worked}
+            self._forget_empty()
 
     # ---- what callers see ----
 

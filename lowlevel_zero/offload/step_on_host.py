@@ -38,6 +38,10 @@ class HostBucket(Bucket):
         self.measured = _l2_norm(self.row)
         self.row, self._arrived = self._copies.down(self.row)
 
+    def keep_own_row(self) -> None:
+        """Let all rows go: this rank's has memory of its own on the host."""
+        self.rows = None
+
     def hold_for_step(self, row: Tensor) -> None:
         """It is there."""
         super().hold_for_step(row)

@@ -9,6 +9,8 @@ import pytest
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import bucket_plan, gather_store
+from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.communication.work import Work
 from lowlevel_zero.partition import Alignment
 from lowlevel_zero.unused_parameters import UnusedParameters
 from tests.support.patching import patch_rank
@@ -51,3 +53,16 @@ def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
         patch_rank(group.reducer, "_in_turn", True)
         patch_rank(group.reducer, "_overlaps", False)
     return optimizer
+
+
+def finish_late(patch: pytest.MonkeyPatch) -> None:
+    """Reductions look unfinished until somebody waits for them."""
+    for name in ("reduce_scatter", "all_reduce"):
+        begin = getattr(ShardGroup, name)
+
+        def begun(*args: Any, begin: Callable[..., Work[Any]] = begin) -> Work[Any]:
+            work = begin(*args)
+            work.done = lambda: False
+            return work
+
+        patch.setattr(ShardGroup, name, begun)

@@ -405,3 +405,22 @@ def test_the_command_s_mistakes_are_one_line(
     assert told.err.startswith("lowlevel_zero plan: error: ")
     assert COMMANDS[arguments] in told.err
     assert told.err.count("\n") == 1
+
+
+def gradients_after_step(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that hold gradients when a step is over, and those of this rank's slices."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).to(dtype)
+    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), reduce_bucket_size=300, **options)
+    optimizer.backward(model(torch.ones(2, 16, dtype=dtype)).float().sum())
+    optimizer.step()
+    own = sum(record.split.slice_size for record in optimizer.sharded_parameters)
+    return optimizer.memory_held()["gradients"], own * (2 if dtype == BF16 else 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_stage_1_holds_its_own_slices_of_gradients_alone_after_a_step(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    for held, own in run_ranks(gradients_after_step, 4, dtype, options):
+        assert held == own
