@@ -313,9 +313,9 @@ MUTANTS = [
     ),
     Mutant(
         "model.zero_grad() drops nothing",
-        SUMS,
-        "        self.drop(cleared)",
-        "        pass",
+        REDUCER,
+        "hide_cleared(in_flight)",
+        "hide_cleared(in_flight)[:0]",
         HANDLES,
     ),
     Mutant(
