@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -126,9 +125,8 @@ def describe(
         yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
         yield f"trained on {', '.join(sorted({p.device.type for p in trained}))}"
         yield "model=None" if model is None else "model given"
+        yield from rooms.described(optimizer.param_groups)
     for at, group in enumerate(optimizer.param_groups):
-        if number == 0:
-            yield from (f"{key} of group {at}: {_setting(group[key])}" for key in sorted(group) if key != "params")
         for p in (p for p in group["params"] if number_of(p) == number):
             state = ", ".join(f"{key} {_described(value)}" for key, value in optimizer.state.get(p, {}).items())
             kind = "trainable" if p.requires_grad else "frozen"
@@ -136,16 +134,6 @@ def describe(
     for tensor, name in own_names(model).items():
         if number_of(tensor) == number:
             yield f"tensor {name} of the model: {_described(tensor)}"
-
-
-def _setting(value: object) -> str:
-    """A setting of a param group, as far as it can be compared."""
-    if isinstance(value, Tensor):
-        number = f" {value.item()}" if value.numel() == 1 and value.device.type != "meta" else ""
-        return f"a tensor{number}, {tuple(value.shape)} {value.dtype}"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_setting, value))})"
-    return repr(value) if isinstance(value, (bool, int, float, str, NoneType)) else type(value).__name__
 
 
 def _described(value: object) -> str:

@@ -118,6 +118,11 @@ class LossScaler:
         """The scale as a number. Reading it waits for the device: for logs, not for every step."""
         return float(self.scale.item())
 
+    def settings(self) -> dict[str, Any]:
+        """Return the scale and what its updates go by, by name: alike on all ranks."""
+        names = ("scale", "min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+        return {f"{name} of the loss scaler": getattr(self, name) for name in names}
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of the 0-d tensors, and the numbers; ColossalAI's four keys and the counts."""
         numbers = {key: getattr(self, key) for key in _NEEDED_KEYS[1:]}

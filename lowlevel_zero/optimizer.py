@@ -19,7 +19,7 @@ from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import hide_gradients
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.step_state import Phase, StepState
-from .communication.agreement import CONSTRUCT, together
+from .communication.agreement import CONSTRUCT, Call, together
 from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
     ADD_GROUP,
@@ -186,6 +186,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.streams = streams_of([self.device])
         self._make_state(scaling)
         self._guard = rooms.Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
+        self._settings = rooms.Settings(optimizer)
         self._make_groups()
         self.gradients = rooms.OptimizerGradients(self)
         self.gradients.make_handles(self.sharded_parameters)
@@ -439,12 +440,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 loss = closure()
         if not self.step_state.syncs:
             return loss
-        call = self.enter("step")
+        call = self._enter_step()
         self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
         synchronized = self.step_state.phase is Phase.SYNCHRONIZED
         if synchronized or self._skips_synchronize:
             rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
         self._finish_reductions(call)
+        self._guard.follow_edits()
         unit = 1.0 if synchronized else self.step_state.gradient_scale()
         if self._norm_first:
             self._norm = self._step_by_norm(unit)
@@ -463,6 +465,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
             self.verify()
         return loss
+
+    def _enter_step(self) -> Call:
+        """Begin a step, for which the ranks compare what steers it, and which weights have been written."""
+        call = self.enter("step")
+        others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
+        settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)
+        return call._replace(settings=settings, written=self._guard.edited)
 
     def _step_by_norm(self, unit: float | Tensor) -> GlobalNorm:
         """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""

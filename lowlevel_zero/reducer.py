@@ -71,6 +71,7 @@ class Reducer:
         self.buckets = buckets
         self._streams = buckets.streams
         self._state = state
+        self._number = number
         self._records = parameters.by_shard_group[number]
         self._group = group = parameters.shard_groups[number]
         self._gradients = gradients
@@ -364,7 +365,8 @@ class Reducer:
             lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
             cleared = [text for _, text in sorted(self._dropped)]
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        progress = SyncProgress(self._group.progress.micro_batch, lacks, 0, cleared)
+        written = [record.name for record in call.written if record.shard_group == self._number]
+        progress = SyncProgress(self._group.progress.micro_batch, lacks, call.settings, cleared, written)
         agreed = agree(self._group, None, call.error, call.name, progress=progress)
         self._may_be_alone = False
         self._dropped.clear()

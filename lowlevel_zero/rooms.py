@@ -6,7 +6,10 @@ They import the core, whose files import this one whole (``from . import rooms``
 from .diagnostics.bad_numbers import BadNumbers as BadNumbers
 from .diagnostics.debug_checks import checked as checked
 from .diagnostics.guards import Guard as Guard
+from .diagnostics.settings import Settings as Settings
+from .diagnostics.settings import described as described
 from .diagnostics.stall_report import watch as watch
+from .diagnostics.verification import difference as difference
 from .diagnostics.verification import verify as verify
 from .experts.assignment import assign as assign
 from .experts.assignment import data_parallel_group as data_parallel_group

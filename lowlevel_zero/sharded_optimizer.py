@@ -18,7 +18,7 @@ from .bookkeeping.module_names import parameter_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Phase, StepState
-from .communication.agreement import Call
+from .communication.agreement import Call, WrittenOnSome
 from .communication.shard_group import ShardGroup
 from .construction import ShardedGroup
 from .loss_scaler import LossScaler
@@ -199,7 +199,11 @@ class ShardedOptimizer(Optimizer):
     def _finish_reductions(self, call: Call) -> None:
         """Complete all gradients, on all ranks alike, unless one of them can't do what it was called for."""
         for each in self.sharded_groups:
-            each.reducer.finish(call)
+            try:
+                each.reducer.finish(call)
+            except WrittenOnSome as some:
+                self._guard.check_same_values(some, each.records, each.group)
+                each.reducer.finish(call._replace(written=()))
         if self.step_state.phase is Phase.COMING:
             self.step_state.phase = Phase.COMPLETE
 

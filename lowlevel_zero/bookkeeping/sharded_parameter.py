@@ -70,7 +70,7 @@ class ShardedParameter:
         row: this rank's row of it.
         view: ``padded`` as ``p`` shows it: of its shape and strides.
         address: where ``padded`` begins in memory, and ``p`` has to.
-        version: ``p``'s version counter as this package left it; -1: ``p32`` is to be looked at.
+        version: ``p``'s version counter when it was last the same on all ranks; -1: ``p32`` may have to follow it.
         shares_storage: ``p32`` is over the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
     """
@@ -150,7 +150,6 @@ class ShardedParameter:
         self.take_back()
         if not self.shares_storage:
             self._settle(self._saved_master)
-        self.note_version()
 
     def restore_master(self, master: Tensor, fp8: bool) -> None:
         """Take a saved ``p32``, ``[s]``, where it rounds to what ``p`` holds, now or before its next step.
@@ -181,20 +180,23 @@ class ShardedParameter:
         self.p32.copy_(settled)
 
     def note_version(self) -> None:
-        """Remember that ``p`` is as this package left it."""
+        """Remember that ``p`` holds the same on all ranks now."""
         self.version = self.p._version
 
     def follow_edits(self) -> None:
         """Bring what others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
 
-        Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits. Raises as ``take_back``
-        does.
+        Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits, and a second call changes
+        nothing. It does not ask whether other ranks have the same ``p``. Raises as ``take_back`` does.
         """
         self.take_back()
         if not self.shares_storage and (self.p._version != self.version or self._saved_master is not None):
             self._settle(self._own, self._saved_master)
             self._saved_master = None
-        self.note_version()
+
+    def check_kind(self) -> None:
+        """Raise ``RuntimeError`` unless ``p`` is of the dtype, device and shape that it had."""
+        check_alike(self.p, self.view, self.name)
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -210,7 +212,7 @@ class ShardedParameter:
             return
         self.address = self.padded.data_ptr()  # share_memory_ moves a storage with all that look at it
         if self.p.data_ptr() != self.address:
-            check_alike(self.p, self.view, self.name)
+            self.check_kind()
             move_onto(self.padded, self.view, self.p)
             self.version = -1
 

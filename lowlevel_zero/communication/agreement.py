@@ -1,18 +1,21 @@
-"""Agreement: what the ranks must have alike, and what each was called for; if one can't do it, all raise."""
+"""Agreement: ranks compare what they must have alike and which call each makes; where one can't, all raise."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import neg
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .failed_ranks import listed_ranks
 from .shard_group import ShardGroup
 
 NORMS = "take norms of p.grad"
+
+_LISTED = 8  # ranks whose values a message lists, at most
 
 
 class Alike(NamedTuple):
@@ -29,32 +32,56 @@ BUILDS = Alike(
 )
 
 
+SETTINGS = Alike(
+    "the same settings of param groups and of the loss scale",
+    "set them alike on all ranks, as by a scheduler that is fed a metric averaged over the ranks, and call step again",
+)
+
+
+class Digested(NamedTuple):
+    """Settings by name, in words, that have to be alike on all ranks, with a digest that is compared in their place."""
+
+    settings: Mapping[str, str] = {}
+    digest: bytes = b""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, str]) -> Digested:
+        """Hash ``settings``, in whatever order they come."""
+        return cls(settings, hashlib.sha256(repr(sorted(settings.items())).encode()).digest())
+
+
 class Call(NamedTuple):
-    """What this rank has been called for.
+    """The call that this rank makes.
 
     Attributes:
         name: one of a few.
         error: why it can't be done; None: it can.
+        settings: those of param groups and of the loss scale, where the call uses them.
+        written: records of the parameters that were written since the ranks agreed last, where the call uses them.
     """
 
     name: str
     error: Exception | None = None
+    settings: Digested = Digested()
+    written: Sequence[Any] = ()
 
 
 class SyncProgress(NamedTuple):
-    """How far a rank has come with one optimizer.
+    """How far a rank has come with one optimizer, and what it has done to the optimizer's parameters.
 
     Attributes:
         syncs: gradient syncs that it has closed in this step.
         lacks: whether a backward has left one of its parameters without a gradient.
-        steps: steps since gradients were cleared.
-        cleared: names of the parameters whose ``p.grad`` has been set to None, since the ranks agreed last.
+        settings: as in ``Call``.
+        cleared: the parameters whose ``p.grad`` has been set to None since the ranks agreed last, and when, in words.
+        written: names of the parameters that were written, since the ranks agreed last.
     """
 
     syncs: int = 0
     lacks: bool = False
-    steps: int = 0
+    settings: Digested = Digested()
     cleared: Sequence[str] = ()
+    written: Sequence[str] = ()
 
 
 _NONE = SyncProgress()
@@ -66,17 +93,28 @@ class _Statement(NamedTuple):
     Attributes:
         name: of the call.
         optimizer: its number.
-        lines: what has to be alike on all ranks; None: the call is one of a few that compare nothing more.
-        steps, cleared: as in ``SyncProgress``.
+        lines: what has to be alike on all ranks; None: the call is one of a few that compare their progress.
+        progress: how far the rank has come; syncs and missing gradients may differ between ranks.
         reason: why the call can't be done; None: it can.
     """
 
     name: str
     optimizer: int
     lines: Sequence[str] | None
-    steps: int
-    cleared: Sequence[str]
+    progress: SyncProgress
     reason: str | None = None
+
+
+class WrittenOnSome(RuntimeError):
+    """Some ranks alone have written parameters since the ranks agreed last; raised on all ranks.
+
+    Attributes:
+        names: the parameters that were written on one rank or more, but not on all.
+    """
+
+    def __init__(self, message: str, names: Collection[str]) -> None:
+        super().__init__(message)
+        self.names = names
 
 
 def agree(
@@ -98,20 +136,21 @@ def agree(
 
     Raises:
         Exception: this rank's own ``error``.
-        RuntimeError: another rank's error, by its rank; or who was called for what.
+        WrittenOnSome: parameters that some ranks alone have written, where nothing else is wrong.
+        RuntimeError: another rank's error, by its rank; or each rank's call.
         ValueError: the first line that differs, by its ranks.
     """
     if error is None and group.ranks == 1:
         return progress
-    mine = _Statement(doing, group.number, lines, progress.steps, progress.cleared)
-    same = mine if lines is None else lines  # of experts each rank may name others
+    settings, cleared, written = progress[2:]
+    same = (doing, group.number, settings.digest, cleared, written) if lines is None else lines
     digest = struct.unpack("=4I", hashlib.sha256(repr(same).encode()).digest()[:16])
     bounds = [*digest, *map(neg, digest)]
     most = group.all_reduce_max([error is not None, *bounds, progress.syncs, progress.lacks])
     if most[:-2] == [0, *bounds]:
         return progress._replace(syncs=most[-2], lacks=bool(most[-1]))
     reason = None if error is None else f"{type(error).__name__}: {error}"
-    statements = group.all_gather_object(mine._replace(reason=reason))
+    statements = group.all_gather_object(_Statement(doing, group.number, lines, progress, reason))
     try:
         raise _what_differs(statements, alike) if error is None else error
     finally:
@@ -154,15 +193,15 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
     agree(groups[0], (), error, doing)
 
 
-def _first_difference(by_rank: Iterable[Sequence[str]], alike: Alike) -> str:
-    """Name the first place where a rank's lines are not rank 0's."""
+def _first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
+    """Name the first place where a rank's lines are not rank 0's, with the values of the ranks."""
     for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
-        for rank, got in enumerate(others, 1):
-            if got != expected:
-                return (
-                    f"expected {alike.what} on every rank; rank 0 has «{expected}» where "
-                    f"rank {rank} has «{got}»: {alike.remedy}"
-                )
+        differ = [rank for rank, got in enumerate(others, 1) if got != expected]
+        if differ:
+            others_too = differ if len(by_rank) > _LISTED else list(range(1, len(by_rank)))
+            shown = [differ[0], *(rank for rank in others_too if rank != differ[0])][:_LISTED]
+            told = ", ".join(f"rank {rank} has «{others[rank - 1]}»" for rank in shown)
+            return f"expected {alike.what} on every rank; rank 0 has «{expected}» where {told}: {alike.remedy}"
     raise AssertionError("digests differ, lines don't")
 
 
@@ -176,22 +215,43 @@ def _what_differs(statements: Sequence[_Statement], alike: Alike) -> Exception:
         return _different_calls(names)
     if any(own != lines[0] for own in lines):
         return ValueError(_first_difference(lines, alike))
-    if len({(each.name, each.optimizer) for each in statements}) == 1:
-        cleared = [each.cleared for each in statements]
-        if any(each != cleared[0] for each in cleared):
-            return _different_gradients(cleared)
-    return _different_calls(_last_calls(statements))
+    if len({(each.name, each.optimizer) for each in statements}) > 1:
+        return _different_calls(_calls_by_optimizer(statements))
+    return _different_progress([each.progress for each in statements])
 
 
-def _different_gradients(cleared: Sequence[Sequence[str]]) -> RuntimeError:
-    told = "; ".join(
-        f"rank {rank} has set that of {names[0]} and {len(names) - 1} others" if names else f"rank {rank} none"
-        for rank, names in enumerate(cleared)
+def _different_progress(done: Sequence[SyncProgress]) -> Exception:
+    """What the ranks have done differently before one and the same call."""
+    settings = [each.settings.settings for each in done]
+    if any(each != settings[0] for each in settings):
+        names = sorted(set().union(*settings))
+        lines = [[f"{name}: {own.get(name, 'nothing')}" for name in names] for own in settings]
+        return ValueError(_first_difference(lines, SETTINGS))
+    names, told = _uneven([each.cleared for each in done])
+    if names:
+        return RuntimeError(
+            f"expected p.grad to be set to None for the same parameters on every rank, got it for {told}: drop "
+            "gradients alike on all ranks, or all of them by optimizer.zero_grad()"
+        )
+    names, told = _uneven([each.written for each in done])
+    assert names, "digests differ, statements don't"
+    return WrittenOnSome(
+        f"{names[0]}: expected weights to be written on every rank or on none since the last step, got {told}: "
+        "write the same values on all ranks (model.load_state_dict on each, or broadcast them from one), or load a "
+        "checkpoint by lowlevel_zero.checkpoint.load_checkpoint, and call step again",
+        names,
     )
-    return RuntimeError(
-        f"expected p.grad to be set to None for the same parameters on every rank, got: {told}: drop gradients "
-        "alike on all ranks, or all of them by optimizer.zero_grad()"
-    )
+
+
+def _uneven(by_rank: Sequence[Sequence[str]]) -> tuple[list[str], str]:
+    """Names that some ranks have and others don't, and the first of them with its ranks, in words."""
+    every = dict.fromkeys(chain.from_iterable(by_rank))
+    names = [name for name in every if any(name not in own for own in by_rank)]
+    have = [rank for rank, own in enumerate(by_rank) if names and names[0] in own]
+    lack = [rank for rank in range(len(by_rank)) if rank not in have]
+    more = f" (and {len(names) - 1} more parameters)" if len(names) > 1 else ""
+    told = f"{names[0]} on {listed_ranks(have)} and not on {listed_ranks(lack)}{more}" if names else ""
+    return names, told
 
 
 def _different_calls(calls: Sequence[str]) -> RuntimeError:
@@ -204,11 +264,8 @@ def _different_calls(calls: Sequence[str]) -> RuntimeError:
     )
 
 
-def _last_calls(statements: Sequence[_Statement]) -> list[str]:
-    """Each rank's call, where they differ: the call itself, or a ``zero_grad`` before it, which doesn't communicate."""
+def _calls_by_optimizer(statements: Sequence[_Statement]) -> list[str]:
+    """Each rank's call, with the optimizer's number where the ranks call several."""
     if len({each.optimizer for each in statements}) > 1:
         return [f"{each.name} of optimizer {each.optimizer}" for each in statements]
-    if len({each.name for each in statements}) > 1:
-        return [each.name for each in statements]
-    fewest = min(each.steps for each in statements)
-    return ["zero_grad" if each.steps == fewest else each.name for each in statements]
+    return [each.name for each in statements]

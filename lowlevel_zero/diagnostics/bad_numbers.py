@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +42,11 @@ class _Seen(NamedTuple):
 
 
 class LaterRead:
-    """A number on a device, copied to the host without waiting for it, to be read when it has long been there.
+    """Numbers on a device, copied to the host without waiting, to be read when they have long been there.
 
     Args:
-        value: one element.
-        step: of which it is.
+        value: a few of them.
+        step: the step that they belong to.
     """
 
     def __init__(self, value: Tensor, step: int) -> None:
@@ -58,10 +58,10 @@ class LaterRead:
             self._value.copy_(value, non_blocking=True)
         self._arrived = streams.mark()  # on the stream of the value's device, whichever is the current one
 
-    def read(self) -> float:
-        """The number; waits for the copy alone."""
+    def read(self) -> Any:
+        """Return the numbers, as lists of the tensor's shape; waits for the copy alone."""
         self._arrived.synchronize()
-        return self._value.item()
+        return self._value.tolist()
 
 
 class BadNumbers(StepObserver):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from operator import is_
 from typing import ClassVar
 
@@ -12,9 +14,13 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import StepState
+from ..communication.agreement import WrittenOnSome
+from ..communication.shard_group import ShardGroup
 from ..sharded_optimizer import alive
 from ..streams import Streams
+from .verification import difference
 
 
 class Guard:
@@ -29,6 +35,7 @@ class Guard:
 
     Attributes:
         latest: stands for the optimizer that was made last.
+        edited: records of parameters that were written or moved since the ranks agreed last, as ``trouble`` found.
     """
 
     latest: ClassVar[object]
@@ -48,6 +55,7 @@ class Guard:
         self._model = model
         self._process = os.getpid()
         self._seen: object = None
+        self.edited: list[ShardedParameter] = []
         Guard.latest = object()
 
     @property
@@ -88,12 +96,13 @@ class Guard:
 
     def trouble(self) -> RuntimeError | None:
         """What keeps this rank from stepping its parameters, which others may not see; None: nothing."""
+        self.edited = []
         try:
             self.refuse_unfrozen()
             if self._seen is not Guard.latest:
                 self._refuse_shared()
             self._refuse_regrouped()
-            self._follow_edits()
+            self._look_at_parameters()
         except RuntimeError as error:
             return error
         return None
@@ -109,14 +118,37 @@ class Guard:
                     "after unfreezing it"
                 )
 
-    def _follow_edits(self) -> None:
-        """Put parameters back that were moved, have masters follow what was written; raise where that can't be."""
+    def _look_at_parameters(self) -> None:
+        """Find parameters that were written or moved; raise for one that can't be stepped."""
         for record in self._parameters.records:
             p = record.p
-            if (p.data_ptr() != record.address or p._version != record.version) and (p.requires_grad or record.worked):
-                record.follow_edits()
+            if p.data_ptr() != record.address or p._version != record.version:
+                self.edited.append(record)
+                if p.requires_grad or record.worked:
+                    record.check_kind()
             if p.grad is not record.shown and p.grad is not None:
                 record.check_gradient(p.grad)
+
+    def check_same_values(self, some: WrittenOnSome, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
+        """Raise unless what some ranks alone have written holds the same values on all; communicates.
+
+        One rank may exchange weights for their averages and back; or write what others then receive from it.
+        """
+        written = {record.p: record for record in records if record.name in some.names}
+        if difference({p: record.name for p, record in written.items()}, group) is not None:
+            raise RuntimeError(str(some)) from None
+        for record in written.values():
+            record.version = -1
+        self.edited += [record for record in written.values() if record not in self.edited]
+
+    def follow_edits(self) -> None:
+        """Put edited parameters back that were moved, and have masters follow; all ranks have the same values."""
+        for record in self.edited:
+            trained = record.p.requires_grad or record.worked
+            with nullcontext() if trained else suppress(RuntimeError):  # a frozen one may have been converted
+                record.follow_edits()
+                record.note_version()
+        self.edited = []
 
     def _refuse_regrouped(self) -> None:
         expected = self._parameters.slices

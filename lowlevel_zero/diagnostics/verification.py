@@ -28,13 +28,13 @@ def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
     by_group: list[dict[Tensor, str]] = [{} for _ in parameters.shard_groups]
     for each, name in names.items():
         by_group[parameters.shard_group_of(each)][each] = name
-    differences = list(map(_difference, by_group, parameters.shard_groups))
+    differences = list(map(difference, by_group, parameters.shard_groups))
     found = next((each for each in differences if each is not None), None)
     if ranks.all_reduce_max([found is not None])[0]:
         raise RuntimeError(next(text for text in ranks.all_gather_object(found) if text is not None))
 
 
-def _difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
+def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     """The first of these tensors that isn't the same on all ranks of ``group``, in words; None: all are."""
     sums = _read([checksum(each) for each in names])
     digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")

@@ -307,8 +307,8 @@ MUTANTS = [
     Mutant(
         "what one rank has cleared isn't told",
         "communication/agreement.py",
-        "progress.steps, progress.cleared)",
-        "progress.steps, ())",
+        "settings.digest, cleared, written)",
+        "settings.digest, (), written)",
         HANDLES,
     ),
     Mutant(

@@ -19,7 +19,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def flip(tensor: Tensor, element: int, bit: int) -> None:
     """Flip one bit in memory, past autograd and all bookkeeping."""
-    flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+    flat = torch.as_strided(tensor.data, (tensor.numel(),), (1,))
     bits = flat.view(INTEGERS[tensor.element_size()])
     width = 8 * tensor.element_size()
     bits[element] ^= (1 << bit) - (1 << width if bit == width - 1 else 0)

@@ -1,0 +1,128 @@
+"""Settings: what steers a step on each rank beside its gradients, told in lines that the ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from numbers import Number
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..communication.agreement import Digested
+from .bad_numbers import LaterRead
+
+_MEMBERS = frozenset({"params", "param_names"})
+_KERNELS = frozenset({"fused", "foreach"})  # a step makes the same numbers with either
+_FEW = 16  # elements of a tensor or a container that counts as a setting, at most
+
+
+def described(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Tell the settings of param groups, a line each; waits for the devices of tensors among them."""
+    for at, group in enumerate(groups):
+        yield from (f"{key} of group {at}: {_told(group[key])}" for key in sorted(group.keys() - _MEMBERS))
+
+
+class Settings:
+    """Tells the settings that the ranks compare at each step.
+
+    A setting is described and hashed anew if it has been replaced since the last step, or may change in place, as
+    lists, dicts and tensors may. The host waits for no device: the numbers of a tensor there are copied at one step
+    and compared at the next.
+
+    Args:
+        optim: the wrapped optimizer, whose groups have settings.
+    """
+
+    def __init__(self, optim: Optimizer) -> None:
+        self._optim = optim
+        self._keys: list[str] = []
+        self._names: list[str | None] = []  # by place among the keys; None: ranks don't compare it
+        self._values: list[Any] = []
+        self._described: dict[str, str] = {}
+        self._in_place: list[int] = []  # places of values that may change in place
+        self._on_device: dict[int, LaterRead] = {}  # by place, the numbers of a device's tensors
+        self._told = Digested()
+
+    def at(self, step: int, others: Mapping[str, Any]) -> Digested:
+        """Tell the settings for a step, by its number, and ``others`` by name."""
+        groups = self._optim.param_groups
+        keys = [*others, *chain.from_iterable(groups)]
+        values = [*others.values(), *chain.from_iterable(group.values() for group in groups)]
+        if keys != self._keys:
+            own = (_name(key, at) for at, group in enumerate(groups) for key in group)
+            self._keys, self._names, self._values = keys, [*others, *own], [_NONE] * len(keys)
+            self._described = {}
+        changed = [place for place, value in enumerate(values) if value is not self._values[place]]
+        if changed:
+            self._values = values
+            self._in_place = [at for at, name in enumerate(self._names) if name and _may_change(values[at])]
+        if changed or self._in_place:
+            self._describe({*changed, *self._in_place}, step)
+        return self._told
+
+    def _describe(self, places: Iterable[int], step: int) -> None:
+        """Describe some settings anew, and hash all of them if one has changed."""
+        described = dict(self._described)
+        for place in places:
+            name = self._names[place]
+            if name is not None:
+                described[name] = _told(self._values[place], waits=False) + self._late(place, step)
+        if described != self._described:
+            self._described, self._told = described, Digested.of(described)
+
+    def _late(self, place: int, step: int) -> str:
+        """Copy the numbers that a setting has on a device; return those of one step before, in words."""
+        before = self._on_device.pop(place, None)
+        tensors = list(_on_device(self._values[place]))
+        if tensors:
+            now = tensors[0].detach() if len(tensors) == 1 else torch.cat([each.detach().flatten() for each in tensors])
+            self._on_device[place] = LaterRead(now, step)
+        known = before is not None and before.step == step - 1
+        return f", {before.read()} at the step before" if before is not None and known else ""
+
+
+_NONE = object()
+
+
+def _name(key: str, at: int) -> str | None:
+    return None if key in _MEMBERS or key in _KERNELS else f"{key} of group {at}"
+
+
+def _told(value: object, waits: bool = True) -> str:
+    """Describe a setting as far as ranks compare it: by its value if that is plain, else by its type.
+
+    Args:
+        value: the setting.
+        waits: read tensors on a device too.
+    """
+    if isinstance(value, Tensor):
+        read = value.numel() <= _FEW and not value.is_meta and (waits or value.is_cpu)
+        return f"a tensor{f' {value.tolist()}' if read else ''}, {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, (tuple, list)) and len(value) <= _FEW:
+        return f"({', '.join(_told_within(each, waits) for each in value)})"
+    if isinstance(value, dict) and len(value) <= _FEW:
+        return f"{{{', '.join(f'{key}: {_told_within(each, waits)}' for key, each in value.items())}}}"
+    return repr(value) if isinstance(value, (Number, str, NoneType, torch.dtype)) else type(value).__name__
+
+
+def _told_within(value: object, waits: bool) -> str:
+    """Describe a part of a setting: strings may be names of a rank's own experts."""
+    return "str" if isinstance(value, str) else _told(value, waits)
+
+
+def _may_change(value: object) -> bool:
+    """Whether a setting may change without being replaced."""
+    return isinstance(value, (list, dict, Tensor)) or (isinstance(value, tuple) and any(map(_may_change, value)))
+
+
+def _on_device(value: object) -> Iterator[Tensor]:
+    """Yield the tensors of a setting that the host would have to wait for."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _on_device(each)
+    elif isinstance(value, Tensor) and not (value.is_cpu or value.is_meta) and value.numel() <= _FEW:
+        yield value

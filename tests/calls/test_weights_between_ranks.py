@@ -1,0 +1,238 @@
+"""Weights that some ranks alone write: all ranks refuse the step, name the first, and may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from tests.support.ranks import run_cases, run_ranks
+
+RANKS, ODD = 3, 1
+
+
+def net(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def wrap(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return LowLevelZeroOptimizer(inner, model=model, **options)
+
+
+def backward(optimizer: LowLevelZeroOptimizer, model: nn.Module, rank: int, at: int = 0) -> None:
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * at + rank))
+    optimizer.backward(model(x.to(next(model.parameters()).dtype)).square().mean())
+
+
+def train(optimizer: LowLevelZeroOptimizer, model: nn.Module, rank: int, at: int) -> None:
+    backward(optimizer, model, rank, at)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> list[Tensor]:
+    """What this rank has of parameters, masters and states, as it is now."""
+    masters = [p32 for group in optimizer.param_groups for p32 in group["params"]]
+    states = [optimizer.state[p32].get("momentum_buffer") for p32 in masters]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *masters, *states) if tensor is not None]
+
+
+# ---- ways to write, each on the ranks where ``writes`` ----
+
+
+def load(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    if writes:
+        model.load_state_dict(net(next(model.parameters()).dtype, seed=7).state_dict())
+
+
+@torch.no_grad()
+def add(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    if writes:
+        model[2].bias.add_(1.0)
+
+
+def assign(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    if writes:
+        model[2].bias.data = model[2].bias.data + 1.0
+
+
+def add_and_refresh(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    add(model, optimizer, writes)
+    if writes:
+        optimizer.update_master_params(model)
+
+
+def add_and_save(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    """All look at masters in between, which follow on the one rank."""
+    add(model, optimizer, writes)
+    optimizer.state_dict()
+
+
+Write = Callable[[nn.Module, LowLevelZeroOptimizer, bool], None]
+WRITES: dict[str, tuple[Write, str]] = {
+    "load_state_dict": (load, "0.weight"),
+    "in place": (add, "2.bias"),
+    "assigned": (assign, "2.bias"),
+    "in place, and update_master_params": (add_and_refresh, "2.bias"),
+    "in place, and a state dict": (add_and_save, "2.bias"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_ranks_refuse_the_step_by_name(dtype: torch.dtype, subtests: pytest.Subtests) -> None:
+    """Nothing is stepped, and no master follows."""
+
+    def live(rank: int, world_size: int, way: str, stage: bool) -> tuple[str, bool]:
+        write, name = WRITES[way]
+        model = net(dtype)
+        optimizer = wrap(model, partition_grad=stage)
+        train(optimizer, model, rank, 0)
+        write(model, optimizer, rank == ODD)
+        backward(optimizer, model, rank, 1)
+        before = everything(model, optimizer)
+        for _ in range(2):  # a second step is refused as well
+            with pytest.raises(RuntimeError, match="expected weights to be written on every rank or on none") as caught:
+                optimizer.step()
+            assert str(caught.value).startswith(f"{name}: ")
+        same = all(map(torch.equal, before, everything(model, optimizer)))
+        return str(caught.value), same
+
+    for (way, stage), ran in run_cases(live, RANKS, list(product(WRITES, [False, True])), one_group=True):
+        with subtests.test(way=way, stage=stage):
+            first, *others = ran.values()
+            assert others == [first, first]
+            assert f"on rank {ODD} and not on ranks 0, 2" in first[0]
+            assert first[1]
+
+
+# ---- ways out, after the refused step ----
+
+
+def write_on_others(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, saved: list[Tensor]) -> None:
+    load(model, optimizer, rank != ODD)
+
+
+@torch.no_grad()
+def broadcast(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, saved: list[Tensor]) -> None:
+    for p in model.parameters():
+        dist.broadcast(p.data, ODD)
+
+
+@torch.no_grad()
+def undo(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, saved: list[Tensor]) -> None:
+    for p, value in zip(model.parameters(), saved, strict=True):
+        if rank == ODD:
+            p.copy_(value)
+
+
+Way = Callable[[nn.Module, LowLevelZeroOptimizer, int, list[Tensor]], None]
+WAYS_OUT: dict[str, tuple[Way, bool]] = {  # and whether all have what the one rank wrote afterwards
+    "the same on the others": (write_on_others, True),
+    "broadcast": (broadcast, True),
+    "undone": (undo, False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_after_it_training_goes_on(dtype: torch.dtype, subtests: pytest.Subtests) -> None:
+    """The same gradients are stepped, and all ranks end as if all had written, or none."""
+
+    def live(rank: int, world_size: int, way: str, stage: bool) -> tuple[list[Tensor], list[Tensor]]:
+        get_out, written = WAYS_OUT[way]
+        ends = []
+        for refused in (True, False):
+            model = net(dtype)
+            optimizer = wrap(model, partition_grad=stage)
+            train(optimizer, model, rank, 0)
+            saved = [p.detach().clone() for p in model.parameters()]
+            backward(optimizer, model, rank, 1)
+            if refused:
+                load(model, optimizer, rank == ODD)
+                with pytest.raises(RuntimeError, match="0.weight: expected weights"):
+                    optimizer.step()
+                get_out(model, optimizer, rank, saved)
+            else:
+                load(model, optimizer, written)
+            optimizer.step()
+            optimizer.zero_grad()
+            train(optimizer, model, rank, 2)
+            optimizer.verify()
+            ends.append(everything(model, optimizer))
+        return ends[0], ends[1]
+
+    for (way, stage), ran in run_cases(live, RANKS, list(product(WAYS_OUT, [False, True])), one_group=True):
+        with subtests.test(way=way, stage=stage):
+            for got, expected in ran.values():
+                assert all(map(torch.equal, got, expected))
+
+
+def test_a_checkpoint_that_is_loaded_restores_the_run(tmp_path: Path) -> None:
+    def live(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+        model = net(torch.bfloat16)
+        optimizer = wrap(model)
+        train(optimizer, model, rank, 0)
+        save_checkpoint(tmp_path / "saved", model, optimizer)
+        train(optimizer, model, rank, 1)
+        expected = everything(model, optimizer)
+        load(model, optimizer, rank == ODD)
+        backward(optimizer, model, rank, 2)
+        with pytest.raises(RuntimeError, match="0.weight: expected weights"):
+            optimizer.step()
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+        train(optimizer, model, rank, 1)
+        return everything(model, optimizer), expected
+
+    for got, expected in run_ranks(live, RANKS):
+        assert all(map(torch.equal, got, expected))
+
+
+# ---- what isn't refused ----
+
+
+def test_weights_that_one_rank_exchanges_and_puts_back_are_no_difference(subtests: pytest.Subtests) -> None:
+    """As one does for a look at a validation set by averaged weights; masters keep their low bits."""
+
+    def live(rank: int, world_size: int, dtype: torch.dtype, stage: bool) -> tuple[list[Tensor], list[Tensor]]:
+        ends = []
+        for exchanges in (True, False):
+            model = net(dtype)
+            optimizer = wrap(model, partition_grad=stage)
+            for at in range(3):
+                if exchanges and rank == ODD:
+                    saved = [p.detach().clone() for p in model.parameters()]
+                    load(model, optimizer, True)
+                    undo(model, optimizer, rank, saved)
+                train(optimizer, model, rank, at)
+            ends.append(everything(model, optimizer))
+        return ends[0], ends[1]
+
+    for (dtype, stage), ran in run_cases(live, 2, list(product([torch.float32, torch.bfloat16], [False, True]))):
+        with subtests.test(dtype=dtype, stage=stage):
+            for got, expected in ran.values():
+                assert all(map(torch.equal, got, expected))
+
+
+def test_a_frozen_layer_that_is_written_on_all_ranks_and_frozen_on_one() -> None:
+    def live(rank: int, world_size: int) -> list[Tensor]:
+        model = net(torch.bfloat16)
+        optimizer = wrap(model)
+        train(optimizer, model, rank, 0)
+        model[0].requires_grad_(rank != ODD)
+        for at in range(1, 3):
+            load(model, optimizer, True)
+            train(optimizer, model, rank, at)
+        optimizer.verify()
+        return [p.detach() for p in model.parameters()]
+
+    first, *others = run_ranks(live, RANKS)
+    assert all(torch.equal(*pair) for each in others for pair in zip(first, each, strict=True))
