@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from . import rooms
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.sharded_parameter import hide_gradients
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import CONSTRUCT, Call, together
@@ -24,18 +23,17 @@ from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
     ADD_GROUP,
     GroupMaker,
-    ShardedGroup,
     add_group,
     check,
     connected,
     describe,
     log_start,
-    release,
     shard,
 )
+from .lives import let_go, refuse_wrapped, register, retire_former
 from .loss_scaler import LossScaler
 from .options import MAX_NORM, BackwardContext, ZeroOptions
-from .sharded_optimizer import ShardedOptimizer, refuse_wrapped, register
+from .sharded_optimizer import ShardedOptimizer
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
 
@@ -50,6 +48,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     keywords it takes. All ranks construct it alike; rank 0's parameters, buffers and optimizer state are
     broadcast. From then on ``optimizer`` holds slices, not parameters. A parameter that needs padding, or shares its
     storage, moves to one of its own: other tensors over the old memory stay as they were, and don't follow it.
+    Other instances that have trained one of the parameters are retired: whatever is called on them raises.
     What can be read, saved and loaded of it is ``ShardedOptimizer``'s, which it is.
 
     Args:
@@ -169,6 +168,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.options = replace(self.options, verbose=bool(self.shard_group.all_reduce_max([verbose])[0]))
         groups = connected(rooms.make_groups(self.shard_group, assignment.groups, lines[1:]), self.options)
         self.shard_group = groups[0]
+        retire_former([p for p in names if p.requires_grad], names, self.shard_group)
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
         sharding = shard(optimizer, self.sharded_parameters, self.options, names, CONSTRUCT, model)
         with together(self.shard_group, CONSTRUCT):
@@ -204,7 +204,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _make_groups(self) -> None:
         """What takes the gradients of each shard group's parameters to new values."""
         parameters, options = self.sharded_parameters, self.options
-        self.sharded_groups: list[ShardedGroup] = []
+        self.sharded_groups = []
         self._observer: StepObserver = rooms.BadNumbers(parameters, self.sharded_groups, options, self.scaler)
         stepping = rooms.StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer)
@@ -219,15 +219,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._tells_norm = self._norm_first or not options.overlap_allgather
 
     def __del__(self) -> None:
-        if "_guard" in self.__dict__ and not self._guard.forked:
-            for each in self.sharded_groups:
-                each.reducer.remove_hooks()
-                hide_gradients(each.records)
-            with suppress(RuntimeError):  # others have gone
-                self.finish_gathers()
-                if self._norm is not None:
-                    _ = self._norm.value
-                release(self.sharded_groups, self.sharded_parameters.shard_groups)
+        if "_guard" in self.__dict__:
+            let_go(self)
 
     # ---- backward: gradients become each rank's slice of their sum ----
 
@@ -335,11 +328,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in ``p.grad``, in its dtype and unreduced, until a backward outside."""
-        before, self.step_state.syncs = self.step_state.syncs, False
+        state = self.step_state  # which another optimizer may retire meanwhile
+        before, state.syncs = state.syncs, False
         try:
             yield
         finally:
-            self.step_state.syncs = before
+            state.syncs = before
 
     # ---- between backward and step: what callers make of gradients ----
 
@@ -541,6 +535,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         parameters, options = self.sharded_parameters, self.options
         try:
             names = add_group(param_group, self.optim, parameters, options, self.model, self.scaler is not None)
+            retire_former([p for p in param_group["params"] if p.requires_grad], names, self.shard_group)
             sharding = shard(self.optim, parameters, options, names, ADD_GROUP)
         except BaseException:  # of whatever kind: the wrapped optimizer is as it was
             del self.optim.param_groups[known:]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import count
-from typing import Any, NoReturn
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +38,38 @@ class ShardedOptimizer(Optimizer):
     model: nn.Module | None  # the module that was given
     shard_group: ShardGroup  # all data-parallel ranks, who call the methods together
     sharded_parameters: ParameterStore  # the records of the trained parameters, and the parameters of all groups
-    sharded_groups: Sequence[ShardedGroup]  # the records by the ranks that share them, with what gives them new values
+    sharded_groups: list[ShardedGroup]  # the records by the ranks that share them, with what gives them new values
     step_state: StepState  # how far the step that is to come is
     scaler: LossScaler | None  # the dynamic loss scale; None unless a parameter is fp16
     device: torch.device  # where the parameters are
     streams: Streams  # those of the device that work is done on
-    mode: str | None = None  # the one of "train" and "eval" that was called last
-    runs: tuple[str, ...] = ()  # for checkpoints in files: this optimizer's run, and then those that it went on from
+    mode: str | None  # the one of "train" and "eval" that was called last
+    runs: tuple[str, ...]  # for checkpoints in files: this optimizer's run, and then those that it went on from
 
     _guard: rooms.Guard  # of its calls
-    _norm: GlobalNorm | None = None  # the last step's
+    _norm: GlobalNorm | None  # the last step's
+    _retired: str  # why nothing can be asked of it any more
 
     def __init__(self, optim: Optimizer) -> None:
         # Optimizer.__init__ would make groups and state of its own; unpickling makes hooks and no more.
         super().__setstate__({"optim": optim})
+        # Of the instance, not of the class, so that a retired optimizer has none of them.
+        self.mode, self.runs, self._norm = None, (), None
+
+    # ---- its end, where another optimizer takes its parameters ----
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether a later optimizer has taken this one's parameters; whatever else is asked of it raises then."""
+        return "_retired" in self.__dict__
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say why a retired optimizer has no attributes; raise ``AttributeError`` for others as ever."""
+            if self.is_retired:
+                raise RuntimeError(self._retired)
+            return object.__getattribute__(self, name)
 
     # ---- for torch ----
 
@@ -360,26 +376,3 @@ class ShardedOptimizer(Optimizer):
 
     def _force_wait_all_gather(self) -> None:
         self.finish_gathers()
-
-
-_made = count()
-_alive: WeakValueDictionary[int, ShardedOptimizer] = WeakValueDictionary()
-
-
-def register(optimizer: ShardedOptimizer) -> None:
-    """``optimizer`` is complete, and among those that are ``alive``."""
-    _alive[next(_made)] = optimizer
-
-
-def alive() -> dict[int, ShardedOptimizer]:
-    """The optimizers of this process that somebody still holds, by number, in the order of their making."""
-    return dict(_alive)
-
-
-def refuse_wrapped(optimizer: object) -> None:
-    """Raise for an optimizer over slices, or one that holds them."""
-    if isinstance(optimizer, ShardedOptimizer) or any(other.optim is optimizer for other in alive().values()):
-        raise TypeError(
-            f"optimizer: expected a plain optimizer, got {type(optimizer).__name__} that is sharded already, or shards "
-            "another one: wrap each optimizer once"
-        )

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..communication.shard_group import ShardGroup
 from ..options import ZeroOptions
 from .parameter_store import ParameterStore
+from .step_state import StepState
 from .storages import overlapping
 
 
@@ -24,6 +25,11 @@ def check_optimizer(optimizer: object, model: object) -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "expected construction outside of torch.inference_mode, whose tensors can't be updated later, got it within"
+        )
+    if StepState.in_backward or torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "expected construction outside of backward and of optimizer.backward_pass, got it within: another "
+            "optimizer's gradients are on their way"
         )
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import Alike, together
+from ..lives import alive
 from ..optimizer import LowLevelZeroOptimizer
-from ..sharded_optimizer import alive
 
 _CALLS = Alike("the same call", "call it for the same parameters on every rank, in the same order")
 
 
 def owner_of(param: Tensor) -> tuple[LowLevelZeroOptimizer, ShardedParameter]:
-    """The optimizer that trains ``param``, the latest of several, and its record there.
+    """Return the optimizer that trains ``param``, and its record there.
 
     Raises:
         TypeError: not a tensor.
@@ -45,16 +45,14 @@ def is_frozen(param: Tensor) -> bool:
 
 
 def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[ShardedParameter]]:
-    """The records of those that are trained, by optimizer in the order of making, in the optimizer's own order."""
+    """Return the records of trained ``params`` by optimizer, in the order of construction and the optimizer's own."""
     sought = dict.fromkeys(params)
     held: dict[LowLevelZeroOptimizer, list[ShardedParameter]] = {}
-    for optimizer in reversed(alive().values()):
+    for optimizer in alive().values():
         found = [record for p in sought if (record := optimizer.sharded_parameters.find(p)) is not None]
-        for record in found:
-            del sought[record.p]
         if found and isinstance(optimizer, LowLevelZeroOptimizer):
             held[optimizer] = sorted(found, key=lambda record: (record.shard_group, record.index))
-    return dict(reversed(held.items()))
+    return held
 
 
 @contextmanager

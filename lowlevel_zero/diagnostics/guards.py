@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from operator import is_
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import StepState
 from ..communication.agreement import WrittenOnSome
 from ..communication.shard_group import ShardGroup
-from ..sharded_optimizer import alive
 from ..streams import Streams
 from .verification import difference
 
@@ -34,11 +32,8 @@ class Guard:
         streams: of the parameters' device.
 
     Attributes:
-        latest: stands for the optimizer that was made last.
         edited: records of parameters that were written or moved since the ranks agreed last, as ``trouble`` found.
     """
-
-    latest: ClassVar[object]
 
     def __init__(
         self,
@@ -54,9 +49,7 @@ class Guard:
         self._parameters = parameters
         self._model = model
         self._process = os.getpid()
-        self._seen: object = None
         self.edited: list[ShardedParameter] = []
-        Guard.latest = object()
 
     @property
     def forked(self) -> bool:
@@ -99,8 +92,6 @@ class Guard:
         self.edited = []
         try:
             self.refuse_unfrozen()
-            if self._seen is not Guard.latest:
-                self._refuse_shared()
             self._refuse_regrouped()
             self._look_at_parameters()
         except RuntimeError as error:
@@ -164,17 +155,6 @@ class Guard:
                     f"param_groups[{at}]['params']: expected the {len(slices)} slices that the optimizer put there, "
                     f"found {len(held)} tensors, not all of them these: {_EDIT}"
                 )
-
-    def _refuse_shared(self) -> None:
-        """An optimizer has been made since the last look."""
-        others = [each.sharded_parameters for each in alive().values()]
-        for other in (each for each in others if each is not self._parameters):
-            for name in (record.name for record in other if self._parameters.find(record.p) is not None):
-                raise RuntimeError(
-                    f"{name}: expected one LowLevelZeroOptimizer that trains it, found another that is alive, and "
-                    "takes its gradients: drop the former one, and whatever holds it, before using the next"
-                )
-        self._seen = Guard.latest
 
 
 _EDIT = (

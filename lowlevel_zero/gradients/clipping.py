@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..lives import alive
 from ..optimizer import LowLevelZeroOptimizer
-from ..sharded_optimizer import alive
 from ..stepper import clip_factor
 
 

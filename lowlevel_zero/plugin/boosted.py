@@ -10,8 +10,8 @@ from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
 from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 
+from ..lives import alive
 from ..optimizer import LowLevelZeroOptimizer
-from ..sharded_optimizer import alive
 
 
 class BoostedOptimizer(LowLevelZeroOptimizer, OptimizerWrapper):  # type: ignore[misc]  # ColossalAI ships no types

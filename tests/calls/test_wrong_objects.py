@@ -169,7 +169,9 @@ OBJECTS = [
     ),
     Wrong("an optimizer that another one wraps", wrap_again, Refused(TypeError, "SGD .* wrap each optimizer once")),
     Wrong(
-        "two optimizers over one model", train_by_two, Refused(RuntimeError, "0.weight: .* found another", ends=True)
+        "two optimizers over one model",
+        train_by_two,
+        Refused(RuntimeError, "expected the optimizer that trains 0.weight, got a former one", ends=True),
     ),
     Wrong("a GradScaler", scale_by_a_grad_scaler, Refused(RuntimeError, "GradScaler.*optimizer.backward.loss.")),
     Wrong("a scheduler of another optimizer", schedule_another_optimizer, Right()),

@@ -321,8 +321,8 @@ MUTANTS = [
     Mutant(
         "no_sync synchronises",
         OPTIMIZER,
-        "self.step_state.syncs = self.step_state.syncs, False",
-        "_ = self.step_state.syncs, False",
+        "state.syncs = state.syncs, False",
+        "_ = state.syncs, False",
         NUMBERS,
     ),
     # masters, and what is saved

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from lowlevel_zero import sharded_optimizer
+from lowlevel_zero import lives
 from lowlevel_zero.bookkeeping.step_state import StepState
 from lowlevel_zero.communication import grid
 from lowlevel_zero.communication import runtime as seam
@@ -57,7 +57,7 @@ _TIMEOUT = timedelta(minutes=30)
 _PROCESS_WIDE: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     (c10d, "_world", World),
     (StepState, "in_backward", list),
-    (sharded_optimizer, "_alive", WeakValueDictionary),
+    (lives, "_alive", WeakValueDictionary),
     (grid, "_tries", itertools.count),
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.sharded_optimizer import alive
+from lowlevel_zero.lives import alive
 from tests.support.ranks import run_cases
 from tests.support.trainers import launched
 

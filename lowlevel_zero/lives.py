@@ -1,0 +1,121 @@
+"""The lives of optimizers: which ones train, and which ones a new optimizer over their parameters retires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import count
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+from torch.distributed import get_process_group_ranks as ranks_of
+
+from .bookkeeping.sharded_parameter import hide_gradients
+from .communication.agreement import together
+from .communication.process_groups import is_alive
+from .communication.shard_group import ShardGroup
+from .construction import release
+from .sharded_optimizer import ShardedOptimizer
+
+_made = count()
+_alive: WeakValueDictionary[int, ShardedOptimizer] = WeakValueDictionary()
+
+
+def register(optimizer: ShardedOptimizer) -> None:
+    """Count a complete ``optimizer`` among those that are ``alive``."""
+    _alive[next(_made)] = optimizer
+
+
+def alive() -> dict[int, ShardedOptimizer]:
+    """Return this process's optimizers that are held and not retired, in the order of their construction."""
+    return {number: each for number, each in _alive.items() if not each.is_retired}
+
+
+def refuse_wrapped(optimizer: object) -> None:
+    """Raise for an optimizer that is sharded or shards another one, or that holds slices."""
+    slices = {record.p32 for other in alive().values() for record in other.sharded_parameters}
+    params = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    if isinstance(optimizer, ShardedOptimizer) or not slices.isdisjoint(params):
+        raise TypeError(
+            f"optimizer: expected a plain optimizer, got {type(optimizer).__name__} that is sharded already, or shards "
+            "another one: wrap each optimizer once, and make a new one from the model's parameters to train it again"
+        )
+
+
+def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: ShardGroup) -> None:
+    """Retire the optimizers that have trained one of ``params`` so far. Every rank of ``group`` calls it.
+
+    Ranks collect garbage at different times, so one rank may still have an optimizer that is gone on another. The ranks
+    compare, and finish together what is under way of each optimizer that all of them have. What is under way of others
+    is left to travel, as when an optimizer is deleted.
+
+    Args:
+        params: the parameters that a new optimizer is about to train.
+        names: their names, for the errors that a retired optimizer raises.
+        group: the ranks of the new optimizer.
+    """
+    former: dict[ShardedOptimizer, str] = {}
+    for other in alive().values():
+        for p in params:
+            record = other.sharded_parameters.find(p)
+            if record is not None and record.p is p:
+                former.setdefault(other, names[p])
+    if not group.all_reduce_max([len(former)])[0]:
+        return
+    reachable = {_key(each.shard_group): each for each in former if _same_ranks(each.shard_group, group)}
+    known = group.all_gather_object(list(reachable))
+    with together(group, "finish what is under way of a former optimizer"):
+        for key in known[0]:
+            if all(key in keys for keys in known):
+                for each in reachable[key].sharded_groups:
+                    each.reducer.discard()
+    for other, name in former.items():
+        _retire(other, name)
+
+
+def _retire(optimizer: ShardedOptimizer, name: str) -> None:
+    """Have ``optimizer`` give everything back, since another one is about to train the parameter ``name``.
+
+    Its hooks, buffers and padded memory go, and its slices with their states. The wrapped optimizer is left without
+    parameters. Doesn't communicate.
+    """
+    let_go(optimizer)
+    for group in optimizer.optim.param_groups:
+        group["params"] = []
+    optimizer.optim.state.clear()
+    optimizer.__dict__.clear()
+    optimizer._retired = (
+        f"expected the optimizer that trains {name}, got a former one: a {type(optimizer).__name__} that was "
+        "constructed later has taken its parameters, without their gradients and states. Call that one, and make "
+        "schedulers from it; to go on with the former one's state, take its state_dict() before constructing the next"
+    )
+
+
+def let_go(optimizer: ShardedOptimizer) -> None:
+    """Leave the parameters of ``optimizer`` as plain torch has them: complete, without hooks and sharded gradients.
+
+    Unreduced gradients stay in ``p.grad`` unless the loss was scaled. Doesn't communicate: waits for gathers, and
+    leaves reductions that are under way to travel.
+    """
+    for each in optimizer.sharded_groups:
+        each.reducer.remove_hooks()
+        hide_gradients(each.records)
+    for record in optimizer.sharded_parameters if optimizer.scaler is not None else ():
+        record.p.grad = None
+    if not optimizer._guard.forked:
+        with suppress(RuntimeError):  # others have gone
+            optimizer.finish_gathers()
+            if optimizer._norm is not None:
+                _ = optimizer._norm.value
+            release(optimizer.sharded_groups, optimizer.sharded_parameters.shard_groups)
+    optimizer.sharded_groups.clear()  # whose parts know the list, and would wait for the garbage collector
+
+
+def _key(group: ShardGroup) -> str:
+    """Return what tells an optimizer's shard group from others, the same on all of its ranks."""
+    return f"{group.group.group_name}, {group.number}"
+
+
+def _same_ranks(one: ShardGroup, other: ShardGroup) -> bool:
+    """Return whether both have the same ranks, which can still talk within ``one``."""
+    return is_alive(one.group) and set(ranks_of(one.group)) == set(ranks_of(other.group))

@@ -1,0 +1,364 @@
+"""A model is trained again: a new optimizer retires the former ones over its parameters, and trains as plain torch."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import product
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowlevel_zero
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.accessors import safe_get_full_fp32_param
+from lowlevel_zero.checkpoint import save_checkpoint
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.scripts import Alone, Case, Script, Together, adamw, check_each, loss_at, momentum, net, steps
+
+# ---- numbers: those of plain torch, in whatever the former optimizers were left ----
+
+
+class Failed(Exception):
+    pass
+
+
+def nothing(side: Alone, model: nn.Module, former: list[Any]) -> None:
+    """All steps are over."""
+
+
+def a_step_that_nobody_cleared(side: Alone, model: nn.Module, former: list[Any]) -> None:
+    side.backward(former[0], side.mean(loss_at(model, 8)))
+    side.step(former[0])
+
+
+def reductions_under_way(side: Alone, model: nn.Module, former: list[Any]) -> None:
+    side.backward(former[0], side.mean(loss_at(model, 8)))
+
+
+def unreduced_gradients(side: Alone, model: nn.Module, former: list[Any]) -> None:
+    with side.no_sync(former[0]):
+        side.backward(former[0], side.mean(loss_at(model, 8)))
+
+
+def a_backward_that_failed_on_one_rank(side: Alone, model: nn.Module, former: list[Any]) -> None:
+    def fail(_: Tensor) -> None:
+        raise Failed
+
+    if isinstance(side, Together):
+        hook = model[0].weight.register_hook(fail) if side.rank == 1 else None
+        with suppress(Failed):
+            side.backward(former[0], side.mean(loss_at(model, 8)))
+        if hook is not None:
+            hook.remove()
+
+
+def collected_on_one_rank(side: Alone, model: nn.Module, former: list[Any]) -> None:
+    """Garbage isn't collected at the same time on all ranks."""
+    reductions_under_way(side, model, former)
+    if isinstance(side, Together) and side.rank == 1:
+        former.clear()
+        gc.collect()
+
+
+LEFT = {
+    each.__name__: each
+    for each in (
+        *(nothing, a_step_that_nobody_cleared, reductions_under_way, unreduced_gradients),
+        *(a_backward_that_failed_on_one_rank, collected_on_one_rank),
+    )
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "stage 1": {},
+    "stage 2": {"partition_grad": True},
+    "plain backward": {"bare": True},
+    "overlapped gathers": {"overlap_allgather": True, "partition_grad": True},
+}
+
+
+def again(left: str) -> Script:
+    def script(side: Alone) -> nn.Module:
+        model = net()
+        former = [side.wrap(momentum(model), model)]
+        steps(side, model, former[0], range(3))
+        LEFT[left](side, model, former)
+        later = side.wrap(adamw(model), model)
+        if left != "unreduced_gradients":  # which plain torch adds to
+            later.zero_grad()
+        steps(side, model, later, range(3, 6))
+        return model
+
+    return script
+
+
+def test_it_trains_as_plain_torch_whatever_the_former_optimizer_has_left(subtests: pytest.Subtests) -> None:
+    check_each({f"{left}, {way}": Case(again(left), WAYS[way]) for left, way in product(LEFT, WAYS)}, subtests)
+    check_each({f"{left}, 3 ranks": Case(again(left), WAYS["stage 2"], 3) for left in LEFT}, subtests)
+
+
+class Part(nn.Module):
+    """Some layers of a model, of which a loss uses all."""
+
+    def __init__(self, model: nn.Sequential, places: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(model[place] for place in places)
+
+
+# By turns: the layers that each optimizer trains, and those that are retired by it.
+PARTS = {
+    "one after three": ([(0,), (1, 2), (3,)], [(0, 1, 2, 3)]),
+    "three after one": ([(0, 1, 2, 3)], [(0,), (1, 2), (3,)]),
+    "halves that overlap": ([(0, 1), (2, 3)], [(1, 2)]),
+    "one of two": ([(0, 1), (2, 3)], [(2, 3)]),
+}
+
+
+def in_parts(name: str) -> Script:
+    def script(side: Alone) -> nn.Module:
+        model = net()
+        before, after = (
+            [(set(places), lambda places=places: side.wrap(momentum(Part(model, places)), model)) for places in parts]
+            for parts in PARTS[name]
+        )
+        optimizers: list[tuple[set[int], Any]] = []
+        held = []
+        for turn, parts in enumerate((before, after)):
+            held.append(optimizers)
+            for places, make in parts:
+                optimizers = [each for each in optimizers if each[0].isdisjoint(places)] + [(places, make())]
+            for step in range(3 * turn, 3 * turn + 3):
+                side.backward(optimizers[0][1], side.mean(loss_at(model, step)))
+                for _, optimizer in optimizers:
+                    side.step(optimizer)
+                model.zero_grad()
+        return model
+
+    return script
+
+
+def test_several_optimizers_over_parts_of_one_model(subtests: pytest.Subtests) -> None:
+    """A former one is retired whole, whichever of its parameters are taken; others train on."""
+    cases = {f"{name}, {way}": Case(in_parts(name), WAYS[way]) for name, way in product(PARTS, ("stage 1", "stage 2"))}
+    check_each(cases, subtests)
+
+
+def added_to_another(side: Alone) -> nn.Module:
+    """A group's parameters, too, are taken from the optimizer that has trained them."""
+    model = net()
+    one, other = (side.wrap(momentum(part), model) for part in (model[:2], model[2:]))
+    for step in range(2):
+        side.backward(one, side.mean(loss_at(model, step)))
+        side.step(one)
+        side.step(other)
+        model.zero_grad()
+    one.add_param_group({"params": list(model[2:].parameters()), "lr": 0.03})
+    steps(side, model, one, range(2, 5))
+    return model
+
+
+def test_parameters_that_are_added_to_another_optimizer(subtests: pytest.Subtests) -> None:
+    check_each({way: Case(added_to_another, options) for way, options in WAYS.items()}, subtests)
+
+
+# ---- what a retired optimizer leaves, and says ----
+
+TOLD = r"trains 0\.weight, got a former one: a LowLevelZeroOptimizer that .* Call that one, and make schedulers from it"
+
+
+def taken(rank: int, **options: Any) -> tuple[nn.Module, LowLevelZeroOptimizer, LowLevelZeroOptimizer]:
+    """A model, its retired optimizer and the later one."""
+    model = net()
+    former = LowLevelZeroOptimizer(adamw(model), model=model, **options)
+    steps(Together(rank), model, former, range(2))
+    return model, former, LowLevelZeroOptimizer(adamw(model), model=model, **options)
+
+
+def called(optimizer: LowLevelZeroOptimizer, name: str) -> None:
+    """Look an attribute up; call a method, with something for its arguments; enter and leave a context."""
+    method: Any = getattr(optimizer, name)
+    parameters = inspect.signature(method).parameters.values()
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    result = method(*[net() if each.name == "model" else 1.0 for each in needed])
+    with result:
+        pass
+
+
+def everything_raises(rank: int, world_size: int) -> list[str]:
+    _, former, later = taken(rank)
+    names = {name for cls in LowLevelZeroOptimizer.__mro__ for name in vars(cls) if cls.__module__.startswith("low")}
+    public = sorted(name for name in names if not name.startswith("_") and name != "is_retired")
+    for name in public:
+        with pytest.raises(RuntimeError, match=TOLD):
+            called(former, name)
+    with pytest.raises(RuntimeError, match=TOLD):
+        torch.optim.lr_scheduler.StepLR(former, 1)
+    with pytest.raises(RuntimeError, match=TOLD):
+        save_checkpoint("nowhere", net(), former)
+    assert former.is_retired
+    assert not later.is_retired
+    assert not hasattr(later, "no_such_name")
+    return public
+
+
+def test_whatever_is_asked_of_a_retired_optimizer_raises() -> None:
+    first, second = run_ranks(everything_raises, 2)
+    assert first == second
+    assert len(first) > 30
+    assert {"step", "zero_grad", "backward", "state_dict", "param_groups", "no_sync", "get_grad_norm"} <= set(first)
+
+
+def a_scheduler_that_was_made_before(rank: int, world_size: int) -> None:
+    model = net()
+    former = LowLevelZeroOptimizer(adamw(model), model=model)
+    scheduler = torch.optim.lr_scheduler.StepLR(former, 1)
+    steps(Together(rank), model, former, range(1))
+    scheduler.step()
+    later = LowLevelZeroOptimizer(adamw(model), model=model)
+    with pytest.raises(RuntimeError, match=TOLD):
+        scheduler.step()
+    assert later.param_groups[0]["lr"] == 1e-2
+
+
+def test_a_scheduler_that_was_made_before_raises() -> None:
+    run_ranks(a_scheduler_that_was_made_before, 2)
+
+
+def the_past_is_gone(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    model = net(layers=30).to(dtype)
+    own = momentum(model)
+    former = LowLevelZeroOptimizer(own, model=model)
+    steps(Together(rank), model, former, range(2))
+    former.backward(loss_at(model, 9)(rank))
+    held = [ref(each) for record in former.sharded_parameters for each in (record.p32, record.padded)]
+    held += [ref(each) for p32 in own.state for each in own.state[p32].values()]
+    before = held_bytes()
+    later = LowLevelZeroOptimizer(momentum(model), model=model)
+    assert [each() for each in held if each() is not None] == []
+    assert [p.grad for p in model.parameters() if p.grad is not None] == []
+    assert {len(p._post_accumulate_grad_hooks) for p in model.parameters()} == {1}  # type: ignore[attr-defined]
+    assert [group["params"] for group in own.param_groups] == [[]]
+    steps(Together(rank), model, later, range(2))
+    later.backward(loss_at(model, 9)(rank))
+    assert held_bytes() <= before
+    assert former.is_retired
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors that Python sees."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter):
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def test_it_gives_hooks_gradients_slices_states_and_memory_back(subtests: pytest.Subtests) -> None:
+    for (dtype,), ran in run_cases(the_past_is_gone, 2, [(torch.float32,), (torch.bfloat16,)]):
+        with subtests.test(dtype=dtype):
+            ran.values()
+
+
+def found(rank: int, world_size: int) -> None:
+    model, former, later = taken(rank)
+    for clip in (torch.nn.utils.clip_grad_norm_, lowlevel_zero.clip_grad_norm_):
+        later.backward(loss_at(model, 4)(rank))
+        clip(model.parameters(), 0.1)
+        later.step()
+        assert later.get_grad_norm() == pytest.approx(0.1, rel=1e-4)
+        later.zero_grad()
+    master = safe_get_full_fp32_param(model[0].weight)
+    assert master is not None
+    assert torch.equal(master, model[0].weight)
+    assert former.is_retired
+
+
+def test_functions_that_look_for_the_optimizer_of_a_parameter_find_the_later_one() -> None:
+    run_ranks(found, 2)
+
+
+# ---- what retires nothing ----
+
+
+def a_refused_construction(rank: int, world_size: int) -> None:
+    model, expected = net(), net()
+    former = LowLevelZeroOptimizer(momentum(model), model=model)
+    untouched = LowLevelZeroOptimizer(momentum(expected), model=expected)
+    steps(Together(rank), model, former, range(2))
+    former.backward(loss_at(model, 2)(rank))
+    with pytest.raises((ValueError, RuntimeError), match="clip_grad_norm"):
+        LowLevelZeroOptimizer(momentum(model), model=model, clip_grad_norm=-1.0 if rank == 1 else 0.0)
+    former.step()
+    former.zero_grad()
+    steps(Together(rank), expected, untouched, range(3))
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def within_a_backward(rank: int, world_size: int) -> None:
+    model = net()
+    former = LowLevelZeroOptimizer(momentum(model), model=model)
+    with former.backward_pass(loss_at(model, 2)(rank)) as loss:
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"expected construction outside of backward"):
+            LowLevelZeroOptimizer(momentum(model), model=model)
+    former.zero_grad()
+    steps(Together(rank), model, former, range(2))
+
+
+def over_slices(rank: int, world_size: int) -> None:
+    """Of an optimizer that trains on, and of none: whoever takes the wrapped one for a plain one is told."""
+    model, former, later = taken(rank)
+    own = later.optim
+    for sharded in (own, torch.optim.SGD(own.param_groups[0]["params"], lr=0.1), later):
+        with pytest.raises(TypeError, match="expected a plain optimizer, got .* wrap each optimizer once"):
+            LowLevelZeroOptimizer(sharded)
+    steps(Together(rank), model, later, range(2))
+    assert former.is_retired
+
+
+def test_what_is_refused_retires_nothing(subtests: pytest.Subtests) -> None:
+    cases = [(a_refused_construction,), (within_a_backward,), (over_slices,)]
+    for (case,), ran in run_cases(lambda rank, world_size, case: case(rank, world_size), 2, cases):
+        with subtests.test(case.__name__):
+            ran.values()
+
+
+def over_other_ranks(rank: int, world_size: int) -> None:
+    """The ranks of the later one aren't those of the former, which can't be called to finish together."""
+    model = net()
+    former = LowLevelZeroOptimizer(momentum(model), model=model)
+    steps(Together(rank), model, former, range(2))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    former.backward(loss_at(model, 2)(rank))
+    later = LowLevelZeroOptimizer(momentum(model), model=model, dp_process_group=pairs[rank // 2])
+    later.zero_grad()
+    steps(Together(rank), model, later, range(2, 4))
+    later.verify()
+    assert former.is_retired
+
+
+def after_its_group_was_destroyed(rank: int, world_size: int) -> None:
+    model = net()
+    everybody = dist.new_group(range(world_size))
+    former = LowLevelZeroOptimizer(momentum(model), model=model, dp_process_group=everybody)
+    former.backward(loss_at(model, 2)(rank))
+    former.step()
+    dist.destroy_process_group(everybody)
+    later = LowLevelZeroOptimizer(momentum(model), model=model)
+    steps(Together(rank), model, later, range(2))
+    later.verify()
+    assert former.is_retired
+
+
+def test_process_groups_that_differ(subtests: pytest.Subtests) -> None:
+    cases = [(over_other_ranks,), (after_its_group_was_destroyed,)]
+    for (case,), ran in run_cases(lambda rank, world_size, case: case(rank, world_size), 4, cases):
+        with subtests.test(case.__name__):
+            ran.values()
