@@ -180,6 +180,8 @@ class Training:
     def resume(self) -> Path | None:
         """Go on from the newest checkpoint, which is returned; None: there is none yet."""
         newest = latest(self.folder, group=dist.group.WORLD)
+        if newest is not None and not self.options.resume:
+            raise ValueError(f"--out: {newest} is of an earlier run: pass --resume to go on with it, or another --out")
         if newest is not None:
             extra = load_checkpoint(newest, self.model, self.optimizer, scheduler=self.schedule)
             if extra["run"] != run_of(self.options):
@@ -211,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     validation = validation[torch.linspace(0, len(validation) - 1, 128).long()].long()
 
     training = Training(options, device)
-    report.begin(options, training.model, training.resume() if options.resume else None)
+    report.begin(options, training.model, training.resume())
     training.run(text, validation)
     report.conclude(options, training.model, training.history, windows_of(others, 0).flatten(), validation)
     dist.destroy_process_group()

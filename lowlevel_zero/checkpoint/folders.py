@@ -1,20 +1,26 @@
-"""Where checkpoints are: found, put in place of a former one, and pruned, so that a crash leaves one whole."""
+"""Where checkpoints are: found, put in their place and pruned, so that a crash leaves each of them whole or gone.
+
+A save writes to a directory beside its target and renames that at the end, to where nothing is. Pruning removes the
+files that a checkpoint's manifest lists, and no others. So what users keep there, links included, stays as it is.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from ..communication.shard_group import ShardGroup
-from .manifest import MANIFEST, METADATA, OBJECTS, Manifest, whole_manifest
+from .manifest import MANIFEST, METADATA, OBJECTS, Manifest, manifest_in, read_manifest
 
 try:
     import fcntl
@@ -23,51 +29,65 @@ except ImportError:  # Windows, where files have no such locks
 
 T = TypeVar("T")
 
-# What is being written, or was replaced, stands beside the checkpoint: step-100.0123456789abcdef.tmp
-_ASIDE = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
+_log = logging.getLogger("lowlevel_zero")
+
+# A checkpoint is written beside its place: step-100.0123456789abcdef.tmp, with files of these names.
+_BESIDE = re.compile(r".+\.[0-9a-f]{16}\.tmp")
+_OWN_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|objects\.pt|rank_\d+\.pt|lowlevel_zero\.json")
+# Where a checkpoint's manifest goes, beside the checkpoint, while its files are removed.
+_REMOVED = ".lowlevel_zero.removed"
+# How file systems refuse to sync a directory that they can't sync.
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
 
 
-class CheckpointFolder(NamedTuple):
-    """A directory among checkpoints: one, or what stands beside one.
+class NotSynced(OSError):
+    """A checkpoint is in its place, but the disk may not know it yet."""
+
+
+class Found(NamedTuple):
+    """A directory that is a checkpoint, or was one.
 
     Attributes:
-        name: the checkpoint's.
-        kind: ``"tmp"``, what was to become it; ``"old"``, what it was to replace; or, the checkpoint itself, nothing.
-        manifest: of a whole checkpoint, moved aside only where nothing has replaced it; else None.
+        manifest: the checkpoint's; None: it can't be read.
+        damage: why it isn't whole; None: it is.
     """
 
     path: Path
-    name: str
-    kind: str
     manifest: Manifest | None
-
-    @property
-    def serial(self) -> int:
-        """Higher in what was saved later; 0: nothing whole."""
-        return 0 if self.manifest is None else self.manifest.serial
+    damage: str | None
 
 
 def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Path | None:
-    """The newest whole checkpoint in ``directory``, or ``directory`` itself if it is one; None: there is none.
+    """Return the newest whole checkpoint in ``directory``, or ``directory`` itself if it is one; None: there is none.
 
-    Looks at manifests and file sizes alone. A checkpoint that a crash has left moved aside is found there.
+    Looks at manifests and file sizes alone, and not at symbolic links. Warns of a newer one that is damaged.
 
     Args:
         group: ranks that all call this, of which the first one looks and tells the others: so they go on alike, even
-            while checkpoints come and go. None: who calls this looks by itself.
+            while checkpoints come and go. None: the caller looks by itself.
     """
     if group is not None:
         return on_first_rank(ShardGroup(group), lambda: latest(directory))
     folder = Path(directory)
-    if whole_manifest(folder) is not None:
-        return folder
-    found = [*_folders_in(folder), *_folders_in(folder.parent, folder.name)]
-    newest = max(found, key=lambda each: each.serial, default=None)
-    return newest.path if newest is not None and newest.manifest is not None else None
+    found = list(_found_at([folder]))
+    if not found or found[0].damage:
+        found += _found_in(folder)
+    newest = _newest(found)
+    for each in found:
+        if each.damage and (newest is None or each.manifest is None or each.manifest.serial > newest[0]):
+            instead = "no whole checkpoint was found" if newest is None else f"the newest whole one is {newest[1]}"
+            _log.warning("%s; %s", each.damage, instead)
+    return None if newest is None else newest[1]
+
+
+def _newest(found: Collection[Found]) -> tuple[int, Path] | None:
+    """Return the serial and path of the newest whole checkpoint."""
+    whole = [(each.manifest.serial, each.path) for each in found if each.manifest is not None and not each.damage]
+    return max(whole, default=None)
 
 
 def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
-    """What the first rank's ``look`` returns, or raises of what files and their content may raise, on every rank."""
+    """Return what the first rank's ``look`` returns; its ``OSError`` or ``ValueError`` is raised on every rank."""
     seen: Any = None
     if group.group_rank == 0:
         try:
@@ -81,7 +101,7 @@ def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
 
 
 def locate(path: Path) -> Path:
-    """Where the checkpoint ``path`` is: there, or the newest in it, or, after a crash while it was replaced, aside.
+    """Return where the checkpoint ``path`` is: there, or the newest in that directory.
 
     Raises:
         NotADirectoryError: it is a file.
@@ -105,56 +125,73 @@ def locate(path: Path) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Raise unless a checkpoint can be put at ``path``: where nothing is, or another checkpoint.
+    """Raise unless a checkpoint can be put at ``path``: where nothing is, or an empty directory.
 
     Raises:
         NotADirectoryError: a file is there, or above it.
-        FileExistsError: a directory with something else in it.
+        FileExistsError: a checkpoint, a symbolic link, or a directory with files in it.
     """
     for place in (path, *path.parents):
         if place.exists() and not place.is_dir():
             raise NotADirectoryError(f"{path}: expected a directory to write a checkpoint to, got a file: {place}")
-    if path.is_dir() and not (path / MANIFEST).exists() and any(path.iterdir()):
+    if path.is_symlink() or (path.is_dir() and any(path.iterdir())):
+        there = "a symbolic link" if path.is_symlink() else "a directory with files in it"
+        got = "a checkpoint" if (path / MANIFEST).exists() and not path.is_symlink() else there
         raise FileExistsError(
-            f"{path}: expected nothing there, or a checkpoint to replace, got a directory with other files: "
-            "name a directory in it"
+            f"{path}: expected nothing there, or an empty directory, got {got}, which a save never replaces: give each "
+            "checkpoint a name of its own, as in run/step-100, and pass keep=1 to keep only the newest; or remove "
+            "what is there first"
         )
 
 
-def aside_path(path: Path, token: str, kind: str = "tmp") -> Path:
-    """Where ``path`` is written before it is whole, or where it goes; ``token``: 16 hexadecimal digits."""
-    return path.with_name(f"{path.name}.{token}.{kind}")
+def path_beside(path: Path, token: str) -> Path:
+    """Return where ``path`` is written before it is whole; ``token``: 16 hexadecimal digits."""
+    return path.with_name(f"{path.name}.{token}.tmp")
 
 
 def publish(written: Path, path: Path) -> None:
-    """Put the whole checkpoint ``written``, an ``aside_path``, at ``path``; what was there goes once it is.
+    """Move the directory ``written`` to ``path``, where nothing may be but an empty directory.
 
-    So do remains of broken-off saves. Between the two renames the former one is to be found aside.
+    Raises:
+        FileExistsError, NotADirectoryError: something is there.
+        NotSynced: it is at ``path``, but the directory above could not be synced.
     """
     sync(written)
-    old = written.with_suffix(".old")
-    if path.exists():
-        os.rename(path, old)
     try:
         os.rename(written, path)
     except OSError:
-        if old.exists():
-            os.rename(old, path)
+        check_target(path)  # something has come there since the save began
         raise
-    sync(path.parent)
-    _clear_remains(_folders_in(path.parent, path.name))
+    try:
+        sync(path.parent)
+    except OSError as error:
+        raise NotSynced(error.errno, f"{error.strerror}: the directory {path.parent} could not be synced") from error
 
 
 def prune(path: Path, keep: int, runs: Collection[str]) -> None:
-    """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains."""
-    folders = _folders_in(path.parent)
-    found = [each for each in folders if each.manifest is not None and set(each.manifest.runs[:1]) & set(runs)]
-    _clear_remains(folders)
-    for each in sorted(found, key=lambda each: each.serial)[:-keep]:
-        # Moved first: a crash in the midst of removing it must not leave half a checkpoint under its name.
-        moved = aside_path(each.path, "0" * 16)
-        os.rename(each.path, moved)
-        shutil.rmtree(moved, ignore_errors=True)
+    """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains.
+
+    Warns of what can't be removed, and goes on with the others.
+    """
+    _clear_remains(path.parent)
+    serials = {
+        each.path: each.manifest.serial
+        for each in _found_in(path.parent)
+        if each.manifest is not None and not each.damage and set(each.manifest.runs[:1]) & set(runs)
+    }
+    for each in sorted(serials, key=serials.__getitem__)[:-keep]:
+        with _warning_of_what_stays():
+            remove(each)
+
+
+def remove(path: Path) -> None:
+    """Remove the files of the checkpoint ``path``, and the directory unless something else is in it.
+
+    The manifest is moved away first, and removed last: after a crash it is no checkpoint, and pruning goes on there.
+    """
+    removed = path.with_name(path.name + _REMOVED)
+    os.rename(path / MANIFEST, removed)
+    _finish_removal(removed)
 
 
 def claim(written: Path) -> IO[bytes]:
@@ -171,45 +208,88 @@ def claim(written: Path) -> IO[bytes]:
 
 
 def next_serial(path: Path) -> int:
-    """A number above those of all checkpoints beside ``path``: the time, unless a clock was wrong."""
-    return max([time.time_ns(), *(each.serial + 1 for each in _folders_in(path.parent))])
+    """Return a number above those of all checkpoints beside ``path``: the time, unless a clock was wrong."""
+    serials = (each.manifest.serial for each in _found_in(path.parent) if each.manifest is not None)
+    return max([time.time_ns(), *(serial + 1 for serial in serials)])
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, written through to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Have a file, or the names in a directory, written through to the disk, where the file system can do that."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC or not path.is_dir():
+            raise
 
 
-def _folders_in(folder: Path, name: str | None = None) -> list[CheckpointFolder]:
-    """The directories in ``folder``, and (only) what stands beside the checkpoint of this ``name``."""
-    found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        aside = _ASIDE.fullmatch(path.name)
-        of, kind = (path.name, "") if aside is None else (aside["name"], aside["kind"])
-        if path.is_dir() and (name is None or (kind and name == of)):
-            whole = not kind or (kind == "old" and not (folder / of / MANIFEST).exists())
-            found.append(CheckpointFolder(path, of, kind, whole_manifest(path) if whole else None))
-    return found
+# ---- what is in a directory ----
 
 
-def _clear_remains(folders: Iterable[CheckpointFolder]) -> None:
-    """Remove what saves that were broken off have left, and nobody needs any more."""
-    for path, _, kind, manifest in folders:
-        if manifest is None and (kind == "old" or (kind == "tmp" and _is_abandoned(path))):
-            shutil.rmtree(path, ignore_errors=True)
+def _found_in(folder: Path) -> list[Found]:
+    """Return the checkpoints in ``folder``, damaged ones too; what a symbolic link shows isn't there."""
+    places = sorted(folder.iterdir()) if folder.is_dir() else []
+    return list(_found_at(place for place in places if not (place.is_symlink() or _BESIDE.fullmatch(place.name))))
+
+
+def _found_at(places: Iterable[Path]) -> Iterator[Found]:
+    """Yield the checkpoints among these ``places``."""
+    for path in places:
+        goes = path.with_name(path.name + _REMOVED).exists()
+        if (path / MANIFEST).exists() or ((path / OBJECTS).exists() and not goes):
+            manifest = None
+            try:
+                manifest = read_manifest(path)
+                manifest.check_files(path, verify=False)
+            except (ValueError, OSError) as error:
+                yield Found(path, manifest, str(error))
+            else:
+                yield Found(path, manifest, None)
+
+
+def _clear_remains(folder: Path) -> None:
+    """Remove what saves and removals that were broken off have left in ``folder``."""
+    for path in list(folder.iterdir()):
+        with _warning_of_what_stays():
+            if path.name.endswith(_REMOVED):
+                _finish_removal(path)
+            elif _BESIDE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _is_abandoned(path):
+                shutil.rmtree(path)
+
+
+@contextmanager
+def _warning_of_what_stays() -> Iterator[None]:
+    """Log the body's ``OSError`` or ``ValueError`` as a warning: a checkpoint was saved, whatever else stays."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        _log.warning("keep: an older checkpoint, or what a crash has left of one, could not be removed: %s", error)
+
+
+def _finish_removal(removed: Path) -> None:
+    """Remove the files of a checkpoint whose manifest was moved to ``removed``, and then that."""
+    path = removed.with_name(removed.name.removesuffix(_REMOVED))
+    if not (path / MANIFEST).exists():  # else another one has been put there since
+        for name in manifest_in(removed).files:
+            (path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it holds something else
+            path.rmdir()
+    removed.unlink(missing_ok=True)
 
 
 def _is_abandoned(written: Path) -> bool:
-    """Whether who claimed it has gone; what has files in it that nobody ever claimed is somebody else's."""
+    """Return whether the folder ``written`` holds files of a save alone, whose process has gone."""
+    if not all(_OWN_FILES.fullmatch(each.name) for each in written.iterdir()):
+        return False
     try:
         with (written / OBJECTS).open("rb+") as file:
-            if fcntl is None:
-                return False
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    except OSError:  # it is locked, or can't be, or isn't there
-        return not any(written.glob("*"))
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl is not None
+    except FileNotFoundError:  # a save makes it first
+        return True
+    except OSError:  # it is locked, or can't be
+        return False

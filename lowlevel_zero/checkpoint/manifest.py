@@ -145,21 +145,25 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint ``folder``.
+    """Return the manifest of the checkpoint ``folder``.
 
     Raises:
-        ValueError: there is none, it is damaged, or it is of a later format.
+        ValueError: there is none, it is damaged, or it is of another format.
         OSError: it can't be read.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
+    if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none")
+    return manifest_in(folder / MANIFEST)
+
+
+def manifest_in(path: Path) -> Manifest:
+    """Return the manifest that the file ``path`` holds; raises as ``read_manifest`` does."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         digest = content.pop("digest")
         if content["format"] != FORMAT:
             raise ValueError(
-                f"{folder}: expected format {FORMAT}, got {content['format']}: load it with the version of "
+                f"{path}: expected format {FORMAT}, got {content['format']}: load it with the version of "
                 "lowlevel_zero that saved it"
             )
         if digest != _digest(content):
@@ -169,18 +173,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's: {error!r}") from error
 
 
-def whole_manifest(folder: Path) -> Manifest | None:
-    """The manifest of ``folder`` if it is a checkpoint whose files all have their sizes, else None."""
-    try:
-        manifest = read_manifest(folder)
-        manifest.check_files(folder, verify=False)
-    except (ValueError, OSError):
-        return None
-    return manifest
-
-
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     """Return the manifest that ``content``, of a file without its digest, describes."""
+    outside = [name for name in content["files"] if Path(name).name != name]
+    if outside:
+        raise TypeError(f"expected names of files in its folder, got {outside[0]}")
     parts = {
         "tensors": _tensors(content["tensors"]),
         "files": {name: FileSum(*file) for name, file in content["files"].items()},

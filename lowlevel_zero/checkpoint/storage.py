@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,11 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
 from ..communication.shard_group import ShardGroup
-from .folders import aside_path, claim, next_serial, prune, publish
+from .folders import claim, next_serial, path_beside, prune, publish
 from .manifest import MANIFEST, METADATA, FileSum, Manifest
 from .saved import MODEL
-
-_log = logging.getLogger("lowlevel_zero")
 
 # Why an asynchronous save may find its ranks gone.
 ALONE = "destroy_process_group was called before all was written: call wait() first"
@@ -48,7 +45,7 @@ class CommittingWriter(FileSystemWriter):
         own: Mapping[str, bytes],
         keep: int | None,
     ) -> None:
-        self._written = aside_path(path, token)
+        self._written = path_beside(path, token)
         super().__init__(self._written)
         self._path = path
         self._size = group.ranks
@@ -100,7 +97,7 @@ class CommittingWriter(FileSystemWriter):
         return aliases
 
     def _commit(self, sums: dict[str, FileSum]) -> None:
-        """The rest of the files, the renames, the pruning."""
+        """Write the rest of the files, put all in place, and prune."""
         manifest = replace(self._manifest, files=sums, serial=next_serial(self._path))
         try:
             manifest.check_files(self._written, verify=False)
@@ -109,10 +106,7 @@ class CommittingWriter(FileSystemWriter):
         _write_through(self._written / MANIFEST, manifest.to_text().encode())
         publish(self._written, self._path)
         if self._keep is not None:
-            try:
-                prune(self._path, self._keep, manifest.runs)
-            except OSError as error:
-                _log.warning("%s: saved, but older ones could not be removed: %s", self._path, error)
+            prune(self._path, self._keep, manifest.runs)
 
 
 def _write_through(path: Path, data: bytes) -> FileSum:

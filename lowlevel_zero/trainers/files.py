@@ -1,24 +1,25 @@
-"""An optimizer in a trainer's checkpoint: a folder to which every rank writes its slices, or one file for all."""
+"""Optimizers in trainers' checkpoints: a folder to which every rank writes its slices, or one file for all.
+
+Trainers write anew what they have written before. Other files, which their users keep there, stay.
+"""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..checkpoint import Sharded
+from ..checkpoint import Sharded, read_manifest
+from ..checkpoint.folders import on_first_rank, publish, remove
+from ..checkpoint.manifest import MANIFEST, METADATA
 from ..optimizer import LowLevelZeroOptimizer
 
 
 def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
     """Write ``folder``, or write it anew; it loads at any number of ranks. Every rank calls it."""
-    ranks = optimizer.shard_group
-    if ranks.group_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    ranks.all_reduce_max([0])  # it has gone
+    on_first_rank(optimizer.shard_group, lambda: _remove_former(folder))
     save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
 
 
@@ -31,3 +32,33 @@ def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -
         load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
     else:
         optimizer.load_state_dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+
+
+def _remove_former(folder: Path) -> None:
+    """Remove the files of the former save, of which a crash leaves none that could be loaded."""
+    for file in (folder / METADATA, *folder.glob("__*_*.distcp")):
+        file.unlink(missing_ok=True)
+
+
+def place_for(path: Path) -> Path:
+    """Return where to write the checkpoint ``path``: there, or beside it while it is the former one's place.
+
+    Raises:
+        FileExistsError: something else is in the former one's directory.
+    """
+    beside = path.with_name(f"{path.name}.new")
+    if (beside / MANIFEST).exists():  # a crash has left it
+        remove(beside)
+    if not (path / MANIFEST).exists():
+        return path
+    others = {file.name for file in path.iterdir()} - {MANIFEST, *read_manifest(path).files}
+    if others:
+        raise FileExistsError(f"{path}: expected a checkpoint's files alone to replace, found {min(others)}: move it")
+    return beside
+
+
+def put_in_place(written: Path, path: Path) -> None:
+    """Replace the checkpoint ``path`` by the one that was written beside it, if it was."""
+    if written != path:
+        remove(path)
+        publish(written, path)

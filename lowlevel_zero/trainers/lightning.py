@@ -16,8 +16,10 @@ from torch.distributed.utils import _sync_params_and_buffers
 from torch.optim import Optimizer
 
 from ..checkpoint import load_checkpoint, read_rank_state, save_checkpoint
+from ..checkpoint.folders import on_first_rank
 from ..optimizer import LowLevelZeroOptimizer
 from .checks import check_loss_scales, checked_options
+from .files import place_for, put_in_place
 
 _FOLDER = "lowlevel_zero.folder"  # in a checkpoint's dict: where it was read from
 
@@ -115,7 +117,10 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a file, or a folder, in which what isn't the model's or the optimizers' is rank 0's."""
+        """Write a file, or a folder, in which what isn't the model's or the optimizers' is rank 0's.
+
+        A folder is written beside a former one of its name, as of the last epoch, and replaces it when it is whole.
+        """
         if not self.sharded_checkpoint or "optimizer_states" not in checkpoint:
             return super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[no-any-return]
         del checkpoint["optimizer_states"]
@@ -123,7 +128,10 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             del checkpoint["state_dict"]
         self._share_buffers()  # of which each rank writes some
         rank_state = checkpoint if self.is_global_zero else None
-        save_checkpoint(self.broadcast(filepath), self.lightning_module, self.optimizers, rank_state=rank_state)
+        path, ranks = Path(self.broadcast(filepath)), self.optimizers[0].shard_group
+        written = on_first_rank(ranks, lambda: place_for(path))
+        save_checkpoint(written, self.lightning_module, self.optimizers, rank_state=rank_state)
+        on_first_rank(ranks, lambda: put_in_place(written, path))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What a file holds, or a folder but for the optimizers'."""

@@ -382,19 +382,6 @@ def test_only_the_newest_are_kept_and_latest_finds_the_newest_whole_one(tmp_path
     assert latest(run) == run / "step-200"
 
 
-def test_a_checkpoint_is_replaced(tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> tuple[Any, Any]:
-        pair = Training().start()
-        told = []
-        for turn in range(2):
-            save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra=turn)
-            told.append(load_checkpoint(tmp_path / "a", pair.model, pair.optimizer))
-        return told[0], told[1]
-
-    assert run_ranks(save, 2) == [(0, 1)] * 2
-    assert [place.name for place in tmp_path.iterdir()] == ["a"]
-
-
 def test_a_group_of_some_ranks_saves_and_loads(tmp_path: Path) -> None:
     """Not all ranks, and without the first; refused where torch can't."""
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +16,8 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_rank_state, save_checkpoint
-from tests.support.checkpoints import differences
+from tests.support.checkpoints import differences, logged
 from tests.support.ranks import run_ranks
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """What the package logs within, as LEVEL: message."""
-    lines: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("lowlevel_zero")
-    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
-    log.addHandler(handler)
-    before = log.level
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
-
 
 # Each rank's own state
 

@@ -351,8 +351,9 @@ def test_one_rank_alone_and_those_who_train_on_are_told_of_each_other(tmp_path: 
             else:
                 told.append(refused(partial(pair.train, BEFORE, rank, world_size)))
             pair.optimizer.zero_grad()
-            save_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
-            load_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
+            path = tmp_path / call.__name__
+            save_checkpoint(path, pair.model, pair.optimizer)
+            load_checkpoint(path, pair.model, pair.optimizer)
         return told
 
     for saving, loading in run_ranks(lonely, 2):

@@ -63,7 +63,7 @@ def test_each_run_keeps_its_own(tmp_path: Path) -> None:
 
 
 def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two optimizers' groups save into one folder at the same time, to two places and to the same; and by hand."""
+    """Two optimizers' groups save into one folder at the same time; so does somebody by hand."""
 
     def save(rank: int, world_size: int) -> list[Any]:
         pairs, reader = [start(dist.new_group([0, 1])) for _ in range(2)], start()
@@ -79,23 +79,47 @@ def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.Mon
         by_hand.mkdir(exist_ok=True)
         (by_hand / "part").write_text("half of it")
         told = []
-        for at, place in enumerate(("there", "here")):
-            goes_on.clear()
-            planned.clear()
-            monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
-            slow = save_checkpoint(tmp_path / place, *pairs[0], extra="slow", async_save=True)
-            assert planned.wait(20)
-            monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
-            for _ in range(2):
-                save_checkpoint(tmp_path / "here", *pairs[1], extra=f"quick {at}", keep=1)
-            told.append(load_checkpoint(tmp_path / "here", *reader))
-            goes_on.set()
-            slow.wait()
-            told.append(load_checkpoint(tmp_path / place, *reader))
+        monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
+        slow = save_checkpoint(tmp_path / "there", *pairs[0], extra="slow", async_save=True)
+        assert planned.wait(20)
+        monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
+        for name in ("one", "two"):
+            save_checkpoint(tmp_path / name, *pairs[1], extra=name, keep=1)
+        told.append(load_checkpoint(tmp_path, *reader))
+        goes_on.set()
+        slow.wait()
+        told.append(load_checkpoint(tmp_path / "there", *reader))
         return told
 
-    assert run_ranks(save, 2) == [["quick 0", "slow", "quick 1", "slow"]] * 2
-    assert names_in(tmp_path) == {"here", "there", "of another tool.0123456789abcdef.tmp"}
+    assert run_ranks(save, 2) == [["two", "slow"]] * 2
+    assert names_in(tmp_path) == {"two", "there", "of another tool.0123456789abcdef.tmp"}
+
+
+def test_the_first_of_two_saves_to_one_place_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither could see the other when it began."""
+
+    def save(rank: int, world_size: int) -> Any:
+        pairs = [start(dist.new_group([0, 1])) for _ in range(2)]
+        goes_on, planned = threading.Event(), threading.Event()
+        write = storage.CommittingWriter.write_data
+
+        def held(writer: Any, plan: Any, planner: Any) -> Any:
+            planned.set()
+            assert goes_on.wait(20)
+            return write(writer, plan, planner)
+
+        monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
+        slow = save_checkpoint(tmp_path / "here", *pairs[0], extra="slow", async_save=True)
+        assert planned.wait(20)
+        monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
+        save_checkpoint(tmp_path / "here", *pairs[1], extra="quick")
+        goes_on.set()
+        with pytest.raises(RuntimeError, match="rank 0: FileExistsError: .*here: expected nothing there"):
+            slow.wait()
+        return load_checkpoint(tmp_path / "here", *pairs[1])
+
+    assert run_ranks(save, 2) == ["quick", "quick"]
+    assert names_in(tmp_path) == {"here"}
 
 
 def test_the_newest_is_what_rank_0_sees(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,3 +85,19 @@ def differences(expected: Any, got: Any, tolerance: float = 0.0, at: str = "") -
         same = torch.allclose(expected, got, 0.0, tolerance) if alike and tolerance else torch.equal(expected, got)
         return [] if alike and same else [f"{at}: {expected} and {got}"]
     return [] if type(expected) is type(got) and expected == got else [f"{at}: {expected!r} and {got!r}"]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs within, as LEVEL: message."""
+    lines: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("lowlevel_zero")
+    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+    log.addHandler(handler)
+    before = log.level
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

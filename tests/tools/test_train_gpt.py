@@ -334,6 +334,8 @@ def test_what_is_done_is_not_done_again_and_another_run_not_continued(tmp_path: 
     out = shutil.copytree(whole_run, tmp_path / "out")
 
     def rank(rank: int, world_size: int) -> str:
+        with pytest.raises(ValueError, match=f"--out: .*/step-{STEPS} is of an earlier run: pass --resume"):
+            train(out, *ASKED)
         train(out, *ASKED, "--resume")
         with pytest.raises(ValueError, match="--resume") as refused:
             train(out, *ASKED, "--resume", "--lr=0.5")

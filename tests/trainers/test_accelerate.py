@@ -369,7 +369,16 @@ def go_on(rank: int, world_size: int, folder: str, way: str) -> tuple[Result, Re
         train(first, run, batches[:2])
         first.accelerator.save_state(place)
         train(first, run, batches[2:4])
+        notes = Path(folder, "optimizer_0", "notes.txt")
+        if way == "own" and rank == 0:
+            notes.write_text("of its user")
+            Path(folder, "optimizer_0", "__9_0.distcp").write_text("of a run with more ranks")
         first.accelerator.save_state(place)  # over the former one, or beside it
+        if way == "own":
+            assert {file.name for file in notes.parent.iterdir()} == {
+                *(".metadata", "notes.txt"),
+                *(f"__{rank}_0.distcp" for rank in range(world_size)),
+            }
         first.accelerator.save_model(first.model, f"{folder}/model")
         first.accelerator.wait_for_everyone()
     with launched(rank, world_size):

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import read_rank_state
 from lowlevel_zero.trainers.lightning import ZeroStrategy
 from tests.support.lightning import (
     QUIET,
@@ -159,4 +160,31 @@ def evaluate(rank: int, world_size: int, folder: Path, strategy: Callable[[], An
 
 def test_evaluation_after_a_fit(tmp_path: Path) -> None:
     for _, ran in run_cases(evaluate, 2, [(tmp_path / "whole", whole), (tmp_path / "sharded", sharded)]):
+        ran.values()
+
+
+def save_again(rank: int, world_size: int, folder: Path) -> None:
+    """A trainer writes one name anew in every epoch, and never over what it hasn't written."""
+    module, last = Net(adam=True), folder / "last.ckpt"
+    callbacks = [ModelCheckpoint(folder, "one", save_last=True)]
+    options = {"callbacks": callbacks, "enable_checkpointing": True, **ONE_BATCH}
+    left = folder / "last.ckpt.new"
+    trainer = fit(rank, world_size, module, sharded(), max_epochs=2, **options)
+    with torchrun(rank, world_size):
+        assert {place.name for place in folder.iterdir()} == {"one.ckpt", "last.ckpt"}
+        trainer.save_checkpoint(left)  # as a crash leaves one
+        trainer.save_checkpoint(last)
+        assert not left.exists()
+        assert read_rank_state(last, 0)["epoch"] == 2
+        before = {file.name: file.stat().st_mtime_ns for file in last.iterdir()}
+        trainer.strategy.barrier()
+        if rank == 0:
+            (last / "notes.txt").write_text("of its user")
+        with pytest.raises(FileExistsError, match="found notes.txt: move it"):
+            trainer.save_checkpoint(last)
+        assert before == {file.name: file.stat().st_mtime_ns for file in last.iterdir() if file.suffix != ".txt"}
+
+
+def test_a_folder_of_one_name_is_replaced_by_a_whole_one_and_user_files_stay(tmp_path: Path) -> None:
+    for _, ran in run_cases(save_again, 2, [(tmp_path,)]):
         ran.values()
