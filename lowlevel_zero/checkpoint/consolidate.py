@@ -17,7 +17,7 @@ from torch import Tensor
 from ..bookkeeping.module_names import matched, without_wrappers
 from ..state.sharded import renamed
 from ..state.whole import EXTRAS, FP8, State
-from .folders import aside_path, publish, sync
+from .folders import publish, sync
 from .objects import Settings
 from .optimizers import Name
 from .saved import SavedCheckpoint
@@ -65,7 +65,7 @@ def consolidate(
         checkpoint.manifest.check_files(checkpoint.path, [file])
         done(size.bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
-    written = aside_path(out, secrets.token_hex(8))
+    written = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     written.mkdir()
 
     def read(name: str, key: str, like: Tensor) -> Tensor:
@@ -78,9 +78,15 @@ def consolidate(
     try:
         _save_model(_model(checkpoint, read), written / MODEL)
         torch.save(_optimizers(checkpoint, read), written / OPTIMIZER)
+        os.chmod(written / MODEL, (written / OPTIMIZER).stat().st_mode)  # safetensors' is for its owner alone
         for name in (MODEL, OPTIMIZER):
             sync(written / name)
-        publish(written, out)
+        if not out.exists():
+            publish(written, out)
+            return
+        for name in (MODEL, OPTIMIZER):
+            os.replace(written / name, out / name)
+        sync(out)
     finally:
         shutil.rmtree(written, ignore_errors=True)
 

@@ -265,9 +265,24 @@ def test_a_former_output_is_replaced_when_asked(checkpoint: Path, tmp_path: Path
     (out / "optimizer.pt").write_text("old")
     assert main(["consolidate", str(checkpoint), str(out)]) == 2
     assert (out / "optimizer.pt").read_text() == "old"
+    (out / "model.safetensors").write_text("old")
     assert main(["consolidate", "--force", str(checkpoint), str(out)]) == 0
+    assert load_file(out / "model.safetensors")
     assert len(torch.load(out / "optimizer.pt", weights_only=True)["state"]) > 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_have_the_mode_that_the_umask_leaves(umask: int, mode: int, checkpoint: Path, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        assert main(["consolidate", str(checkpoint), str(tmp_path / "out")]) == 0
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {
+        "model.safetensors": mode,
+        "optimizer.pt": mode,
+    }
 
 
 def test_a_full_disk_leaves_nothing_half_done(
