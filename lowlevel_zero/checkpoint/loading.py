@@ -31,7 +31,7 @@ from .optimizers import (
     names_text,
 )
 from .saved import SavedCheckpoint
-from .saving import runs_of, wait_for_last
+from .saving import finish_last, runs_of
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -69,12 +69,12 @@ def load_checkpoint(
         ValueError: another model's checkpoint, a damaged one, or none of this package's; the message names the
             first thing that is wrong.
         FileNotFoundError, NotADirectoryError: there is none at ``path``.
-        RuntimeError: another rank's error.
+        RuntimeError: another rank's error, or an asynchronous save before that failed, which nobody has been told.
     """
     group = group_of(optimizer)
-    wait_for_last(group)
     doing, place = f"load the checkpoint {path}", Path(os.path.abspath(path))
     with together(group, doing) as lines:
+        finish_last(group)
         optimizers = check_optimizers(model, optimizer)
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
         before = {name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()}

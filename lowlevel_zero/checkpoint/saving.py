@@ -1,13 +1,11 @@
-"""Saving a checkpoint: all ranks agree, write their slices beside, and the first puts it in its place when all have."""
+"""Saving a checkpoint: all ranks agree and write their slices; when all have, the first puts it in its place."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -26,8 +24,9 @@ from ..communication.failed_ranks import explained
 from ..communication.process_groups import context_of, side_group
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
+from .background import Background
 from .contents import Contents
-from .folders import check_target
+from .folders import NotSynced, check_target
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed, unpacked
 from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, names_text
@@ -57,11 +56,11 @@ def save_checkpoint(
     """Save model, optimizer, scheduler and ``extra`` to the directory ``path``; every rank calls it, between steps.
 
     Each rank writes its own slices, by ``torch.distributed.checkpoint``. It is written beside ``path`` and renamed
-    when all of it is on the disk: until then, and if anything fails, a former checkpoint stays as it was. All ranks
-    must see the same file system. Names are the model's own, whatever wraps it or modules in it.
+    when all of it is on the disk; nothing that was there before is replaced or removed, but for what ``keep`` says. All
+    ranks must see the same file system. Names are the model's own, whatever wraps it or modules in it.
 
     Args:
-        path: the checkpoint, as in ``"run/step-100"``; one that is there is replaced.
+        path: the checkpoint, as in ``"run/step-100"``, where nothing is yet, or an empty directory.
         model: the module; its parameters and persistent buffers are saved.
         optimizer: trains parameters of ``model`` and no others; or several, in a list or in a dict by name, of which
             no two train the same parameter.
@@ -75,24 +74,26 @@ def save_checkpoint(
         async_save: copy what is to be saved to the host and return; a thread writes it while training goes on. A
             further save or load waits for it, and so does the interpreter's end; wait yourself before
             ``destroy_process_group``, or it may be broken off, with an error.
-        keep: then remove all but the ``keep`` newest of this run's checkpoints in ``path``'s directory, and remains
-            of saves that were broken off. This run's are those that were saved with these optimizers, or by runs that
-            these were loaded from.
+        keep: then remove the files of all but the ``keep`` newest of this run's checkpoints in ``path``'s directory,
+            and remains of saves that were broken off. This run's are those that were saved with these optimizers, or by
+            runs that these were loaded from. Other files in their directories stay, and so do symbolic links.
 
     Returns:
         The save, with ``wait()``; it is over unless ``async_save``.
 
-    Raises (on every rank alike; asynchronous writing raises in ``wait()``):
+    Raises (on every rank alike; asynchronous writing raises in ``wait()``, else at the next save or load, else at the
+    end of the process, whose exit code is 120 then):
         TypeError: what isn't a model or optimizer, or what ``torch.load(weights_only=True)`` would not take back.
         ValueError: a bad ``keep``, parameters that aren't the model's or that two optimizers train, ranks that differ
             in their arguments.
-        FileExistsError, NotADirectoryError: something else is at ``path``.
-        RuntimeError: another rank's error, or files could not be written; the message has the reason.
+        FileExistsError, NotADirectoryError: something is at ``path``.
+        RuntimeError: another rank's error, or files could not be written, now or by the asynchronous save before; the
+            message has the reason.
     """
     group = group_of(optimizer)
-    wait_for_last(group)
     target, doing = Path(os.path.abspath(path)), f"save a checkpoint to {path}"
     with together(group, doing) as lines:
+        finish_last(group)
         _check_keep(keep)
         check_rank_state(rank_state)
         check_target(target)
@@ -116,15 +117,17 @@ def save_checkpoint(
     (number,) = group.from_rank_zero([secrets.randbits(62)])
     writer = CommittingWriter(target, f"{number:016x}", group, manifest, files, keep)
     saving = Saving(target)
-    saving.run(partial(_write, target, state, writer, side_group(group.group)), in_background=async_save)
+    write = partial(_write, target, state, writer, side_group(group.group))
     if async_save:
+        saving.start(write)
         context_of(group.group).writing = saving
     else:
+        saving.run(write)
         saving.wait()
     return saving
 
 
-class Saving(Future[Path]):
+class Saving(Background[Path]):
     """A checkpoint that is being written: a future of its path.
 
     ``done()`` tells whether it is there, or has failed; ``result()`` is ``wait()``.
@@ -136,62 +139,41 @@ class Saving(Future[Path]):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self.set_running_or_notify_cancel()  # nobody can cancel it: other ranks write, too
-
-    def run(self, write: Callable[[], None], in_background: bool) -> None:
-        """Write it: by a thread, for which the interpreter's end waits, or at once."""
-        if in_background:
-            self.add_done_callback(_log_error)  # maybe nobody waits
-            threading.Thread(target=self.run, args=(write, False), name="lowlevel_zero checkpoint").start()
-            return
-        try:
-            write()
-        except Exception as error:  # raised where it is waited for
-            self.set_exception(error)
-        else:
-            self.set_result(self.path)
 
     def wait(self) -> Path:
-        """The checkpoint's path, when it is there.
+        """Return the checkpoint's path, when it is there.
 
         Raises:
-            RuntimeError: it could not be written, on whichever rank; raised on all. A former checkpoint is as it was.
+            RuntimeError: it could not be written, on whichever rank; raised on all.
         """
         return self.result()
 
 
-def _write(path: Path, state: dict[str, Any], writer: CommittingWriter, group: dist.ProcessGroup) -> None:
-    """Write a state that training doesn't change, or waits for, by collectives of a side group."""
+def _write(path: Path, state: dict[str, Any], writer: CommittingWriter, group: dist.ProcessGroup) -> Path:
+    """Write a state that training doesn't change, or waits for, by collectives of a side group; returns ``path``."""
     try:
         dcp_save(state, storage_writer=writer, process_group=group)
     except (CheckpointException, Exception) as error:  # whatever torch's writer, or a disk, raises
+        rank, (cause, _) = min(getattr(error, "failures", {}).items(), default=(None, (error, None)))
+        reason = explained(error, group, "writing") if rank is None else None
+        told = reason or f"{'' if rank is None else f'rank {rank}: '}{type(cause).__name__}: {cause}"
         hint = "" if dist.is_initialized() else f" ({ALONE})"
-        raise RuntimeError(
-            f"{path}: the checkpoint could not be written, a former one is as it was. {_reason(error, group)}{hint}"
-        ) from error
+        there = "is in its place, but a crash of the machine may lose it" if isinstance(cause, NotSynced) else ""
+        raise RuntimeError(f"{path}: the checkpoint {there or 'could not be written'}. {told}{hint}") from error
     finally:
         writer.release()
+    return path
 
 
-def _reason(error: BaseException, group: dist.ProcessGroup) -> str:
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (cause, _) = min(failures.items())
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return str(explained(error, group, "writing") or f"{type(error).__name__}: {error}")
-
-
-def _log_error(over: Future[Path]) -> None:
-    if over.exception() is not None:
-        _log.error("%s", over.exception())
-
-
-def wait_for_last(group: ShardGroup) -> None:
-    """Return when this group's asynchronous save is over, however it ended: its own ``wait`` tells."""
+def finish_last(group: ShardGroup) -> None:
+    """Wait for this group's asynchronous save, and raise its failure unless somebody knows it. Doesn't communicate."""
     context = context_of(group.group)
-    if context.writing is not None:
-        context.writing.exception()
-        context.writing = None
+    last, context.writing = context.writing, None
+    if last is not None:
+        known = isinstance(last, Saving) and last.told
+        error = last.exception()
+        if error is not None and not known:
+            raise RuntimeError(f"expected the asynchronous save before to have succeeded: {error}") from error
 
 
 def runs_of(optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = ()) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..checkpoint.background import Background
 from ..state.whole import load_state_shards, packed_groups, scale_as_numbers
 from .boosted import BoostedModel, BoostedOptimizer
 from .checkpoint_checks import (
@@ -68,7 +69,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
     With ``use_async`` values are copied to the host, and a thread writes them while training goes on: in safetensors'
     format, one save after the other. What goes wrong there a later save or load raises; a load, and a save without
-    ``use_async``, waits for all of them.
+    ``use_async``, waits for all of them. A failure that nobody has been told of fails the process at its end.
 
     Raises (each method, on every rank):
         TypeError: what is to be saved or loaded isn't boosted.
@@ -80,7 +81,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def __init__(self) -> None:
         super().__init__()
         self._thread = ThreadPoolExecutor(1)
-        self._writes: list[Future[None]] = []
+        self._writes: list[Background[None]] = []
 
     def _sync_io(self) -> None:
         self._raise_failures(wait=True)
@@ -104,7 +105,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def _do(self, write: Callable[[], None], use_async: bool) -> None:
         """Write now, or on the thread."""
         if use_async:
-            self._writes.append(self._thread.submit(write))
+            writing: Background[None] = Background()
+            writing.start(write, self._thread)
+            self._writes.append(writing)
         else:
             write()
 

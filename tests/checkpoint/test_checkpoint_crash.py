@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,63 +81,43 @@ def start(seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
     return model, LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model=model)
 
 
-def killed_in_a_save(folder: Path, save: Callable[[nn.Module, Any], Any], check: Callable[[], None], every: int) -> int:
-    """A process for each or ``every`` so many operations of ``save``, killed there; ``check`` in the next; how many."""
-
-    def crash(rank: int, world_size: int, fatal: int) -> None:
-        if fatal > 1:
-            check()
-        model, optimizer = start(1)
-        load_checkpoint(folder, model, optimizer)  # the run goes on
-        fuse = Fuse(folder, fatal)
-        fuse.light()
-        save(model, optimizer)
-
-    for count, fatal in enumerate(range(1, 200, every)):
-        try:
-            run_ranks(crash, 1, fatal, timeout=20.0)
-        except AssertionError as error:
-            if "ProcessDied" not in str(error) and "SIGKILL" not in str(error):
-                raise
-        else:
-            return count
-    raise AssertionError("a save has no end")
-
-
 def loaded(path: Path) -> Any:
     return load_checkpoint(path, *start(2))
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["beside", "over"])
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(every: int, overwrite: bool, tmp_path: Path) -> None:
-    """The former one or, once it is in place, the new one, and no half one; what is left behind is no hindrance."""
-    run = tmp_path / "run"
-    former, new = run / "step-1", run / ("step-1" if overwrite else "step-2")
-    seen = tmp_path / "seen"
+def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(every: int, tmp_path: Path) -> None:
+    """The former one or, once it is in place, the new one, and no half one; the last save leaves nothing else."""
+    run, user, newest_of = tmp_path / "run", tmp_path / "run" / "step-0" / "notes.txt", tmp_path / "newest"
 
-    def first(rank: int, world_size: int) -> None:
-        save_checkpoint(former, *start(0), extra="former")
+    def save(rank: int, world_size: int, step: int, fatal: int) -> None:
+        model, optimizer = start(1)
+        if step:
+            newest = latest(run)
+            assert newest is not None
+            with newest_of.open("a") as file:
+                file.write(f"{step - load_checkpoint(newest, model, optimizer)} ")  # the run goes on
+            for place in run.iterdir():
+                if (place / "lowlevel_zero.json").exists() and place.suffix != ".tmp":
+                    loaded(place)
+        if fatal:
+            Fuse(run, fatal).light()
+        save_checkpoint(run / f"step-{step}", model, optimizer, extra=step, keep=1)
 
-    def check() -> None:
-        newest = latest(run)
-        assert newest is not None
-        found = loaded(newest)
-        if overwrite:
-            assert loaded(former) == found
-        for place in run.iterdir():
-            if not place.name.endswith((".tmp", ".old")):
-                loaded(place)
-        with seen.open("a") as file:
-            file.write(f"{found} ")
-
-    run_ranks(first, 1)
-    count = killed_in_a_save(
-        run, lambda model, optimizer: save_checkpoint(new, model, optimizer, extra="new", keep=1), check, every
-    )
-    assert count > 40 // every
-    assert {*seen.read_text().split()} == {"former", "new"}
-    assert [place.name for place in run.iterdir()] == [new.name]
+    run_ranks(save, 1, 0, 0)
+    user.write_text("of its user")
+    for step, fatal in enumerate(range(1, 200, every), start=1):
+        try:
+            run_ranks(save, 1, step, fatal, timeout=20.0)
+        except AssertionError as error:
+            if "ProcessDied" not in str(error) and "SIGKILL" not in str(error):
+                raise
+        else:
+            break
+    assert 40 // every < step < 200 // every
+    assert {*newest_of.read_text().split()} > {"1", "2"}  # the former one, or the one in whose save it died
+    assert {place.name for place in run.iterdir()} == {"step-0", f"step-{step}"}
+    assert list((run / "step-0").iterdir()) == [user]
 
 
 # Full disks
@@ -161,32 +141,31 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(
 ) -> None:
     def save(rank: int, world_size: int) -> tuple[str, Any, list[str]]:
         pair = Training().start().train(BEFORE, rank, world_size)
-        path = tmp_path / "a"
-        save_checkpoint(path, pair.model, pair.optimizer, extra="former")
+        run = tmp_path / "run"
+        save_checkpoint(run / "former", pair.model, pair.optimizer, extra="former")
         message = ""
         began = time.monotonic()
         with full_disk(30000 if rank == unlucky else 2**30):
             try:
-                save_checkpoint(path, pair.model, pair.optimizer, extra="new", async_save=asynchronous).wait()
+                save_checkpoint(run / "new", pair.model, pair.optimizer, async_save=asynchronous).wait()
             except RuntimeError as error:
                 message = str(error)
         assert time.monotonic() - began < 10
         dist.barrier()
-        left = [place.name for place in tmp_path.iterdir()]
-        former = load_checkpoint(path, pair.model, pair.optimizer)
-        save_checkpoint(path, pair.model, pair.optimizer, extra="later")
-        return message, (former, load_checkpoint(path, pair.model, pair.optimizer)), left
+        left = [place.name for place in run.iterdir()]
+        former = load_checkpoint(run, pair.model, pair.optimizer)
+        save_checkpoint(run / "new", pair.model, pair.optimizer, extra="later")
+        return message, (former, load_checkpoint(run, pair.model, pair.optimizer)), left
 
     for message, extras, left in run_ranks(save, 2):
         assert f"rank {unlucky}: OSError: [Errno {errno.EFBIG}]" in message
         assert extras == ("former", "later")
-        assert left == ["a"]
+        assert left == ["former"]
 
 
-def test_a_failure_of_the_last_rename_puts_the_former_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(rank: int, world_size: int) -> tuple[str, Any]:
+def test_a_failure_of_the_last_rename_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(rank: int, world_size: int) -> str:
         pair = Training().start()
-        save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra="former")
         rename = os.rename
 
         def fail(source: Any, target: Any) -> None:
@@ -196,13 +175,52 @@ def test_a_failure_of_the_last_rename_puts_the_former_one_back(tmp_path: Path, m
 
         monkeypatch.setattr(os, "rename", fail)
         with pytest.raises(RuntimeError) as caught:
-            save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra="new")
-        return str(caught.value), load_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
+            save_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
+        return str(caught.value)
+
+    for message in run_ranks(save, 2):
+        assert "a: the checkpoint could not be written. rank 0: OSError: [Errno 28] No space left on device" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail_to_sync(folder: Path, number: int) -> None:
+    """Let this process fail to sync the directory ``folder`` with the error of this number."""
+    fsync, there = os.fsync, folder.stat()
+
+    def fail(handle: int) -> None:
+        if os.path.samestat(os.fstat(handle), there):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    patch_rank(os, "fsync", fail)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_a_file_system_that_syncs_no_directories_will_do(number: int, tmp_path: Path) -> None:
+    def save(rank: int, world_size: int) -> None:
+        fail_to_sync(tmp_path, number)
+        save_checkpoint(tmp_path / "a", *start(0))
+
+    run_ranks(save, 2)
+    assert latest(tmp_path) == tmp_path / "a"
+
+
+def test_a_directory_that_fails_to_sync_at_the_end_is_told_as_it_is(tmp_path: Path) -> None:
+    """The checkpoint is in its place by then, and older ones stay."""
+
+    def save(rank: int, world_size: int) -> tuple[str, Any]:
+        model, optimizer = start(0)
+        save_checkpoint(tmp_path / "old", model, optimizer, extra="old")
+        fail_to_sync(tmp_path, errno.EIO)
+        with pytest.raises(RuntimeError) as caught:
+            save_checkpoint(tmp_path / "a", model, optimizer, extra="new", keep=1)
+        return str(caught.value), load_checkpoint(tmp_path, model, optimizer)
 
     for message, extra in run_ranks(save, 2):
-        assert "rank 0: OSError: [Errno 28] No space left on device" in message
-        assert extra == "former"
-    assert [place.name for place in tmp_path.iterdir()] == ["a"]
+        assert f"{tmp_path}/a: the checkpoint is in its place, but a crash of the machine may lose it." in message
+        assert "rank 0: NotSynced: [Errno 5] Input/output error" in message
+        assert extra == "new"
+    assert {place.name for place in tmp_path.iterdir()} == {"old", "a"}
 
 
 # Asynchronous saves
@@ -246,9 +264,9 @@ def test_further_saves_and_loads_wait_for_an_asynchronous_one(tmp_path: Path) ->
 
         patch_rank(storage.CommittingWriter, "write_data", slow)
         first = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra=1, async_save=True)
-        second = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra=2, async_save=True)
+        second = save_checkpoint(tmp_path / "b", pair.model, pair.optimizer, extra=2, async_save=True)
         done = first.done()
-        extra = load_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
+        extra = load_checkpoint(tmp_path / "b", pair.model, pair.optimizer)
         return done, second.done(), extra
 
     assert run_ranks(save, 2) == [(True, True, 2)] * 2
@@ -315,3 +333,90 @@ def load_small(path: Path) -> Any:
     model = nn.Linear(2, 2)
     optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
     return load_checkpoint(path, model, optimizer)
+
+
+# Asynchronous saves that fail
+
+
+def failing_save(folder: Path, unlucky: int, rank: int) -> Any:
+    """An asynchronous save that can't be written on one rank; and the model and optimizer."""
+    pair = start(0)
+    if rank == unlucky:
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch_rank(storage.CommittingWriter, "write_data", fail)
+    return save_checkpoint(folder / "lost", *pair, async_save=True), pair
+
+
+@pytest.mark.parametrize("unlucky", [0, 1])
+@pytest.mark.parametrize("call", [save_checkpoint, load_checkpoint])
+def test_a_failed_asynchronous_save_raises_in_the_next_call_and_only_there(
+    call: Any, unlucky: int, tmp_path: Path
+) -> None:
+    def run(rank: int, world_size: int) -> list[str]:
+        save_checkpoint(tmp_path / "there", *start(0))
+        write = storage.CommittingWriter.write_data
+        saving, pair = failing_save(tmp_path, unlucky, rank)
+        name = "next" if call is save_checkpoint else "there"
+        with pytest.raises(RuntimeError) as caught:
+            call(tmp_path / name, *pair)
+        assert saving.done()
+        patch_rank(storage.CommittingWriter, "write_data", write)
+        call(tmp_path / name, *pair)
+        return str(caught.value)
+
+    for told in run_ranks(run, 2):
+        assert f"{tmp_path}/lost: the checkpoint could not be written. rank {unlucky}: OSError: [Errno 28]" in told
+
+
+@pytest.mark.parametrize("told_on", [(0, 1), (0,), (1,)])
+def test_a_failure_that_one_has_waited_for_is_raised_to_the_others(told_on: tuple[int, ...], tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> None:
+        write = storage.CommittingWriter.write_data
+        saving, pair = failing_save(tmp_path, 1, rank)
+        if rank in told_on:
+            with pytest.raises(RuntimeError, match="No space left"):
+                saving.wait()
+        while not saving.done():
+            time.sleep(0.01)
+        patch_rank(storage.CommittingWriter, "write_data", write)
+        raises = pytest.raises(RuntimeError, match="No space left")
+        with raises if len(told_on) < world_size else nullcontext():
+            save_checkpoint(tmp_path / "next", *pair)
+
+    run_ranks(run, 2)
+
+
+END = """
+import sys, torch, torch.distributed as dist
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import save_checkpoint, storage
+dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+if {fails}:
+    storage.CommittingWriter.write_data = lambda *args: open("/nowhere/to/be/found")
+saving = save_checkpoint("{folder}/a", model, optimizer, async_save=True)
+if {waits}:
+    try:
+        saving.wait()
+    except RuntimeError:
+        pass
+del saving
+dist.destroy_process_group() if {waits} else None
+print("the end")
+"""
+
+
+@pytest.mark.parametrize(("fails", "waits", "code"), [(True, False, 120), (True, True, 0), (False, False, 0)])
+def test_a_failed_asynchronous_save_fails_the_process_unless_somebody_knows(
+    fails: bool, waits: bool, code: int, tmp_path: Path
+) -> None:
+    script = END.format(folder=tmp_path, fails=fails, waits=waits)
+    command, root = [sys.executable, "-c", script], Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "the end\n"
+    assert ("nobody has waited for it: " in done.stderr) == (code != 0)
