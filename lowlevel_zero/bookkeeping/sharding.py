@@ -94,7 +94,7 @@ class Sharding:
         if left is not None and self._parameters.shard_groups[0].group_rank == 0:
             _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
         for tensor in others:
-            self._alike[self._parameters.shard_group_of(tensor)].append(_distinct(tensor.detach()))
+            self._alike[self._parameters.shard_group_of(tensor)].append(distinct(tensor.detach()))
 
     def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
         """Names of parameters that have left memory which one of ``others`` goes on looking at."""
@@ -140,7 +140,7 @@ def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> N
                 p.data = p.data.to(dtype)
 
 
-def _distinct(tensor: Tensor) -> Tensor:
+def distinct(tensor: Tensor) -> Tensor:
     """An expanded buffer's elements, each once: what shares memory can't be written as a whole."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:

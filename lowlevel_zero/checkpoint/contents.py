@@ -47,19 +47,31 @@ class Entry(NamedTuple):
 
     @property
     def split(self) -> EvenSplit:
-        """How its elements are shared out: a record's as it is trained; others', so that each rank writes its part."""
-        return EvenSplit(self.saved.numel, self.ranks.size) if self.record is None else self.record.split
-
-    def boxed(self, own: Tensor) -> BoxedTensor:
-        """The tensor of which ``own`` is this rank's part."""
-        return boxed(own, self.split, self.ranks.rank, self.saved.shape, self.saved.stride)
-
-    def own(self) -> Tensor:
-        """This rank's part; it shares memory with the tensor, if that is dense."""
+        """How its elements are shared out among the ranks that read them: each rank reads a buffer whole."""
         if self.record is not None:
-            return self.record.row
-        start, stop = self.split.span(self.ranks.rank)
-        return flat_in_memory_order(self.tensor, _without_values(self.tensor))[start:stop]
+            return self.record.split
+        return EvenSplit(self.saved.numel, 1 if self.saved.kind == BUFFER else self.ranks.size)
+
+    def boxed(self, own: Tensor, rank: int) -> BoxedTensor:
+        """Return the tensor of which ``own`` is part ``rank``."""
+        return boxed(own, self.split, rank, self.saved.shape, self.saved.stride)
+
+    def to_save(self) -> BoxedTensor:
+        """Return the part that this rank writes; it shares memory with the tensor, if that is dense.
+
+        Ranks may have different values of a buffer: the first rank of those that share it writes all of it.
+        """
+        if self.record is not None:
+            return self.boxed(self.record.row, self.ranks.rank)
+        rank = self.ranks.group_rank if self.saved.kind == BUFFER else self.ranks.rank
+        start, stop = self.split.span(rank)
+        return self.boxed(flat_in_memory_order(self.tensor, _without_values(self.tensor))[start:stop], rank)
+
+    def to_load(self, dtype: torch.dtype) -> BoxedTensor:
+        """Return room for the part that this rank reads, in the dtype that was saved."""
+        device = self.tensor.device if self.record is None else self.record.padded.device
+        rank = 0 if self.saved.kind == BUFFER else self.ranks.rank
+        return self.boxed(torch.empty(self.split.slice_size, dtype=dtype, device=device), rank)
 
 
 class Contents:
@@ -166,7 +178,7 @@ class Contents:
 
     def model(self) -> dict[str, Tensor]:
         """This rank's boxes of the model's tensors, by name; they share memory with them."""
-        return {name: entry.boxed(entry.own()) for name, entry in self.entries.items() if name not in self.excluded}
+        return {name: entry.to_save() for name, entry in self.entries.items() if name not in self.excluded}
 
     def states(self) -> States:
         """This rank's tensors of the optimizers' states; they share memory with them."""
@@ -205,13 +217,8 @@ class Contents:
         Raises:
             ValueError: a tensor isn't there as the manifest tells.
         """
-        model: dict[str, Tensor] = {}
-        for name, entry in self.entries.items():
-            if name in saved.manifest.tensors:
-                device = entry.tensor.device if entry.record is None else entry.record.padded.device
-                model[name] = entry.boxed(
-                    torch.empty(entry.split.slice_size, dtype=saved.model[name].dtype, device=device)
-                )
+        own = {name: entry for name, entry in self.entries.items() if name in saved.manifest.tensors}
+        model: dict[str, Tensor] = {name: entry.to_load(saved.model[name].dtype) for name, entry in own.items()}
         states = {name: own for each in self.states_of.values() for name, own in each.templates(saved.states).items()}
         return model, states
 
@@ -226,7 +233,7 @@ class Contents:
             if entry.record is not None:
                 _put_row(entry.record, own, masters[entry.record], entry.ranks)
             elif entry.saved.numel:
-                flat = _gathered(own, entry, self._device)
+                flat = own if entry.saved.kind == BUFFER else _gathered(own, entry, self._device)
                 _overwrite(entry.tensor.detach(), flat.as_strided(entry.saved.shape, entry.saved.stride))
         for name, module in self._stateful.items():
             if name in objects.model:

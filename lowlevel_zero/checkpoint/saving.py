@@ -212,7 +212,8 @@ def _as_torch_has_it(contents: Contents, objects: Objects, lines: list[str]) -> 
         state.setdefault(name, {}).update(tensors)
         lines += [f"{name}.{key}" for key in tensors if contents.entries[name].shard_group == 0]
     groups = [group for settings in optimizers for group in settings["param_groups"]]
-    return {"model": {**contents.model(), **objects.model}, "optim": {"state": state, "param_groups": groups}}
+    extra = objects.model if contents.group.group_rank == 0 else {}  # tensors among it may differ
+    return {"model": {**contents.model(), **extra}, "optim": {"state": state, "param_groups": groups}}
 
 
 def _settings(contents: Contents, name: Name, optimizer: LowLevelZeroOptimizer, scheduler: Any) -> Settings:

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn import Parameter
 
+from ..bookkeeping.module_names import named_tensors
+from ..bookkeeping.sharding import distinct
+from ..communication.agreement import together
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.global_names import GlobalNames
 from ..state.sharded import ShardedState
@@ -44,12 +48,15 @@ class Sharded(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """What it holds, and zeros for states that a step is going to make; to save, or to load into.
 
-        Tensors share memory with the optimizer's. Masters have followed what others wrote into parameters.
+        Tensors share memory with the optimizer's. Masters have followed what others wrote into parameters. On every
+        rank the model's persistent buffers become those of the first rank that shares them, as DDP makes them before
+        a forward: torch saves each of ``model.state_dict()``'s tensors from any rank.
 
         Raises:
             TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
             ValueError: a state's name has a dot in it.
         """
+        _share_buffers(self.optimizer)
         sharded = ShardedState(self.optimizer, _names(self.optimizer))
         fp8 = self.optimizer.options.fp8_communication
         settings = {**sharded.settings(), "present": sharded.present, FP8: fp8}
@@ -84,6 +91,19 @@ class Sharded(Stateful):
         plain: dict[str, Any] = {"loss_scale": None, "plan": None, "other_plans": [], "states": {}, FP8: False}
         own = unpacked(base64.b64decode(saved[0].removeprefix(_MARK))) if saved else {}
         return {**plain, **own, "param_groups": named}
+
+
+def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
+    """Overwrite the model's persistent buffers with those of the first rank that shares them. Communicates."""
+    tensors = () if optimizer.model is None else named_tensors(optimizer.model, persistent=True)
+    buffers = {tensor: name for name, tensor in tensors if not isinstance(tensor, Parameter)}
+    store = optimizer.sharded_parameters
+    for number, ranks in enumerate(store.shard_groups):
+        own = {each: name for each, name in buffers.items() if store.shard_group_of(each) == number}
+        with together(ranks, "give the state of its optimizer") as lines:
+            lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in own.items()]
+        with torch.no_grad():
+            ranks.broadcast([distinct(each.detach()) for each in own], optimizer.device)
 
 
 def _names(optimizer: LowLevelZeroOptimizer) -> dict[Tensor, str]:

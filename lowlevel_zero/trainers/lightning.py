@@ -126,7 +126,6 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         del checkpoint["optimizer_states"]
         if _places(checkpoint["state_dict"]) == _places(self.lightning_module_state_dict()):  # not a callback's
             del checkpoint["state_dict"]
-        self._share_buffers()  # of which each rank writes some
         rank_state = checkpoint if self.is_global_zero else None
         path, ranks = Path(self.broadcast(filepath)), self.optimizers[0].shard_group
         written = on_first_rank(ranks, lambda: place_for(path))

@@ -364,8 +364,8 @@ MUTANTS = [
     Mutant(
         "the oldest checkpoint counts as the newest",
         FOLDERS,
-        "newest = max(found",
-        "newest = min(found",
+        "return max(whole",
+        "return min(whole",
         "tests/checkpoint/test_checkpoint.py",
     ),
 ]

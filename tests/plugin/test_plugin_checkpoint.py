@@ -567,3 +567,36 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
         check_equal(pair.state(), again.state())
 
     run_ranks(rank, 2)
+
+
+class Counted(torch.nn.Module):
+    """A layer with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.norm = torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)
+        self.register_buffer("order", torch.arange(5))
+
+
+@pytest.mark.parametrize(("shard", "use_async"), [(False, False), (True, False), (True, True)])
+def test_a_saved_model_has_the_first_rank_s_buffers(shard: bool, use_async: bool, tmp_path: Path) -> None:
+    def boosted() -> Pair:
+        booster, model = Booster(plugin=ours(precision="fp32")), Counted()
+        return Pair(booster, *booster.boost(model, sgd(model.parameters()))[:2])
+
+    def rank(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        pair, path = boosted(), str(tmp_path / ("model" if shard else "model.pt"))
+        for buffer in pair.model.unwrap().buffers():
+            buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) + 7 * rank + 1)
+        saved = {name: each.clone() for name, each in pair.model.unwrap().named_buffers()}
+        pair.booster.save_model(pair.model, path, shard=shard, use_async=use_async)
+        pair.booster.checkpoint_io._sync_io()
+        dist.barrier()
+        again = boosted()
+        again.booster.load_model(again.model, path)
+        return saved, dict(again.model.unwrap().named_buffers())
+
+    (first, loaded), (second, also) = run_ranks(rank, 2)
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+    check_equal(first, loaded)
+    check_equal(first, also)
