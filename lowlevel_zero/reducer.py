@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -39,6 +40,12 @@ _log = logging.getLogger("lowlevel_zero")
 DOUBLE_REDUCTION = (
     "expected step or zero_grad after synchronize(), got the gradient of one more backward, which would be reduced "
     "beside those that are the caller's to edit: call synchronize() after the last backward of a step"
+)
+
+
+LOST = (
+    "expected the whole gradients of every backward, lost some on this rank to an error before ({}): call "
+    "optimizer.zero_grad() on every rank, and begin the step anew"
 )
 
 
@@ -137,12 +144,15 @@ class Reducer:
                 self._open_sync(reached)
 
     def end(self, failed: bool) -> None:
-        """``optimizer.backward`` has ended. After an error the sync stays open, for ``zero_grad`` to discard."""
-        if failed:
+        """End the sync of an ``optimizer.backward``, be it by an error: others may wait for this rank's part.
+
+        An interrupt waits for nobody, and leaves the sync open.
+        """
+        if failed and not isinstance(sys.exc_info()[1], Exception):
             self._gradients.put_back()
-        elif self._state.syncs:
+        elif self._state.syncs and self.buckets.is_open:
             self._close_sync()
-            self._unused.lacked |= self.buckets.lacked
+            self._unused.lacked |= self.buckets.lacked and not failed
 
     @staticmethod
     def gradient_ready(reducer: ReferenceType[Reducer], record: ShardedParameter, _: Tensor) -> None:
@@ -160,8 +170,7 @@ class Reducer:
             if self._announced is not None and self._announced.done():
                 self._read_announced(self._announced)
             if self._announced is None:
-                buckets.start()
-                self._finish_some()
+                self._start()
 
     def _admit(self, record: ShardedParameter, earlier: bool) -> bool:
         """Whether the open sync takes a gradient; without one, it may be the first of a plain ``loss.backward()``.
@@ -246,7 +255,8 @@ class Reducer:
         """Start what is left of the open sync."""
         if self._announced is not None:
             self._read_announced(self._announced)
-        self.buckets.start(close=True)
+        self._start(close=True)
+        self.buckets.close()
         if self._gradients.taken_out:
             self._gradients.put_back()
         self._group.progress.micro_batch += 1
@@ -255,6 +265,19 @@ class Reducer:
         if self.buckets.unexpected:
             self._unused.learn(self.buckets.unexpected)
         self._finish_some()
+
+    def _start(self, close: bool = False) -> None:
+        """Start the buckets that are complete, as far as the plan's order goes; ``close``: all that are left."""
+        try:
+            while self.buckets.start_next(close):
+                self._finish_some()
+        except BaseException as error:
+            self._note_loss(error)
+            raise
+
+    def _note_loss(self, error: BaseException) -> None:
+        """Remember that gradients are lost on this rank, so that no rank steps before ``zero_grad``."""
+        self._state.lost = self._state.lost or f"{type(error).__name__}: {error}"
 
     def _leftovers(self) -> list[int]:
         """Indices of parameters whose ``p.grad`` holds what can be reduced."""
@@ -282,11 +305,15 @@ class Reducer:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        with self._streams.beside():
-            bucket = self.buckets.in_flight.popleft()
-            self._gradients.accumulate(bucket, bucket.finish_reduce(self._streams))
-            if bucket.dropped_next:
-                self._gradients.drop(bucket.dropped_next)
+        try:
+            with self._streams.beside():
+                bucket = self.buckets.in_flight.popleft()
+                self._gradients.accumulate(bucket, bucket.finish_reduce(self._streams))
+                if bucket.dropped_next:
+                    self._gradients.drop(bucket.dropped_next)
+        except BaseException as error:
+            self._note_loss(error)
+            raise
 
     def _drop_cleared(self) -> None:
         """Drop gradients whose ``p.grad`` was set to None since.
@@ -319,6 +346,8 @@ class Reducer:
             Exception: the ``call``'s error, or that of another rank's; nothing has been done then.
         """
         synchronized = self._state.phase is Phase.SYNCHRONIZED
+        if self._state.lost and call.error is None:
+            call = call._replace(error=RuntimeError(LOST.format(self._state.lost)))
         with self._streams.home():
             present = self.agree_on_syncs(call, with_leftovers=call.error is None and not synchronized)
             if synchronized:
@@ -337,7 +366,10 @@ class Reducer:
         """
         self._drop_cleared()
         if self.buckets.is_open:
-            self._close_sync()
+            try:
+                self._close_sync()
+            except Exception as error:  # of whatever kind: others would wait for the agreement
+                call = call._replace(error=call.error or error)
         detecting = self._unused.detecting
         present = None
         if detecting:
@@ -393,6 +425,7 @@ class Reducer:
         Communicates: any rank may have run a plain backward alone.
         """
         self.agree_on_syncs(Call("zero_grad"))
+        self._state.lost = ""
         self._group.progress.micro_batch = 0
 
     def end_step(self) -> None:

@@ -282,22 +282,35 @@ class BucketStore:
 
     # ---- starting, in the plan's order ----
 
-    @torch.no_grad()  # gradients may have come with a graph of their own
-    def start(self, close: bool = False) -> None:
-        """Start the buckets that are complete, as far as the plan's order goes; ``close``: all that are left."""
-        with self.streams.home(join=False):
-            while self._next < len(self._buckets):
-                bucket = self._buckets[self._next]
-                if bucket.missing and not close:
-                    return
+    def start_next(self, close: bool = False) -> bool:
+        """Start the next bucket in the plan's order, if it is complete or on ``close``; return whether it did."""
+        if self._next == len(self._buckets):
+            return False
+        bucket = self._buckets[self._next]
+        if bucket.missing and not close:
+            return False
+        try:
+            self._start(bucket)
+        except BaseException:
+            self._start(bucket)  # with zeros for what was taken of its gradients: other ranks wait for it
+            raise
+        finally:
+            if bucket.state is BucketState.REDUCING:
                 self._next += 1
-                self.lacked |= not bucket.start_reduce(self._how, self.arrivals)
                 self.in_flight.append(bucket)
-            if close:
-                self._how.group.go_on()
-        if close:
-            self._buckets = []
-            self.is_open = False
+        return True
+
+    @torch.no_grad()  # gradients may have come with a graph of their own
+    def _start(self, bucket: Bucket) -> None:
+        with self.streams.home(join=False):
+            self.lacked |= not bucket.start_reduce(self._how, self.arrivals)
+
+    def close(self) -> None:
+        """All buckets of the sync have been started: it is over."""
+        with self.streams.home(join=False):
+            self._how.group.go_on()
+        self._buckets = []
+        self.is_open = False
 
 
 def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:

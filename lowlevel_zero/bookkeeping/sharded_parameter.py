@@ -304,9 +304,11 @@ def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int
     """Move each ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None where there is none.
 
     One that came with a graph may still hang on it. Of a parameter that is frozen through ``param_groups`` one goes
-    that is among ``arrivals``, this sync's. The sharded one takes its place, on all ranks alike.
+    that is among ``arrivals``, this sync's. The sharded one takes its place, on all ranks alike, also of one that isn't
+    dense, for which it raises.
     """
     taken: list[Tensor | None] = []
+    sparse: list[tuple[ShardedParameter, Tensor]] = []
     for record in records:
         p = record.p
         gradient = p.grad
@@ -315,10 +317,10 @@ def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int
         if not record.p32.requires_grad and record.index in arrivals:
             gradient = None
         if gradient is not None:
-            if gradient.layout is not torch.strided:
-                record.refuse_sparse(gradient)
             record.worked = True
-            if not record.is_flat:
+            if gradient.layout is not torch.strided:
+                sparse.append((record, gradient))
+            elif not record.is_flat:
                 gradient = gradient.reshape(-1) if record.is_contiguous else record.flatten(gradient)
         try:
             p.grad = record.shown = record.handle
@@ -327,6 +329,8 @@ def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int
         record.p32.grad = record.slice_handle
         record.arrived = False
         taken.append(gradient)
+    for record, gradient in sparse:
+        record.refuse_sparse(gradient)
     return taken
 
 

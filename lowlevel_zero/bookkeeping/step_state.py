@@ -28,6 +28,7 @@ class StepState:
     Attributes:
         phase: how far gradients are.
         syncs: gradients are reduced (False under ``no_sync``: hooks do nothing).
+        lost: the error by which this rank has lost gradients of the step, in words; empty: none.
         in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
     """
 
@@ -38,6 +39,7 @@ class StepState:
         self._scaler = scaler
         self.phase = Phase.COMING
         self.syncs = True
+        self.lost = ""
 
     def gradient_scale(self) -> float | Tensor:
         """What a gradient as reductions leave it is to be multiplied with to be averaged and unscaled."""

@@ -55,14 +55,14 @@ def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
     return optimizer
 
 
-def finish_late(patch: pytest.MonkeyPatch) -> None:
-    """Reductions look unfinished until somebody waits for them."""
+def finish_late(patch: pytest.MonkeyPatch, done: bool = False) -> None:
+    """Reductions look unfinished until somebody waits for them; ``done``: or finished at once, so somebody does."""
     for name in ("reduce_scatter", "all_reduce"):
         begin = getattr(ShardGroup, name)
 
         def begun(*args: Any, begin: Callable[..., Work[Any]] = begin) -> Work[Any]:
             work = begin(*args)
-            work.done = lambda: False
+            work.done = lambda: done
             return work
 
         patch.setattr(ShardGroup, name, begun)
