@@ -60,6 +60,7 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, len(members))
         self._network, self._name, self._number, self._members = network, name, rank, list(members)
         self.options = SimpleNamespace(_timeout=timeout)
+        network.groups.add(self)
 
     # ---- what torch and the package ask it ----
 
@@ -267,12 +268,12 @@ class Store(dist.Store):
 
     Args:
         network: all ranks'.
-        values: what it holds, the same on all ranks.
     """
 
-    def __init__(self, network: Network, values: dict[str, bytes]) -> None:
+    def __init__(self, network: Network) -> None:
         super().__init__()
-        self._network, self._values = network, values
+        self._network = network
+        self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Put a value."""
@@ -321,6 +322,10 @@ class Store(dist.Store):
     def num_keys(self) -> int:
         """How many there are."""
         return len(self._values)
+
+    # As prefixes of it call them.
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(minutes=30)) -> None:
         """Return when all are there; where nobody else can go on, the time is over."""

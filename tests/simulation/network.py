@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,7 @@ class Network:
         sent: by global rank, how many messages it has sent.
         hold: a global rank, and which one of the messages that it sends is held back; None: none is.
         log: all that was sent, for the trace.
+        groups: all process groups of all ranks that live.
         memories, pipes: of all ranks, where they share memory; places in them stand for descriptors.
     """
 
@@ -117,6 +119,7 @@ class Network:
         self.log: list[object] = []
         self.memories: list[Any] = []
         self.pipes: list[Any] = []
+        self.groups: WeakSet[Any] = WeakSet()
         self._held: list[Transfer] = []
         self._sends: dict[Channel, deque[Transfer]] = {}
         self._receives: dict[Channel, deque[Transfer]] = {}
@@ -302,10 +305,12 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is seen to have ended: the seed says when that is."""
+        """Whether it is seen to have ended, be it by an error, which ``wait`` raises: the seed says when that is."""
         self._scheduler.pause()
         if not self._seen and self._ready() and self._scheduler.random() < _PROMPT:
-            self._finish()
+            self._seen = True
+            if not self._what.broken:
+                self._what.move()
         return self._seen
 
     def _finish(self) -> None:

@@ -57,7 +57,7 @@ class Left:
     """What is still there when all jobs have ended and garbage has been collected.
 
     Attributes:
-        tensors: made in the simulation and still alive, as ``rank: shape dtype``; results' own aren't counted.
+        tensors: made in the simulation and still alive, as ``shape dtype``; results' own aren't counted.
         messages: posted and never matched, each as a line.
         blocks: of shared memory that somebody still reads or that still takes memory.
         groups: names of process groups that live on after ``destroy_process_group``.
@@ -85,13 +85,14 @@ class Outcome(Generic[T]):
         results: by rank, what its job returned; ranks whose job was left by an exception aren't there.
         errors: by rank, the exception that left its job, without its traceback.
         tracebacks: by rank, that exception's, as text.
-        deadlock: by rank, the stack of each job at the moment in which no rank could go on; None: there was none.
+        deadlock: by rank, the stack of each job at the moment in which no rank could go on; None: there was none. (A
+            rank whose job has ended leaves its process: who waits for it loses the connection, as in a real run.)
         mismatch: how two ranks' collectives on one communicator differ, both sides named; None: they don't.
         trace: digest of all hand-overs and of all that was sent, the same for the same seed.
         hand_overs: how often the scheduler chose who runs next.
         operations: by rank, how many operations of the package there were; empty unless they were counted.
         messages: by rank, how many messages the rank sent.
-        steps_of: by rank, how many hand-overs the rank made.
+        steps_of: by rank, how many hand-overs the rank made until its job ended.
         left: what was left behind; nothing is looked for after a deadlock, a mismatch, or a death.
     """
 

@@ -21,7 +21,7 @@ from lowlevel_zero.communication.runtime import Runtime, Worker, carry_out
 
 from .groups import BACKENDS, PREFIX
 from .network import Network
-from .scheduler import Actor, Rank
+from .scheduler import Actor, Rank, Scheduler
 from .shared import SimulatedMemory, SimulatedOthersPipe, SimulatedPipe
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class SimulatedProcess(Process):
 
     def has_ended(self) -> bool:
         """Whether the simulation has killed it."""
-        return self.number in _networks[-1].dead
+        return int(self.began) in _networks[-1].dead
 
 
 # Of the simulation that runs; a process is sent as plain values, and can't hold it.
@@ -76,6 +76,11 @@ class SimulatedWorker(Worker):
 @torch.no_grad()
 def _work(network: Network, todo: deque[Callable[[], None] | None], actors: list[Actor]) -> None:
     scheduler, actor = network.scheduler, actors.pop()
+    with actor.rank.counted():
+        _carry_out_all(scheduler, actor, todo)
+
+
+def _carry_out_all(scheduler: Scheduler, actor: Actor, todo: deque[Callable[[], None] | None]) -> None:
     while True:
         if not todo:
             scheduler.wait(lambda: bool(todo))
@@ -111,7 +116,7 @@ class SimulatedRuntime(Runtime):
 
     def own_process(self) -> Process:
         """The rank."""
-        return SimulatedProcess("simulated", self._rank.number, "")
+        return SimulatedProcess("simulated", 0, str(self._rank.number))
 
     def own_memory(self, ranks: int) -> OwnMemory:
         """Memory that all ranks see, where the carrier is memory."""

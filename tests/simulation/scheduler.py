@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from random import Random
 from threading import Lock, Thread
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from .outcome import SimulationEnded
 
@@ -36,6 +37,9 @@ class Rank(Protocol):
 
     def leave(self) -> None:
         """Keep what this rank has made of it."""
+
+    def counted(self) -> AbstractContextManager[Any]:
+        """Count the operations of the current thread, if they are to be counted."""
 
     def die(self) -> None:
         """Its peers' messages don't come through any more."""
@@ -201,6 +205,8 @@ class Scheduler:
         rank = actor.rank
         if rank.hand_overs == rank.dies_at:
             self._kill(rank)
+            actor.unwinding = True
+            raise SimulationEnded
         rank.hand_overs += 1
         actor.until = until
         self.clock += _HAND_OVER_SECONDS

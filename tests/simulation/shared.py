@@ -29,6 +29,7 @@ class SimulatedMemory(OwnMemory):
 
     def __init__(self, network: Network, process: Process) -> None:
         self.map = mmap.mmap(-1, _BYTES)
+        self.rank = process.began
         self.resident: dict[int, int] = {}
         descriptor = len(network.memories)
         network.memories.append(self)
@@ -71,8 +72,14 @@ class SimulatedPipe(OwnPipe):
 
     def wait(self, milliseconds: float) -> bool:
         """Until there is something on its way; with a look now and then where a rank has ended."""
-        patience = _PATIENCE if self._network.dead else None
-        self._due = self._network.scheduler.wait(lambda: any(self.coming.values()), patience)
+        dead = self._network.dead
+        lost = len(dead)
+
+        def come() -> bool:
+            return any(self.coming.values()) or len(dead) > lost
+
+        self._network.scheduler.wait(come, _PATIENCE if dead else None)
+        self._due = any(self.coming.values())
         return self._due
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.simulation.world import CARRIERS, Carrier, Outcome, SimulationEnded, simulate
+from tests.simulation.world import CARRIERS, Carrier, Fault, InjectedFault, Outcome, SimulationEnded, simulate
 
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -92,3 +92,49 @@ def test_callers_groups_and_collectives_are_torchs_own() -> None:
     for carrier in ("messages", "nccl"):
         results = simulate(sum_in_pairs, 4, 0, carrier).results
         assert results == {0: [1.0, 3.0], 1: [1.0, 3.0], 2: [5.0, 3.0], 3: [5.0, 3.0]}
+
+
+def test_the_operation_that_a_fault_asks_for_raises_on_that_rank_alone() -> None:
+    counted = simulate(train, 2, 5, count=True).operations
+    assert counted.keys() == {0, 1}
+    last = counted[1] - 1
+    outcome = simulate(train, 2, 5, fault=Fault(1, last))
+    assert isinstance(outcome.errors[1], InjectedFault)
+    assert f"operation {last}" in str(outcome.errors[1])
+    assert outcome.operations[1] == counted[1]
+    one(simulate(train, 2, 5, fault=Fault(1, last + 1)))
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_rank_that_dies_is_lost_to_the_others_which_say_so(carrier: Carrier) -> None:
+    steps = simulate(train, 3, 5, carrier).steps_of[1]
+    for at in (0, steps // 2, steps - 1):
+        outcome = simulate(train, 3, 5, carrier, Fault(1, at, "die"))
+        assert isinstance(outcome.errors.pop(1), SimulationEnded)
+        assert outcome.deadlock is None
+        for error in outcome.errors.values():
+            assert "rank 1" in str(error)
+
+
+def test_a_message_that_waits_changes_nothing() -> None:
+    sent = simulate(train, 2, 5).messages[0]
+    for at in range(0, sent, 7):
+        assert torch.equal(one(simulate(train, 2, 5, fault=Fault(0, at, "wait"))), one(simulate(train, 2, 5)))
+
+
+def test_what_a_job_leaves_behind_is_told() -> None:
+    kept: list[object] = []
+
+    def forget(rank: int) -> None:
+        if rank == 0:
+            kept.append(torch.zeros(3, 5))
+            kept.append(dist.isend(torch.zeros(7), 1))
+
+    left = simulate(forget, 2, 0).left
+    assert "(3, 5) float32" in left.tensors
+    assert left.messages == ("send on default: rank 0 to rank 1, tag 0",)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_job_that_lets_go_of_its_optimizer_leaves_nothing(carrier: Carrier) -> None:
+    assert not simulate(train, 3, 5, carrier).left

@@ -14,14 +14,16 @@ import sys
 import traceback
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 from weakref import WeakValueDictionary
 
 import torch
+import torch._dynamo  # imported later, in a simulated rank, these would keep its default group
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
 from lowlevel_zero import lives
@@ -30,8 +32,10 @@ from lowlevel_zero.communication import grid
 from lowlevel_zero.communication import runtime as seam
 from lowlevel_zero.communication.runtime import Runtime
 
+from . import remains
 from .groups import PREFIX, Store, World, register
 from .network import Network
+from .operations import Operations
 from .outcome import CARRIERS, Carrier, Fault, FaultKind, InjectedFault, Left, Outcome, SimulationEnded
 from .runtime import SimulatedRuntime, _networks
 from .scheduler import Scheduler
@@ -65,25 +69,30 @@ _PROCESS_WIDE: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
 class SimulatedRank:
     """One rank: its process-wide state, and how far it has come."""
 
-    def __init__(self, number: int, network: Network, seed: int, dies_at: int, shares_memory: bool) -> None:
+    def __init__(
+        self, number: int, network: Network, seed: int, dies_at: int, shares_memory: bool, operations: Operations | None
+    ) -> None:
         self.number = number
         self.hand_overs = 0
         self.dies_at = dies_at
         self.dead = False
-        self.operations = 0
+        self.operations = operations
         self._network = network
         self.own: list[tuple[Any, str, Any]] = [(*place, make()) for *place, make in _PROCESS_WIDE]
         self.runtime: Runtime = SimulatedRuntime(network, self, shares_memory)
-        self._random = torch.Generator().manual_seed(seed).get_state()
+        self.random_state = torch.Generator().manual_seed(seed).get_state()
 
     def enter(self) -> None:
         for owner, name, value in self.own:
             setattr(owner, name, value)
         seam.install(self.runtime)
-        torch.set_rng_state(self._random)
+        torch.set_rng_state(self.random_state)
 
     def leave(self) -> None:
-        self._random = torch.get_rng_state()
+        self.random_state = torch.get_rng_state()
+
+    def counted(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.operations is None else self.operations.counted()
 
     def die(self) -> None:
         self._network.bury(self.number)
@@ -95,24 +104,43 @@ class Simulation(Generic[T]):
     Args: see ``simulate``.
     """
 
-    def __init__(self, job: Callable[[int], T], ranks: int, seed: int, carrier: Carrier, fault: Fault | None) -> None:
+    def __init__(
+        self, job: Callable[[int], T], ranks: int, seed: int, carrier: Carrier, fault: Fault | None, count: bool
+    ) -> None:
         self.scheduler = Scheduler(seed, self._relieve)
         self.network = Network(self.scheduler)
         self._job, self._carrier = job, carrier
-        self._values: dict[str, bytes] = {}
-        dies = {fault.rank: fault.at} if fault is not None and fault.kind == "die" else {}
-        if fault is not None and fault.kind == "wait":
-            self.network.hold = (fault.rank, fault.at)
+        self._store = Store(self.network)  # torch's prefixes of it don't keep what is Python's of it
+        at: dict[str, dict[int, int]] = {kind: {} for kind in get_args(FaultKind)}
+        if fault is not None:
+            at[fault.kind][fault.rank] = fault.at
+        self.network.hold = next(iter(at["wait"].items()), None)
+        counts = count or bool(at["raise"])
         self.ranks = [
-            SimulatedRank(each, self.network, seed * ranks + each, dies.get(each, _NEVER), carrier == "memory")
+            SimulatedRank(
+                each,
+                self.network,
+                seed * ranks + each,
+                at["die"].get(each, _NEVER),
+                carrier == "memory",
+                Operations(at["raise"].get(each, _NEVER)) if counts else None,
+            )
             for each in range(ranks)
         ]
+        self.left = Left()
+        self._steps_of: dict[int, int] = {}
         self.results: dict[int, T] = {}
         self.errors: dict[int, BaseException] = {}
         self.tracebacks: dict[int, str] = {}
 
     def _relieve(self) -> bool:
-        return self.network.relieve()
+        """Nobody can go on: let a message come that waits, or a rank leave whose job has ended; whether one does."""
+        if self.network.relieve():
+            return True
+        gone = next((rank for rank in self._steps_of if rank not in self.network.dead), None)
+        if gone is not None:
+            self.network.bury(gone)
+        return gone is not None
 
     def run(self) -> Outcome[T]:
         """Run the jobs to their end, and look what is left."""
@@ -120,32 +148,49 @@ class Simulation(Generic[T]):
             for rank in self.ranks:
                 self.scheduler.start(rank, "job", partial(self._run_job, rank), is_job=True)
             self.scheduler.run()
-            self.scheduler.unpark()
-            self.scheduler.run()
+            if not (self.scheduler.ending or self.network.dead):
+                self._look_around()
             self.scheduler.end()
         return self._outcome()
 
     def _run_job(self, rank: SimulatedRank) -> None:
         self._init_group(rank)
         try:
-            self.results[rank.number] = self._job(rank.number)
+            with rank.counted():
+                result = self._job(rank.number)
+            if rank.dead:  # and nothing but a finalizer has noticed
+                raise SimulationEnded
+            self.results[rank.number] = result
         except BaseException as error:
             self.tracebacks[rank.number] = "".join(traceback.format_exception(error))
             _let_go_of_frames(error)
             self.errors[rank.number] = error
+        self._steps_of[rank.number] = rank.hand_overs
         self.scheduler.park()
         dist.destroy_process_group()
 
     def _init_group(self, rank: SimulatedRank) -> None:
         """What ``init_process_group`` does."""
         backend = PREFIX + ("nccl" if self._carrier == "nccl" else "gloo")
-        store = Store(self.network, self._values)
         everybody = list(range(len(self.ranks)))
         group, _ = c10d._new_process_group_helper(
-            len(everybody), rank.number, [], dist.Backend(backend), store, "default", timeout=_TIMEOUT
+            len(everybody), rank.number, [], dist.Backend(backend), self._store, "default", timeout=_TIMEOUT
         )
         c10d._world.pg_group_ranks[group] = {each: each for each in everybody}
         c10d._update_default_pg(group)
+
+    def _look_around(self) -> None:
+        """See what is left when all jobs have ended; then have groups destroyed, and see what is left of these."""
+        gc.collect()
+        known = [each.random_state for each in self.ranks]
+        tensors = remains.tensors([*self.results.values(), *self.errors.values(), *known])
+        messages, blocks = self.network.unmatched(), remains.blocks(self.network)
+        self.scheduler.unpark()
+        self.scheduler.run()
+        gc.collect()
+        groups = tuple(sorted(f"{each.group_name} of rank {each.rank()}" for each in self.network.groups))
+        threads = tuple(f"rank {each.rank.number}: {each.name}" for each in self.scheduler.actors())
+        self.left = Left(tensors, tuple(messages), blocks, groups, threads)
 
     def _outcome(self) -> Outcome[T]:
         deadlock = None
@@ -160,10 +205,11 @@ class Simulation(Generic[T]):
             self.network.mismatch,
             digest.hexdigest()[:16],
             len(self.scheduler.trace),
-            {each.number: each.operations for each in self.ranks},
+            {each.number: each.operations.count for each in self.ranks if each.operations is not None},
             dict(self.network.sent),
-            {each.number: each.hand_overs for each in self.ranks},
+            self._steps_of,
             self.tracebacks,
+            self.left,
         )
 
 
@@ -171,17 +217,19 @@ class Simulation(Generic[T]):
 def _one_process_for_all(network: Network) -> Iterator[None]:
     """Keep what the caller's process has once, and garbage from being collected at chance moments."""
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _PROCESS_WIDE]
-    before, state, collects = seam.runtime(), torch.get_rng_state(), gc.isenabled()
+    before, generator, collects = seam.runtime(), torch.get_rng_state().tolist(), gc.isenabled()
     register(lambda: _networks[-1])
     _networks.append(network)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     gc.disable()
+    gc.freeze()  # what was there before is no garbage of this run, and isn't looked through
     hook = sys.unraisablehook
     sys.unraisablehook = lambda told: None if isinstance(told.exc_value, SimulationEnded) else hook(told)
     try:
         yield
     finally:
         sys.unraisablehook = hook
+        gc.unfreeze()
         if collects:
             gc.enable()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
@@ -189,7 +237,7 @@ def _one_process_for_all(network: Network) -> Iterator[None]:
         for owner, name, value in kept:
             setattr(owner, name, value)
         seam.install(before)
-        torch.set_rng_state(state)
+        torch.set_rng_state(torch.tensor(generator, dtype=torch.uint8))
 
 
 def _let_go_of_frames(error: BaseException) -> None:
@@ -224,4 +272,4 @@ def simulate(
         fault: what goes wrong; None: nothing.
         count: count the package's operations, too.
     """
-    return Simulation(job, ranks, seed, carrier, fault).run()
+    return Simulation(job, ranks, seed, carrier, fault, count).run()
