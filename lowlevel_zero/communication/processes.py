@@ -38,8 +38,11 @@ def _space(own: int) -> str:
 
 
 def _state(number: int) -> tuple[str, str]:
-    """A process's state, "Z" for one that has ended, and its beginning, in ticks since the system's."""
+    """A process's state, "Z" for one that has ended, and its beginning, in ticks since the system's.
+
+    Its name stands before them, in whatever bytes: the kernel cuts it after 15, be it within a character.
+    """
     with suppress(OSError):
-        state, *numbers = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        state, *numbers = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
         return state, numbers[18]
     return "X", ""

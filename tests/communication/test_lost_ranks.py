@@ -214,3 +214,16 @@ def test_who_looks_for_the_lost_asks_the_store_for_as_much_however_many_ranks_th
     assert found == [5]
     assert asked <= 2
     assert later <= 16
+
+
+def test_ranks_meet_whatever_their_processes_are_called() -> None:
+    """The kernel keeps 15 bytes of a name, and may cut within a character."""
+
+    def train(rank: int, world_size: int) -> bool:
+        Path("/proc/self/comm").write_text("é" * 8 if rank == 1 else "a) b (c")
+        model, _, optimizer = build()
+        optimizer.backward(loss_of(model, 1, rank, world_size))
+        optimizer.step()
+        return processes.own_process().has_ended()
+
+    assert run_ranks(train, 2, timeout=20) == [False, False]
