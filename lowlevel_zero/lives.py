@@ -102,7 +102,7 @@ def let_go(optimizer: ShardedOptimizer) -> None:
         hide_gradients(each.records)
     for record in optimizer.sharded_parameters if optimizer.scaler is not None else ():
         record.p.grad = None
-    if not optimizer._guard.forked:
+    if not optimizer.shard_group.progress.is_forked:
         with suppress(RuntimeError):  # others have gone
             optimizer.finish_gathers()
             if optimizer._norm is not None:

@@ -457,7 +457,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.group.trim()
         self._observer.cleared()
         if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
-            self.verify()
+            self._verify()
         return loss
 
     def _enter_step(self) -> Call:

@@ -188,11 +188,12 @@ class Reducer:
         if not self.buckets.is_open:
             self._open_plain(record)
         if not running:
-            self._watch_graph_task()
+            self._watch_graph_task(record)
         return True
 
     def _open_plain(self, record: ShardedParameter) -> None:
         """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
+        self._group.progress.check_process(f"the backward of {record.name}")
         if self._state.phase is Phase.SYNCHRONIZED:
             record.drop_unreduced()
             raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
@@ -211,9 +212,10 @@ class Reducer:
         self._drop_cleared()
         self._open_sync()
 
-    def _watch_graph_task(self) -> None:
+    def _watch_graph_task(self, record: ShardedParameter) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
+            self._group.progress.check_process(f"the backward of {record.name}")
             self._graph_task = task
             Variable._execution_engine.queue_callback(self._graph_task_ended)
 

@@ -229,6 +229,7 @@ class ShardedOptimizer(Optimizer):
         Args:
             doing: what for: one of the names of ``Call``, the same on every rank.
         """
+        self._guard.refuse_in_backward(doing)
         with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
             for each in self.sharded_groups:
                 each.reducer.agree_on_syncs(Call(doing))
@@ -246,8 +247,14 @@ class ShardedOptimizer(Optimizer):
             buffers: the model's buffers, too. Training lets those of BatchNorm, say, differ.
 
         Raises:
-            RuntimeError: the first parameter that differs, and on which ranks; on all of them.
+            RuntimeError: the first parameter that differs, and on which ranks; or ranks that make other calls. Both on
+                all ranks.
         """
+        self.finish_syncs("verify buffers" if buffers else "verify")
+        self._verify(buffers)
+
+    def _verify(self, buffers: bool = False) -> None:
+        """Compare parameters, for ranks that have come to the same call."""
         self.finish_gathers()
         rooms.verify(self, buffers)
 

@@ -193,7 +193,7 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
     agree(groups[0], (), error, doing)
 
 
-def _first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
+def first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
     """Name the first place where a rank's lines are not rank 0's, with the values of the ranks."""
     for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
         differ = [rank for rank, got in enumerate(others, 1) if got != expected]
@@ -214,7 +214,7 @@ def _what_differs(statements: Sequence[_Statement], alike: Alike) -> Exception:
     if 0 < len(lines) < len(statements):
         return _different_calls(names)
     if any(own != lines[0] for own in lines):
-        return ValueError(_first_difference(lines, alike))
+        return ValueError(first_difference(lines, alike))
     if len({(each.name, each.optimizer) for each in statements}) > 1:
         return _different_calls(_calls_by_optimizer(statements))
     return _different_progress([each.progress for each in statements])
@@ -226,7 +226,7 @@ def _different_progress(done: Sequence[SyncProgress]) -> Exception:
     if any(each != settings[0] for each in settings):
         names = sorted(set().union(*settings))
         lines = [[f"{name}: {own.get(name, 'nothing')}" for name in names] for own in settings]
-        return ValueError(_first_difference(lines, SETTINGS))
+        return ValueError(first_difference(lines, SETTINGS))
     names, told = _uneven([each.cleared for each in done])
     if names:
         return RuntimeError(

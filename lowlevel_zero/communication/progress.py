@@ -7,6 +7,7 @@ and number, so that nobody has to ask a device about it: what a rank hasn't begu
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import deque
@@ -104,14 +105,30 @@ class Progress:
         self.missing = ""
         self.left = False
         self._thread = get_ident()
+        self._process = os.getpid()
         self._group = group
         self._queued: deque[Collective] = deque(maxlen=256)
         self._lost: LostRank | None = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that joined the group."""
+        return os.getpid() != self._process
+
+    def check_process(self, doing: object) -> None:
+        """Raise ``RuntimeError`` in a fork of the process that joined the group, which is the rank."""
+        if self.is_forked:
+            raise RuntimeError(
+                f"{doing}: expected the process that constructed the optimizer ({self._process}), got a fork of it "
+                f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "
+                "process group of its own"
+            )
 
     def start(
         self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
     ) -> Work[T]:
         """Begin one more collective of ``kind``, that of ``tensors``; its work's ``wait`` is the one below."""
+        self.check_process(kind)
         serial = self.begun[kind]
         self.begun[kind] = serial + 1
         collective = Collective(kind, serial, self.step, self.micro_batch, about)
@@ -131,8 +148,9 @@ class Progress:
 
         Raises:
             LostRank: the process of another rank has ended.
-            RuntimeError: another rank hasn't come in time; it says what this one was called for.
+            RuntimeError: another rank hasn't come in time, and this one's call; or this process is a fork.
         """
+        self.check_process(collective)
         if self._lost is not None:
             raise LostRank(str(self._lost))
         before, self.waits_for, self._thread = self.waits_for, collective, get_ident()

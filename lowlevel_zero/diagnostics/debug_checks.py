@@ -170,6 +170,7 @@ class CheckedProgress(Progress):
         self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
     ) -> Work[T]:
         """Begin it later; but at once, when all have come, where somebody is about to wait for it anyway."""
+        self.check_process(kind)
         serial = self._published[kind]
         self._published[kind] = serial + 1
         collective = Collective(kind, serial, self.step, self.micro_batch, about)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from operator import is_
@@ -48,22 +47,26 @@ class Guard:
         self._optim = optim
         self._parameters = parameters
         self._model = model
-        self._process = os.getpid()
         self.edited: list[ShardedParameter] = []
 
-    @property
-    def forked(self) -> bool:
-        """Whether this is another process than that of construction."""
-        return os.getpid() != self._process
-
     def enter(self, call: str) -> None:
-        """Raise ``RuntimeError`` where ``call`` can't be made, whatever the parameters are."""
-        if os.getpid() != self._process:
+        """Raise ``RuntimeError`` where ``call``, which updates tensors, can't be made, whatever the parameters are."""
+        self.refuse_in_backward(call)
+        if torch.is_inference_mode_enabled():
             raise RuntimeError(
-                f"{call}: expected the process that constructed the optimizer ({self._process}), got a fork of it "
-                f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "
-                "process group of its own"
+                f"{call}: expected it outside of torch.inference_mode, whose tensors can't be updated later, got it "
+                "within: use torch.no_grad where gradients aren't wanted"
             )
+        if self._streams.captures():
+            raise RuntimeError(
+                f"{call}: expected it outside of a CUDA graph's capture, got it within: hosts have their part in it, "
+                "which a graph doesn't replay: capture the model's forward and backward, as "
+                "torch.cuda.make_graphed_callables does, and leave the optimizer out"
+            )
+
+    def refuse_in_backward(self, call: str) -> None:
+        """Raise ``RuntimeError`` for a ``call`` within a backward, or in a fork of this process."""
+        self._parameters.shard_groups[0].progress.check_process(call)
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{call}: expected it outside of backward, got it within one: don't call it in a hook or a "
@@ -73,18 +76,6 @@ class Guard:
             raise RuntimeError(
                 f"{call}: expected it outside of optimizer.backward_pass, got it within: leave the with block first, "
                 "which finishes the backward, and run one backward in it"
-            )
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                f"{call}: expected it outside of torch.inference_mode, whose tensors can't be updated later, got it "
-                "within: use torch.no_grad where gradients aren't wanted"
-            )
-
-        if self._streams.captures():
-            raise RuntimeError(
-                f"{call}: expected it outside of a CUDA graph's capture, got it within: hosts have their part in it, "
-                "which a graph doesn't replay: capture the model's forward and backward, as "
-                "torch.cuda.make_graphed_callables does, and leave the optimizer out"
             )
 
     def trouble(self) -> RuntimeError | None:

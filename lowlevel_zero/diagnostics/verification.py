@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import own_names
+from ..communication.agreement import Alike, first_difference
 from ..communication.failed_ranks import listed_ranks
 from ..communication.shard_group import ShardGroup
 from ..sharded_optimizer import ShardedOptimizer
@@ -18,6 +19,7 @@ _CHUNK = 2**20
 # Odd, so that multiplying modulo 2**64 loses nothing: with odd factors no flipped bit, nor two, leave a sum as it was.
 _FACTOR = 6364136223846793005
 _INTEGERS = {1: torch.int8, 2: torch.int16}
+_MODEL = Alike("the same tensors of the model", "replace, add and remove modules alike on all ranks")
 
 
 def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
@@ -41,7 +43,11 @@ def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     bounds = [digest, -digest]
     if group.all_reduce_max(bounds) == bounds:
         return None
-    return _first_difference(dict(zip(names.values(), zip(*group.all_gather_object(sums), strict=True), strict=True)))
+    told = group.all_gather_object((list(names.values()), sums))
+    by_rank = [own for own, _ in told]
+    if len(set(map(len, by_rank))) > 1:
+        return first_difference(by_rank, _MODEL)
+    return _where_values_differ(dict(zip(names.values(), zip(*(sums for _, sums in told), strict=True), strict=True)))
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -61,7 +67,7 @@ def _read(sums: Sequence[Tensor]) -> list[int]:
     return values
 
 
-def _first_difference(gathered: Mapping[str, Sequence[int]]) -> str:
+def _where_values_differ(gathered: Mapping[str, Sequence[int]]) -> str:
     """Name the first entry that isn't the same on all ranks."""
     for name, by_rank in gathered.items():
         expected = max(by_rank, key=by_rank.count)

@@ -154,6 +154,16 @@ def load_otherwise(work: Work) -> None:
     work.optimizer.load_state_dict(state)
 
 
+def step_under_no_sync_alone(work: Work) -> None:
+    work.backward()
+    if work.odd:
+        with work.no_sync():
+            work.optimizer.step()
+        work.optimizer.verify()
+    else:
+        work.optimizer.step()
+
+
 def step_two_in_other_orders(work: Work) -> None:
     other = net()
     another = LowLevelZeroOptimizer(adam(other), model=other)
@@ -196,6 +206,19 @@ RANKS = [
         instead(lambda work: work.optimizer.load_state_dict(momentum(work.model).state_dict())),
         different("load_state_dict"),
         Right(lambda work: work.optimizer.state.clear()),
+    ),
+    Wrong("verify for step", instead(lambda work: work.optimizer.verify()), different("verify"), Right(nothing)),
+    Wrong(
+        "verify with buffers for verify",
+        instead(lambda work: work.optimizer.verify(buffers=True), lambda work: work.optimizer.verify()),
+        Refused(RuntimeError, "rank 0 to verify; rank 1 to verify buffers: ", plain=nothing),
+        Right(nothing),
+    ),
+    Wrong(
+        "step under no_sync for step, and verify",
+        step_under_no_sync_alone,
+        Refused(RuntimeError, "rank 0 to step; rank 1 to verify: ", plain=nothing),
+        Right(nothing),
     ),
     Wrong(
         "a zero_grad that one rank forgets",
@@ -304,6 +327,7 @@ def test_one_rank_that_differs(
 # Those in which ranks run other syncs than others, or one can't.
 UNEVEN = (
     "zero_grad for step",
+    "verify for step",
     "a backward that one rank leaves out",
     "a bare backward on one rank",
     "an exception in one rank's backward",

@@ -99,6 +99,21 @@ def check_all(errors: list[Raised], expected: str) -> None:
         assert error.message.startswith(expected), error.message
 
 
+def test_a_layer_that_one_rank_alone_has_is_named_on_all() -> None:
+    def live(rank: int, world_size: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = wrap(model)
+        if rank == 1:
+            model.append(nn.Linear(4, 2))
+        with pytest.raises(RuntimeError, match="rank 0 has «nothing more» where rank 1 has «2.weight»"):
+            optimizer.verify()
+        if rank == 1:
+            model.pop(2)
+        optimizer.verify()
+
+    run_ranks(live, 2)
+
+
 def test_every_so_many_steps() -> None:
     """A bit of a dropped layer flips after the first step; the fourth finds it."""
 
