@@ -64,7 +64,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
 
     def _shard(self, optimizer: Optimizer) -> LowLevelZeroOptimizer:
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        models = [model for model in self._models if not own.isdisjoint(model.parameters())]
+        models = [model for model in dict.fromkeys(self._models) if not own.isdisjoint(model.parameters())]
         if not models:
             raise ValueError(
                 "prepare: expected an optimizer over parameters of a prepared model, got one that holds none of them: "
@@ -73,6 +73,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         start_alone()
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         sharded = LowLevelZeroOptimizer(optimizer, model=model, **self.zero_options)
+        self._optimizers = [each for each in self._optimizers if not each.optimizer.is_retired]
         check_loss_scales([*self._sharded(), sharded])
         return sharded
 
