@@ -79,7 +79,9 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     for optimizer, records in sharded.items():
         for store, some in optimizer.gradients.complete(records):
             store.clamp(some, -float(clip_value), float(clip_value))
-    torch.nn.utils.clip_grad_value_(plain, clip_value, foreach=foreach)
+    own = [p for p in plain if p.grad is not None]
+    if own:  # torch refuses an empty list
+        torch.nn.utils.clip_grad_value_(own, clip_value, foreach=foreach)
 
 
 def _parted(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..bookkeeping.module_names import parameter_names
 from ..loss_scaler import LossScaler
 from ..options import ZeroOptions
-from .boosted import BoostedModel, BoostedOptimizer, is_boosted
+from .boosted import BoostedModel, BoostedOptimizer
 from .checkpoint_io import BoostedCheckpointIO
 from .files import all_or_none
 from .host_accelerator import complete_cpu_accelerator
@@ -100,6 +100,8 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         self.stage = stage
         self.precision = precision
         self.cast_inputs = cast_inputs
+        self.verbose = verbose
+        self.use_fp8 = use_fp8
         self.lora_enabled = False
         self.logger = get_dist_logger()
 
@@ -127,20 +129,23 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, Optimizer | None, Callable[..., Any] | None, Any, Any]:
-        """Convert and wrap the model and shard the optimizer: what ``Booster.boost`` calls, on every rank.
+        """Convert and wrap the model, and shard the optimizer: what ``Booster.boost`` calls, on every rank.
+
+        What has been boosted before passes through, so a boosted model may get its optimizer later, or several. A new
+        optimizer retires those that have trained its parameters.
 
         Raises:
-            ValueError, TypeError: the two were boosted before, or don't belong together, or can't be sharded;
+            ValueError, TypeError: the two don't belong together, were boosted by another plugin, or can't be sharded;
                 on a mistake of one rank, all raise.
         """
         with all_or_none("boost its model and optimizer"):
-            _check_pair(model, optimizer)
+            module = model.module if isinstance(model, BoostedModel) else model
+            _check_pair(module, optimizer)
             if self.lora_enabled:
-                self._add_lora(model, optimizer)
-        boosted = BoostedModel(model, self.precision, self.cast_inputs)
-        if optimizer is not None:
-            optimizer = BoostedOptimizer(optimizer, **self.zero_optim_kwargs, model=model)
-            boosted.attach(optimizer)
+                self._add_lora(module, optimizer)
+        boosted = BoostedModel(module, self.precision, cast_inputs=self.cast_inputs) if module is model else model
+        if optimizer is not None and not isinstance(optimizer, BoostedOptimizer):
+            optimizer = BoostedOptimizer(optimizer, **self.zero_optim_kwargs, model=module)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module | None, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
@@ -178,7 +183,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
                 f"model: expected what booster.enable_lora returned, got a {type(model).__name__}: "
                 "boost the model with the adapters, or make a plugin of its own for the one without"
             )
-        if optimizer is not None:
+        if optimizer is not None and not isinstance(optimizer, BoostedOptimizer):
             add_lora_parameters(model, optimizer)
 
 
@@ -218,23 +223,20 @@ def _check_process_group(extra_dp_size: int) -> None:
 
 
 def _check_pair(model: object, optimizer: object) -> None:
-    """Raise unless the two are a module and, if any, an optimizer over its parameters, neither boosted yet."""
-    if isinstance(model, ModelWrapper) or isinstance(optimizer, OptimizerWrapper):
+    """Raise unless the two are a module and, if any, an optimizer over its parameters or one that is boosted."""
+    others = [each for each in (model, optimizer) if isinstance(each, ModelWrapper | OptimizerWrapper)]
+    others = [each for each in others if not isinstance(each, BoostedOptimizer)]
+    if others:
         raise ValueError(
-            f"expected a model and an optimizer that aren't boosted yet, got {type(model).__name__} and "
-            f"{type(optimizer).__name__}: boost each pair once, and use what boost returned"
+            f"expected a model and an optimizer that no other plugin has boosted, got a {type(others[0]).__name__}: "
+            "boost the module and the optimizer that it wraps, each by one plugin"
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is None:
+    if optimizer is None or isinstance(optimizer, BoostedOptimizer):
         return
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if is_boosted(model):
-        raise ValueError(
-            f"model: expected one that isn't boosted yet, got a {type(model).__name__} that another boosted "
-            "optimizer trains: boost each model once, or let go of the other pair first"
-        )
     own = set(model.parameters())
     for p, name in parameter_names((group["params"] for group in optimizer.param_groups), model).items():
         if p not in own:
