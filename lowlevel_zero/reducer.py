@@ -89,7 +89,7 @@ class Reducer:
         backend, alone = group.backend(device), len(parameters.by_shard_group) == 1
         limited = alone and (options.keeps_row_only or backend.limits_all_reduce)
         self._most_in_flight = backend.in_flight if limited else None
-        self._in_turn = number > 0 and not parameters.on_host
+        self._in_turn = number > 0 and self._streams.several
         self._overlaps = options.overlap_communication and not self._in_turn
         self._unused = UnusedParameters(parameters, number)
         bucket_size = options.bucket_size(device.type)

@@ -17,7 +17,7 @@ nobody waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -182,7 +182,11 @@ class _DeviceMark(Mark):
         return not self._streams.captures() and bool(self.event.query())
 
 
+# The host's; a simulation of a device on the host's tensors has others.
+of_host: Callable[[], Streams] = Streams
+
+
 def streams_of(devices: Iterable[torch.device]) -> Streams:
     """The streams of the first of ``devices`` that isn't the host."""
     device = next((device for device in devices if device.type != "cpu"), None)
-    return Streams() if device is None else DeviceStreams(device, torch.get_device_module(device))
+    return of_host() if device is None else DeviceStreams(device, torch.get_device_module(device))

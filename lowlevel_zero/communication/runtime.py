@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
@@ -68,6 +68,10 @@ class Runtime:
         """Start a thread that only looks, and ends when there is something in ``over``."""
         thread.start()
         _join_at_exit(thread, over)
+
+    def lock(self) -> Lock:
+        """A lock among this process's threads, under which one may wait for other ranks."""
+        return Lock()
 
     def now(self) -> float:
         """Seconds on a clock that never goes back."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,10 +55,14 @@ class Group(dist.ProcessGroup):
         name: the same on all ranks of the group.
         rank, members: this rank in it, and all global ranks.
         timeout: what its collectives may take, as it tells those who ask; nothing here times out.
+        on_device: streams wait for its collectives, as NCCL's.
     """
 
-    def __init__(self, network: Network, name: str, rank: int, members: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self, network: Network, name: str, rank: int, members: Sequence[int], timeout: timedelta, on_device: bool
+    ) -> None:
         super().__init__(rank, len(members))
+        self._on_device = on_device
         self._network, self._name, self._number, self._members = network, name, rank, list(members)
         self.options = SimpleNamespace(_timeout=timeout)
         network.groups.add(self)
@@ -109,7 +114,7 @@ class Group(dist.ProcessGroup):
     # ---- collectives ----
 
     def _issue(self, kind: str, alike: tuple[Any, ...], part: Any, run: Callable[[Sequence[Any]], None]) -> Work:
-        return self._network.issue(self._name, self._members, self._number, (kind, *alike), part, run)
+        return self._network.issue(self._name, self._members, self._number, (kind, *alike), part, run, self._on_device)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """The root's values."""
@@ -340,10 +345,11 @@ def _bytes(value: str | bytes) -> bytes:
 def register(network_now: Callable[[], Network]) -> None:
     """Have torch make simulated groups for the names of simulated backends."""
 
-    def make(opts: Any, _: Any) -> Group:
+    def make(on_device: bool, opts: Any, _: Any) -> Group:
         members = opts.global_ranks_in_group or list(range(opts.group_size))
-        return Group(network_now(), opts.group_id, opts.group_rank, members, opts.timeout)
+        return Group(network_now(), opts.group_id, opts.group_rank, members, opts.timeout, on_device)
 
     for name in BACKENDS:
         if (PREFIX + name).upper() not in dist.Backend._plugins:
-            dist.Backend.register_backend(PREFIX + name, make, extended_api=True, devices=["cpu"])
+            made = partial(make, name == "nccl")
+            dist.Backend.register_backend(PREFIX + name, made, extended_api=True, devices=["cpu"])

@@ -93,6 +93,33 @@ def _carry_out_all(scheduler: Scheduler, actor: Actor, todo: deque[Callable[[], 
         del task  # which may hold the object that this actor ends with
 
 
+class SimulatedLock:
+    """A lock among the actors of a rank."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_held = False
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take it, when nobody else has it; whether it has been taken."""
+        if self._is_held and not blocking:
+            return False
+        if self._is_held:
+            self._scheduler.wait(lambda: not self._is_held)
+        self._is_held = True
+        return True
+
+    def release(self) -> None:
+        """Let another one take it."""
+        self._is_held = False
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class SimulatedRuntime(Runtime):
     """What one simulated rank asks of its system."""
 
@@ -105,6 +132,10 @@ class SimulatedRuntime(Runtime):
 
     def watch(self, thread: Thread, over: SimpleQueue[Any]) -> None:
         """Nobody needs to look: a deadlock is told at once."""
+
+    def lock(self) -> SimulatedLock:
+        """A lock that waits by the scheduler."""
+        return SimulatedLock(self._network.scheduler)
 
     def now(self) -> float:
         """The simulated clock."""

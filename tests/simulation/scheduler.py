@@ -56,6 +56,7 @@ class Actor:
         parked: its job has ended, and it waits for the others'.
         busy: what a worker carries out hasn't ended.
         unwinding: it has been told to end.
+        stream: of a simulated device, which does later what it calls; None: what it calls is done at once.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Actor:
     parked: bool = False
     busy: bool = False
     unwinding: bool = False
+    stream: Any = None
     baton: Lock = field(default_factory=Lock)
     thread: Thread | None = None
 

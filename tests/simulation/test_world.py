@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.streams import streams_of
 from tests.simulation.world import CARRIERS, Carrier, Fault, InjectedFault, Outcome, SimulationEnded, simulate
 
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -138,3 +144,60 @@ def test_what_a_job_leaves_behind_is_told() -> None:
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_job_that_lets_go_of_its_optimizer_leaves_nothing(carrier: Carrier) -> None:
     assert not simulate(train, 3, 5, carrier).left
+
+
+def test_what_a_device_does_beside_home_is_there_after_a_join_and_may_not_be_before() -> None:
+    def sum_beside(rank: int, joins: bool) -> float:
+        streams, value = streams_of([torch.device("cpu")]), torch.tensor([float(rank + 1)])
+        work = dist.all_reduce(value, async_op=True)
+        with streams.beside():
+            work.wait()
+            doubled = value * 2
+        if joins:
+            streams.join()
+        seen = float(doubled)
+        streams.join()
+        return seen
+
+    joined = [simulate(lambda rank: sum_beside(rank, True), 2, seed, "nccl").results for seed in range(8)]
+    assert joined == [{0: 6.0, 1: 6.0}] * 8
+    assert any(simulate(lambda rank: sum_beside(rank, False), 2, s, "nccl").results[0] != 6.0 for s in range(8))
+
+
+def train_on_grid(rank: int, replicated: bool) -> Tensor:
+    inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = LowLevelZeroOptimizer(
+        sgd,
+        model=model,
+        dp_process_group=inner,
+        extra_dp_group=outer,
+        hybrid_shard=replicated,
+        reduce_bucket_size=1,
+    )
+    for _ in range(2):
+        optimizer.backward(model(torch.full((1, 5), float(rank))).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_two_levels_of_ranks(carrier: Carrier, replicated: bool) -> None:
+    first = one(simulate(partial(train_on_grid, replicated=replicated), 4, 0, carrier))
+    assert torch.equal(one(simulate(partial(train_on_grid, replicated=replicated), 4, 1, carrier)), first)
+
+
+def test_another_process_draws_the_same() -> None:
+    script = (
+        "from tests.simulation.test_world import *; print([simulate(train, 3, 8, each).trace for each in CARRIERS])"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
+    told = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stdout.strip() == str([simulate(train, 3, 8, each).trace for each in CARRIERS])

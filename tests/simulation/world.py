@@ -26,13 +26,15 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
-from lowlevel_zero import lives
+from lowlevel_zero import lives, streams
 from lowlevel_zero.bookkeeping.step_state import StepState
 from lowlevel_zero.communication import grid
 from lowlevel_zero.communication import runtime as seam
 from lowlevel_zero.communication.runtime import Runtime
+from lowlevel_zero.streams import Streams
 
 from . import remains
+from .device import SimulatedStreams
 from .groups import PREFIX, Store, World, register
 from .network import Network
 from .operations import Operations
@@ -70,7 +72,7 @@ class SimulatedRank:
     """One rank: its process-wide state, and how far it has come."""
 
     def __init__(
-        self, number: int, network: Network, seed: int, dies_at: int, shares_memory: bool, operations: Operations | None
+        self, number: int, network: Network, seed: int, dies_at: int, carrier: Carrier, operations: Operations | None
     ) -> None:
         self.number = number
         self.hand_overs = 0
@@ -79,7 +81,8 @@ class SimulatedRank:
         self.operations = operations
         self._network = network
         self.own: list[tuple[Any, str, Any]] = [(*place, make()) for *place, make in _PROCESS_WIDE]
-        self.runtime: Runtime = SimulatedRuntime(network, self, shares_memory)
+        self.own.append((streams, "of_host", partial(SimulatedStreams, network) if carrier == "nccl" else Streams))
+        self.runtime: Runtime = SimulatedRuntime(network, self, carrier == "memory")
         self.random_state = torch.Generator().manual_seed(seed).get_state()
 
     def enter(self) -> None:
@@ -122,7 +125,7 @@ class Simulation(Generic[T]):
                 self.network,
                 seed * ranks + each,
                 at["die"].get(each, _NEVER),
-                carrier == "memory",
+                carrier,
                 Operations(at["raise"].get(each, _NEVER)) if counts else None,
             )
             for each in range(ranks)
@@ -217,6 +220,7 @@ class Simulation(Generic[T]):
 def _one_process_for_all(network: Network) -> Iterator[None]:
     """Keep what the caller's process has once, and garbage from being collected at chance moments."""
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _PROCESS_WIDE]
+    kept.append((streams, "of_host", streams.of_host))
     before, generator, collects = seam.runtime(), torch.get_rng_state().tolist(), gc.isenabled()
     register(lambda: _networks[-1])
     _networks.append(network)

@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from threading import Lock, RLock, Thread
+from threading import RLock, Thread
 from typing import NamedTuple, TypeAlias
 
 from ..processes import Process
@@ -62,7 +62,7 @@ class ControlPipe:
         self._readers = readers
         self._serials: defaultdict[int, count[int]] = defaultdict(count)
         self._received: dict[Key, dict[int, BlockPart]] = {}
-        self._lock, self._sleeping = Lock(), Lock()
+        self._lock, self._sleeping = runtime().lock(), runtime().lock()
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = ()) -> Key:
         """Tell all peers of the next collective of a kind, and which of their blocks are finished with.

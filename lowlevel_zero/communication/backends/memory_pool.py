@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -75,7 +74,7 @@ class Memory:
         self.timeout = 0.0
         self.address = Address(self._own.address, self.pipe.descriptor)
         self._blocks: list[Block] = []
-        self._lock = Lock()
+        self._lock = runtime().lock()
         self._top = _PAGE
 
     def connect(self, addresses: Sequence[Address], timeout: float) -> None:
