@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import methodcaller
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -107,10 +108,30 @@ class Part(NamedTuple):
     records: list[ShardedParameter]
 
 
+class StepGate:
+    """A hook on the wrapped optimizer's ``step``: it raises unless the stepper has opened it.
+
+    Attributes:
+        is_open: the stepper steps.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    def __call__(self, optim: Optimizer, *_: object) -> None:
+        """Raise for a step of somebody else's, before anything has changed."""
+        if not self.is_open:
+            raise RuntimeError(
+                "expected step() of the LowLevelZeroOptimizer, got that of the "
+                f"{type(optim).__name__} that it wraps, which has slices and would leave the model as it is: call "
+                "optimizer.step(), not optimizer.optim.step()"
+            )
+
+
 def steps_in_parts(optim: Optimizer) -> bool:
     """Whether stepping some parameters after others is one step of ``optim``: nobody counts or watches its steps."""
     watched = (
-        optim._optimizer_step_pre_hooks,
+        any(not isinstance(hook, StepGate) for hook in optim._optimizer_step_pre_hooks.values()),
         optim._optimizer_step_post_hooks,
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
@@ -149,6 +170,8 @@ class Stepper:
         self._groups = groups
         self._step_whole = step_whole
         self.skips_by_flag = is_fused(optim)
+        self._gate = StepGate()
+        finalize(self, optim.register_step_pre_hook(self._gate).remove)
 
     def step(self, scale: Scale, norm: GlobalNorm | None) -> None:
         """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be.
@@ -157,6 +180,13 @@ class Stepper:
             scale: how what has been summed becomes gradients.
             norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
         """
+        self._gate.is_open = True
+        try:
+            self._step(scale, norm)
+        finally:
+            self._gate.is_open = False
+
+    def _step(self, scale: Scale, norm: GlobalNorm | None) -> None:
         parts = [part for group in self._groups for part in self._parts(group)]
         in_parts = steps_in_parts(self._optim)
         if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
