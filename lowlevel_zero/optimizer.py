@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from . import rooms
 from .bookkeeping.bucket_store import StepOnDevice
+from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.step_state import Phase, StepState
@@ -304,6 +305,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     ) -> Iterator[Tensor]:
         """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
         self._guard.enter("backward")
+        refuse_compiled("backward")
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
         self._guard.refuse_unfrozen()

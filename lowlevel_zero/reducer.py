@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping.bucket_plan import LearntPlan, PlanState
 from .bookkeeping.bucket_store import BucketStore
+from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
@@ -203,6 +204,7 @@ class Reducer:
                 "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
                 "loss.backward()"
             )
+        refuse_compiled(record.name)
         if self._streams.captures():
             raise RuntimeError(
                 f"{record.name}: expected its gradient outside of a CUDA graph's capture, got it within, whose replays "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -180,3 +181,15 @@ def _check_steps_on_host(optimizer: Optimizer) -> None:
                 f"cpu_offload=True: expected settings on the host, got {tensors[0]} of param group {at} as a tensor on "
                 f"{group[tensors[0]].device}: pass a number or a tensor on the host"
             )
+
+
+def refuse_compiled(what: str) -> None:
+    """Raise ``RuntimeError`` under compiled autograd, which would trace hooks with whatever they call, for ``what``."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    names = ("compiled_autograd_enabled", "compiled_autograd_enabled_count", "in_compiled_autograd_region")
+    if compiled is not None and any(getattr(compiled, name, False) for name in names):
+        raise RuntimeError(
+            f"{what}: expected a backward that autograd runs, got one that compiled autograd compiles, with the hooks "
+            "that reduce gradients: run it outside of torch.compile, or set "
+            "torch._dynamo.config.compiled_autograd = False"
+        )
