@@ -293,15 +293,19 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
         return None if self._norm is None else self._norm.value.item()
 
-    @torch.no_grad()
     def get_param_grad(self, working_param: Tensor) -> Tensor | None:
         """The whole averaged, unscaled gradient of a parameter, of its shape and dtype, or None if no rank has one.
 
         Every rank calls it, after backward: reductions are finished, and in stage 2 the slices are gathered.
         """
-        record = self.sharded_parameters[working_param]
-        self._guard.enter("get_param_grad")
-        self._finish_reductions(Call("get_param_grad"))
+        return self.whole_gradient(self.sharded_parameters[working_param], "get_param_grad")
+
+    @torch.no_grad()
+    def whole_gradient(self, record: ShardedParameter, doing: str) -> Tensor | None:
+        """What ``get_param_grad`` returns, for a call of another name; ranks that read different ones are told so."""
+        call = f"{doing} of {record.common_name}"
+        self._guard.enter(call)
+        self._finish_reductions(Call(call))
         (whole,) = rooms.whole_gradients([record], self.sharded_group_of(record))
         return None if whole is None else whole.to(record.p.dtype)
 

@@ -66,7 +66,6 @@ class Bucket:
         work: its reduction, while that is in flight.
         row: this rank's row of the sum, ``[body]``, where steps are taken: of the buffer's dtype after one micro-batch,
             fp32 at least after more. A host's may be read after ``to_step`` alone.
-        measured: what has the row's L2 norm, where the parameters are: the row itself, or its norm.
         rows: all ranks' rows, ``[world_size, body]``, where they are kept (stage 1, before the step).
         scale: what the sum is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
         empty: indices of the parameters whose part of the sum is zeros on all ranks, since their gradients were dropped
@@ -77,7 +76,6 @@ class Bucket:
 
     work: Work[Tensor]
     row: Tensor
-    measured: Tensor
 
     def __init__(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         self.planned = planned
@@ -142,18 +140,22 @@ class Bucket:
     def hold(self, total: Tensor) -> None:
         """Keep a sum, which is where the parameters are: this rank's row, or all ranks'."""
         self.rows, self.row = (total, total[self.records[0].rank]) if total.dim() > 1 else (None, total)
-        self.measured = self.row
         self.state = BucketState.REDUCED
 
     def keep_own_row(self) -> None:
         """Let others' rows go, and the memory that this rank's shares with them."""
         if self.rows is not None:
             self.rows = None
-            self.row = self.measured = self.row.clone()
+            self.row = self.row.clone()
 
     def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""
-        self.rows, self.row, self.measured, self.scale = None, row, row, 1.0
+        self.rows, self.row, self.scale = None, row, 1.0
+
+    @property
+    def measured(self) -> Tensor:
+        """What has the row's L2 norm, where the parameters are: the row itself, or its norm."""
+        return self.row
 
     def sums(self) -> Tensor:
         """What ``hold`` was given, where the parameters are; the host doesn't wait."""

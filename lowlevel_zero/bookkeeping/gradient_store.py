@@ -11,7 +11,7 @@ from torch import Tensor
 from ..streams import Streams
 from .bucket_plan import PlannedBucket
 from .bucket_store import Bucket, BucketState, NewBucket
-from .sharded_parameter import ShardedParameter, follow_edits, hide_gradients
+from .sharded_parameter import ShardedParameter, follow_edits, hide_gradients, retire_handles
 from .step_state import Phase, StepState
 
 
@@ -147,24 +147,11 @@ class GradientStore:
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
         """Multiply some parameters' gradients; those of a whole bucket when they are next used, if they can be."""
         for bucket, some in self._by_bucket(records).items():
-            if self._state.phase is Phase.SYNCHRONIZED:
-                for record in some:  # where steps are taken
-                    part = bucket.part_of(record, bucket.row)
-                    part.mul_(factor.to(part.device) if isinstance(factor, Tensor) else factor)
-            elif len(set(some)) == len(some) == len(bucket.working()):
+            if self._state.phase is not Phase.SYNCHRONIZED and len(set(some)) == len(some) == len(bucket.working()):
                 bucket.scale = self._scale(bucket) * factor
             else:
-                for _, part in self._edited(some):
-                    part.mul_(factor)
-
-    def clamp(self, records: Sequence[ShardedParameter], least: float | None, most: float | None) -> None:
-        """Clamp the elements of some parameters' gradients. What is scaled stays as it is where it isn't finite."""
-        scale = self._gradient_scale()
-        for record, part in self._edited(records):
-            start, stop = record.split.span(record.rank)
-            own = part[: stop - start]
-            clamped = (own * scale).clamp(least, most) / scale
-            own.copy_(torch.where(own.isfinite(), clamped, own) if isinstance(scale, Tensor) else clamped)
+                for _, own in self.edited(some):
+                    own.mul_(factor.to(own.device) if isinstance(factor, Tensor) else factor)
 
     def zero(self, records: Sequence[ShardedParameter]) -> None:
         """Make some parameters' gradients zeros; one that has a gradient goes on having one."""
@@ -172,16 +159,6 @@ class GradientStore:
         for record in records:
             if record.pending is not None:
                 record.pending = torch.zeros_like(record.pending, requires_grad=False)
-
-    def overwrite(self, record: ShardedParameter, own: Tensor) -> None:
-        """Let the averaged, unscaled ``g`` of a parameter that has one be ``own``, ``[s]``."""
-        if self._state.phase is Phase.SYNCHRONIZED:
-            self.version += 1
-            bucket = self._bucket_of[record.index]
-            bucket.part_of(record, bucket.row).copy_(own)
-            return
-        for _, part in self._edited([record]):
-            part.copy_(own.to(part) / self._gradient_scale())
 
     def drop(self, records: Sequence[ShardedParameter]) -> None:
         """Forget some parameters' sums, and the buckets in which no other is left.
@@ -218,17 +195,27 @@ class GradientStore:
                 found.setdefault(bucket, []).append(record)
         return found
 
-    def _edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """Those that have a gradient, each with its sum as reductions leave it, ``[s]``, to be written to.
+    def edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
+        """Yield those that have a gradient, each with its averaged, unscaled ``g`` to be written to.
 
-        Others' rows are let go: to edit them too would take ``world_size`` times as long.
+        ``g`` is ``[n]``, without padding, where steps are taken. Others' rows are let go: to edit them too would take
+        ``world_size`` times as long.
         """
         for bucket, some in self._by_bucket(records).items():
-            bucket.keep_own_row()
-            sums = self._raw(bucket)
+            if self._state.phase is not Phase.SYNCHRONIZED:
+                bucket.hold_for_step(self._averaged_row(bucket))
+                bucket.state = BucketState.REDUCED
             for record in some:
-                yield record, bucket.part_of(record, sums)
-            bucket.hold(sums)
+                start, stop = record.split.span(record.rank)
+                yield record, bucket.part_of(record, bucket.row)[: stop - start]
+
+    def _averaged_row(self, bucket: Bucket) -> Tensor:
+        """A bucket's gradients, averaged and unscaled, fp32 at least: its own row where they are there already."""
+        row, scale = at_least_fp32(bucket.to_step()), self._scale(bucket)
+        if isinstance(scale, Tensor):
+            self._streams.keep([scale])
+            return row * scale.to(row.device)
+        return row if bucket.scale == 1.0 else row * scale
 
     def _scale(self, bucket: Bucket) -> float | Tensor:
         return self._gradient_scale() if bucket.scale is None else bucket.scale
@@ -253,6 +240,7 @@ class GradientStore:
             record for record in replaced if record.shown is not None and (record.p.grad is None or record.arrived)
         ]
         hide_gradients(cleared)
+        retire_handles(cleared)
         held = self._bucket_of.keys() | {index for bucket in in_flight for index in bucket.planned.members}
         return [record for record in cleared if record.index in held]
 
@@ -352,6 +340,7 @@ class GradientStore:
         for record in self._records:
             record.arrived = False
         hide_gradients(self._records)
+        retire_handles(self._records)
 
 
 def _without_padding(record: ShardedParameter, gradient: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ g         this rank's slice of the gradient, summed over the ranks:  [s]        
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from sys import getrefcount
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -41,6 +42,14 @@ class Known(NamedTuple):
 
     value: Tensor
     fp8: bool
+
+
+class Handle(Tensor):
+    """What ``.grad`` of a parameter is while there is a ``g``: see ``gradients/sharded_gradient.py``."""
+
+    def retire(self) -> Handle:
+        """Refuse any further use, and return another for the gradients to come."""
+        raise NotImplementedError
 
 
 class ShardedParameter:
@@ -115,10 +124,15 @@ class ShardedParameter:
         self.worked = False
         self.arrived = False
         self.stepped = False
-        self.handle: Tensor | None = None
-        self.slice_handle: Tensor | None = None
+        self.handle: Handle | None = None
+        self.slice_handle: Handle | None = None
         self.shown: Tensor | None = None
         self.pending: Tensor | None = None
+
+    @property
+    def common_name(self) -> str:
+        """What every rank calls it in a collective call: experts differ between ranks, and so may their names."""
+        return f"expert parameter {self.index} of group {self.shard_group}" if self.shard_group else self.name
 
     @property
     def keeps_more(self) -> bool:
@@ -278,12 +292,14 @@ class ShardedParameter:
         if gradient.layout is not torch.strided:
             self.refuse_sparse(gradient)
         if self.worked and not self.arrived:
-            raise RuntimeError(
-                f"{self.name}: expected the p.grad that backward has left, which stands for its slices, got one that "
-                "was assigned by hand, and would be added: edit slices between optimizer.synchronize() and step, or "
-                "call lowlevel_zero.accessors.safe_set_full_grad; if the model is wrapped in DistributedDataParallel, "
-                "which assigns p.grad, hand over the plain model"
-            )
+            self.refuse_assigned()
+
+    def refuse_assigned(self) -> NoReturn:
+        """Raise for a ``p.grad`` that was assigned while there is a ``g``."""
+        raise RuntimeError(
+            f"{self.name}: expected the p.grad that backward has left, which stands for its slices, got one that was "
+            "assigned by hand, and would be added: write it by p.grad.copy_(tensor) on every rank"
+        )
 
     def refuse_sparse(self, gradient: Tensor) -> NoReturn:
         """Raise for a gradient that isn't dense."""
@@ -314,6 +330,8 @@ def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int
         gradient = p.grad
         if gradient is record.shown:
             gradient, record.pending = record.pending, None
+        elif isinstance(gradient, Handle):  # assigned by hand, which a step refuses: to pack it would read other ranks'
+            gradient = None
         if not record.p32.requires_grad and record.index in arrivals:
             gradient = None
         if gradient is not None:
@@ -343,6 +361,29 @@ def hide_gradients(records: Iterable[ShardedParameter]) -> None:
                 record.p.grad = None
             record.shown = record.pending = None
         record.p32.grad = None
+
+
+def retire_handles(records: Iterable[ShardedParameter]) -> None:
+    """Let what callers keep of gradients that have been cleared refuse use, and give ``.grad`` another for the next.
+
+    Whether anybody keeps one is told by its references: ``.grad`` of a new one costs ten times as much.
+    """
+    for record in records:
+        if getrefcount(record.handle) > _ALONE and record.handle is not None:
+            record.handle = record.handle.retire()
+        if getrefcount(record.slice_handle) > _ALONE and record.slice_handle is not None:
+            record.slice_handle = record.slice_handle.retire()
+
+
+class _Slot:
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = object()
+
+
+_slot = _Slot()
+_ALONE = getrefcount(_slot.held)  # references of what one attribute holds
 
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:

@@ -305,11 +305,10 @@ def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool) -> No
     optimizer.finish_gradients()
     with optimizer.streams.home():
         gradients = optimizer.sharded_group_of(record).gradients
-        own = gradients.averaged(record)
-        if own is None:
+        if gradients.bucket_of(record) is None:
             raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
-        fill_slice(own, new, record)
-        gradients.overwrite(record, own)
+        for _, own in gradients.edited([record]):
+            own.copy_(new[: len(own)])
 
 
 @torch.no_grad()

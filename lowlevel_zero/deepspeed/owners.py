@@ -73,10 +73,5 @@ def collective_call(
             raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
         for record in records:
             record.take_back()
-        lines += [f"{call} of {_common_name(record)}, optimizer {optimizer.shard_group.number}" for record in records]
+        lines += [f"{call} of {record.common_name}, optimizer {optimizer.shard_group.number}" for record in records]
         yield lines
-
-
-def _common_name(record: ShardedParameter) -> str:
-    """What a parameter is called on every rank: experts differ between ranks, and so may their names."""
-    return f"expert parameter {record.index} of group {record.shard_group}" if record.shard_group else record.name

@@ -8,6 +8,7 @@ others in one list.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -52,8 +53,7 @@ def clip_grad_norm_(
         )
     factor = clip_factor(norm, max_norm)
     for optimizer, records in sharded.items():
-        for store, some in optimizer.gradients.complete(records):
-            store.multiply(some, factor)
+        optimizer.gradients.multiply(records, factor)
     if own and foreach:
         torch._foreach_mul_(own, factor)
     else:
@@ -77,8 +77,8 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     """
     sharded, plain = _parted(parameters)
     for optimizer, records in sharded.items():
-        for store, some in optimizer.gradients.complete(records):
-            store.clamp(some, -float(clip_value), float(clip_value))
+        clamp = [methodcaller("clamp_", -float(clip_value), float(clip_value))]
+        optimizer.gradients.edit(dict.fromkeys(records, clamp))
     own = [p for p in plain if p.grad is not None]
     if own:  # torch refuses an empty list
         torch.nn.utils.clip_grad_value_(own, clip_value, foreach=foreach)

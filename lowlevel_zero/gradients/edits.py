@@ -50,9 +50,9 @@ def check_edits(parameters: ParameterStore, synchronized: bool, skips: bool) -> 
     for group, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
         if records:
             lines = []
-            for record in records:  # names of experts may differ between ranks
-                name = record.name if record.shard_group == 0 else f"expert parameter {record.index}"
-                lines.append(f"{name}: {'no gradient' if record.p32.grad is None else 'a gradient'} to step with")
+            for record in records:
+                held = "no gradient" if record.p32.grad is None else "a gradient"
+                lines.append(f"{record.common_name}: {held} to step with")
             agree(group, lines, error, "step", _GRADIENTS)
 
 

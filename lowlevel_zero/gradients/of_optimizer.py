@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import ref
 
 import torch
@@ -13,10 +13,13 @@ from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import Phase
 from ..communication.agreement import NORMS
+from ..state.values import Slice, whole_slices
 from .sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
     from ..optimizer import LowLevelZeroOptimizer
+
+Edit: TypeAlias = Callable[[Tensor], object]
 
 
 class OptimizerGradients:
@@ -54,19 +57,44 @@ class OptimizerGradients:
                 "experts of its own, whose norms others don't see: call optimizer.clip_grad_norm_ or "
                 "lowlevel_zero.clip_grad_norm_, which count all of them"
             )
-        if not self._finished or self._known_at != self._versions or norm_type not in self._known:
+        if not self._finished or self._known_at != self.versions or norm_type not in self._known:
             self._alive.finish_gradients_for(NORMS)
-            if self._known_at != self._versions:
+            if self._known_at != self.versions:
                 self._known.clear()
-                self._known_at = self._versions
+                self._known_at = self.versions
             (group,) = self._groups
             own = torch.stack(list(group.gradients.norms(norm_type, self._dtype)))
             self._known[norm_type] = list(self._together(own, norm_type).unbind())
         known = self._known[norm_type]
         return [known[record.index] for record in records]
 
-    def complete(self, records: Sequence[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
-        """Each shard group's gradients, finished, and those of the records that have one there."""
+    def edit(self, edits: Mapping[ShardedParameter, Iterable[Edit]]) -> None:
+        """Make edits of this rank's slices, each ``[n]`` without padding, averaged and unscaled, where steps are taken.
+
+        Parameters that no rank had a gradient for are left out. fp16: an element that overflowed stays as it is, so
+        that the step is skipped, as ``GradScaler`` skips one whatever has been made of its gradients.
+        """
+        keeps_overflow = self._alive.scaler is not None
+        for store, some in self.complete(edits):
+            for record, own in store.edited(some):
+                before = own.clone() if keeps_overflow else None
+                for edit in edits[record]:
+                    edit(own)
+                if before is not None:
+                    own.copy_(torch.where(before.isfinite(), own, before))
+
+    def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
+        """Multiply gradients by one number."""
+        for store, some in self.complete(records):
+            store.multiply(some, factor)
+
+    def zero(self, records: Sequence[ShardedParameter]) -> None:
+        """Make gradients zeros."""
+        for store, some in self.complete(records):
+            store.zero(some)
+
+    def complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
+        """Yield each shard group's gradients, finished, and those of the records that have one there."""
         if not self._finished:
             self._alive.finish_gradients_for("edit p.grad")
         for each in self._groups:
@@ -75,8 +103,26 @@ class OptimizerGradients:
                 yield each.gradients, some
 
     def whole(self, record: ShardedParameter) -> Tensor | None:
-        """All of a gradient, averaged and unscaled, or None. Every rank calls it."""
-        return self._alive.get_param_grad(record.p)
+        """Return all of a gradient, averaged and unscaled, or None. Every rank calls it, for the same parameter."""
+        return self._alive.whole_gradient(record, "read p.grad")
+
+    def own(self, record: ShardedParameter) -> Tensor:
+        """Return a copy of this rank's slice, ``[s]``, averaged, unscaled, fp32 at least; zeros where there is none."""
+        for store, _ in self.complete([record]):
+            own = store.averaged(record)
+            if own is not None:
+                return own
+        return torch.zeros(record.split.slice_size, device=record.padded.device)
+
+    @torch.no_grad()
+    def gathered(self, record: ShardedParameter, own: Tensor) -> Tensor:
+        """Return the whole of which each rank kept its slice, ``own``. Every rank calls it, for the same parameter."""
+        optimizer = self._alive
+        doing = f"read a detached p.grad of {record.common_name}"
+        optimizer.enter(doing)
+        optimizer.finish_syncs(doing)
+        (whole,) = whole_slices([Slice(record, own)], optimizer.sharded_group_of(record).group)
+        return whole.to(record.p.dtype)
 
     # ---- for those of this package, on all that they are about together ----
 
@@ -124,5 +170,6 @@ class OptimizerGradients:
         return self._alive.step_state.phase is Phase.COMPLETE
 
     @property
-    def _versions(self) -> tuple[int, ...]:
+    def versions(self) -> tuple[int, ...]:
+        """Numbers that change with each change of a gradient."""
         return tuple(each.gradients.version for each in self._groups)

@@ -1,41 +1,41 @@
 """ShardedGradient: what ``p.grad`` is once a gradient has been reduced, and each rank holds a slice of it.
 
-As FSDP2's is a ``DTensor``. It has the parameter's shape, dtype and device, and no memory: torch's functions that clip
-or clear gradients, and trainers that call them, work on it as on any gradient, over all ranks. ``p32.grad`` of the
-slices in ``optimizer.param_groups`` is one too, of the slice's shape, from the backward to the step; it stands for the
-whole gradient all the same, so that a norm over either is that of the run without sharding.
+As FSDP2's is a ``DTensor``. It has the parameter's shape, dtype and device, and no memory. torch's functions work on it
+as on the averaged, unscaled gradient, over all ranks (``dispatch.py``):
+
+- Norms of all parameters take one small collective.
+- An operation that writes each element by itself (``copy_``, ``add_``, ``clamp_``) writes this rank's slice; of a
+  tensor of the parameter's shape each rank takes its slice. It doesn't communicate once all reductions are finished.
+- Any other operation that reads it reads the whole gradient, which the ranks gather. Any other that writes to it does
+  so to a whole one, of which each rank then takes its slice.
+- Views write through. ``detach()`` and ``.data`` do too, and keep the values that they were taken with.
+
+``p32.grad`` of the slices in ``optimizer.param_groups`` is one too, of the slice's shape, from the backward to the
+step. Norms of it are the whole gradient's, so that clipping over either is that of the run without sharding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from ..bookkeeping.gradient_store import GradientStore
+from ..bookkeeping.sharded_parameter import Handle
+from . import refusals
+from .dispatch import Wholes, own_part, perform, perform_within_backward
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ..bookkeeping.sharded_parameter import ShardedParameter
     from .of_optimizer import OptimizerGradients
 
-_aten = torch.ops.aten
 
-GRAD_SCALER = (
-    "expected no enabled torch.amp.GradScaler around this optimizer: it scales losses and steps by what one rank "
-    "finds. Convert the model to fp16 and call optimizer.backward(loss), which scales the loss by itself; or use bf16 "
-    "(model or autocast), which needs no scaling; or GradScaler(enabled=False)"
-)
-
-
-class ShardedGradient(torch.Tensor):
-    """A gradient that is averaged over the ranks, and of which each holds a slice.
-
-    Norms of it, and ``mul_``, ``div_``, ``clamp_`` and ``zero_``, alone or in a list, are those of the whole gradient;
-    every rank calls them, as torch's and trainers' functions do, in the same order. It holds nothing but weak
-    references.
+class ShardedGradient(Handle):
+    """A gradient that is averaged over the ranks, and of which each holds a slice; it holds weak references alone.
 
     Args:
         record: whose gradient it is.
@@ -43,187 +43,269 @@ class ShardedGradient(torch.Tensor):
         gradients: the optimizer's.
     """
 
-    _name: str
+    name_of_parameter: str
+    is_of_slice: bool
     _record: ReferenceType[ShardedParameter]
     _gradients: ReferenceType[OptimizerGradients]
+    _retired: bool
+    _itself: object
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, record: ShardedParameter, like: Tensor, gradients: OptimizerGradients) -> ShardedGradient:
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    def __new__(cls, record: ShardedParameter, like: Tensor, gradients: OptimizerGradients) -> Self:
+        return cls._without_memory(like, like.device)
+
+    @classmethod
+    def _without_memory(cls, like: Tensor, device: torch.device) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # C code would look at address 0
         return made
 
     def __init__(self, record: ShardedParameter, like: Tensor, gradients: OptimizerGradients) -> None:
-        self._name = record.name
+        self.name_of_parameter = record.name
+        self.is_of_slice = like is record.p32
         self._record = ref(record)
         self._gradients = ref(gradients)
+        self._retired = False
+
+    def _follow(self, of: ShardedGradient) -> None:
+        self.name_of_parameter, self.is_of_slice = of.name_of_parameter, of.is_of_slice
+        self._record, self._gradients, self._retired = of._record, of._gradients, False
+
+    # ---- its values ----
 
     def full_tensor(self) -> Tensor:
-        """All of the gradient, averaged and unscaled, of the parameter's shape and dtype. Every rank calls it."""
-        record, gradients = self._held()
+        """Return all of the gradient, averaged and unscaled, in the parameter's dtype. Every rank calls it."""
+        record, gradients = self.held()
         whole = gradients.whole(record)
+        self.held()  # finishing reductions may have found that it was cleared
         return torch.zeros_like(record.p, requires_grad=False) if whole is None else whole
 
     def to_local(self) -> Tensor:
-        """This rank's slice, ``[s]`` with padding, fp32 at least, averaged and unscaled. Every rank calls it."""
-        record, gradients = self._held()
-        for store, _ in gradients.complete([record]):
-            own = store.averaged(record)
-            if own is not None:
-                return own
-        return torch.zeros(record.split.slice_size, device=self.device)
+        """Return a copy of this rank's slice, ``[s]``, averaged, unscaled, fp32 at least. Every rank calls it."""
+        record, gradients = self.held()
+        own = gradients.own(record)
+        self.held()
+        return own
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return all of the gradient as an array that can't be written to. Every rank calls it."""
+        array = self.full_tensor().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return all of the gradient's numbers. Every rank calls it."""
+        return self.full_tensor().tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Without its elements, of which this rank has a part."""
-        return f"ShardedGradient({self._name}, {tuple(self.shape)}, {self.dtype}: full_tensor() has its elements)"
+        """Return its shape and dtype, and not its elements: printing doesn't communicate."""
+        about = f"{self.name_of_parameter}, {tuple(self.shape)}, {self.dtype}"
+        return f"ShardedGradient({about}: full_tensor() has its elements)"
 
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of a parameter isn't sharded, and has no gradient."""
+    def __deepcopy__(self, memo: object) -> Tensor | None:
+        """Return a plain copy of the whole, which every rank calls; a copied slice has no gradient."""
+        return None if self.is_of_slice else self.full_tensor()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """It isn't to be pickled."""
-        self._refuse("pickle")
+    # ---- its memory: it has none ----
+
+    @property
+    def data(self) -> Tensor:
+        """``detach()``."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is self:  # as ``model.to(device)`` does where nothing changes
+            return
+        if (value.dtype, value.device) != (self.dtype, self.device):
+            raise refusals.of_conversion(self.name_of_parameter, f"{value.dtype} on {value.device}")
+        raise refusals.of_data(self.name_of_parameter)
+
+    def data_ptr(self) -> int:
+        """Raise: it has no memory."""
+        raise refusals.of_memory(self.name_of_parameter, "data_ptr()")
+
+    def storage(self) -> Any:
+        """Raise: it has no memory."""
+        raise refusals.of_memory(self.name_of_parameter, "storage()")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        """Raise: it has no memory."""
+        raise refusals.of_memory(self.name_of_parameter, "dlpack")
+
+    def __dlpack_device__(self) -> Any:
+        """Raise: it has no memory."""
+        raise refusals.of_memory(self.name_of_parameter, "dlpack")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise: its elements are on all ranks."""
+        raise refusals.of_pickling(self.name_of_parameter)
 
     def share_memory_(self) -> ShardedGradient:
-        """It has no memory."""
+        """Do nothing: it has no memory."""
         return self
+
+    # ---- torch's operations ----
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One operation of torch's."""
-        if (func is _ADD_ or func is _ADD) and type(args[0]) is cls and torch._C._current_graph_task_id() != -1:
-            return args[0]._accumulate(args[1]) if func is _ADD_ else args[0]._pass(args[1])
-        perform = _OPERATIONS.get(func)
-        if perform is None:
-            _first_of(args)._refuse(str(func).removeprefix("aten.").split(".")[0])
-        if not isinstance(args[0], (list, tuple)):
-            return perform(list(args[:1]), *args[1:], **(kwargs or {}))[0]
-        return _by_kind(func, perform, args[0], args[1:], kwargs or {})
+        """Perform one operation of torch's."""
+        if torch._C._current_graph_task_id() != -1:
+            return perform_within_backward(func, args, kwargs or {})
+        return perform(func, args, kwargs or {})
 
-    def _accumulate(self, gradient: Tensor) -> ShardedGradient:
-        """A backward adds to ``p.grad``."""
-        record, _ = self._held()
-        record.pending = gradient if record.pending is None else record.pending + gradient
-        return self
-
-    def _pass(self, gradient: Tensor) -> Tensor:
-        """A backward adds to ``p.grad``, with a graph, and puts the sum in its place."""
-        record, _ = self._held()
-        passed = gradient.clone() if record.pending is None else record.pending + gradient
-        record.shown = record.pending = None
-        return passed
-
-    def _held(self) -> tuple[ShardedParameter, OptimizerGradients]:
+    def held(self) -> tuple[ShardedParameter, OptimizerGradients]:
+        """Return the record and the optimizer's gradients; raise if this stands for no gradient any more."""
         record, gradients = self._record(), self._gradients()
         if record is None or gradients is None:
-            raise RuntimeError(
-                f"{self._name}: expected the optimizer that reduced this gradient, which is gone: keep it, or set "
-                "p.grad to None"
-            )
+            raise refusals.of_dead(self.name_of_parameter)
+        if self._retired:
+            raise refusals.of_kept(self.name_of_parameter)
         return record, gradients
 
-    def _refuse(self, what: str) -> NoReturn:
-        if what == "_amp_foreach_non_finite_check_and_unscale_":
-            raise RuntimeError(GRAD_SCALER)
-        raise RuntimeError(
-            f"{self._name}: expected norms, mul_, div_, clamp_ or zero_ of p.grad, of which each rank holds a slice "
-            f"after backward, got {what}: take all of it by p.grad.full_tensor() on every rank; edit slices between "
-            "optimizer.synchronize() and step, or by lowlevel_zero.accessors; call optimizer.zero_grad() before the "
-            "model is converted; and if it is wrapped in DistributedDataParallel, hand over the plain model"
-        )
+    def retire(self) -> Handle:
+        """Refuse any further use, and return another for the gradients to come."""
+        record, gradients = self.held()
+        self._retired, self._itself = True, None
+        return ShardedGradient(record, record.p32 if self.is_of_slice else record.p, gradients)
+
+    def note_history(self) -> None:
+        """Autograd will write a history to it, so the next step is to have another: keep it, as callers do."""
+        self._itself = self
+
+    def root(self) -> ShardedGradient:
+        """Return the gradient of which this is a view."""
+        return self
+
+    def live(self) -> ShardedGradient | None:
+        """Return the ``p.grad`` that has the same elements in the same order, for edits; None: none has."""
+        return self
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it has the values that ``p.grad`` has now."""
+        return True
+
+    def whole_in(self, wholes: Wholes) -> Tensor:
+        """Return all of it for an operation, which gathers each gradient once."""
+        if self not in wholes.found:
+            if self.is_of_slice:
+                raise refusals.of_slice(self.name_of_parameter, wholes.what)
+            wholes.found[self] = self.full_tensor()
+        return wholes.found[self]
+
+    def write_changes(self, before: Tensor, after: Tensor) -> None:
+        """Let the gradient have the elements of a whole one that differ from those ``before``."""
+        record, gradients = self.held()
+        if after.shape != before.shape:
+            raise refusals.of_shape(self.name_of_parameter, before.shape, after.shape)
+        old, new = own_part(record, before), own_part(record, after)
+
+        def edit(own: Tensor) -> None:
+            own.copy_(torch.where((new == old).to(own.device), own, new.to(own)))
+
+        gradients.edit({record: [edit]})
+
+    def keep_current(self) -> None:
+        """Take the values that ``p.grad`` has now."""
+
+    def detached(self) -> ShardedGradient:
+        """Return ``detach()``."""
+        return DetachedGradient(self)
+
+    def viewed(self, like: Tensor, look: Callable[[Tensor], Tensor]) -> ShardedGradient:
+        """Return a view of the shape and strides of ``like``, which ``look`` gives of a whole gradient."""
+        return ViewOfGradient(self, like, look)
 
 
-def _first_of(args: Any) -> ShardedGradient:
-    found = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return next(each for each in found if isinstance(each, ShardedGradient))
+class DetachedGradient(ShardedGradient):
+    """``p.grad.detach()``: it keeps the values that it was taken with, and writes through to ``p.grad``."""
+
+    @staticmethod
+    def __new__(cls, of: ShardedGradient) -> Self:
+        return cls._without_memory(of, of.device)
+
+    def __init__(self, of: ShardedGradient) -> None:
+        self._follow(of)
+        self._of = of
+        self.keep_current()
+
+    def full_tensor(self) -> Tensor:
+        """Return all of what it keeps. Every rank calls it."""
+        record, gradients = self.held()
+        return self._of.full_tensor() if self.is_current else gradients.gathered(record, self._kept)
+
+    def to_local(self) -> Tensor:
+        """Return a copy of this rank's slice of what it keeps."""
+        return self._kept.clone()
+
+    def live(self) -> ShardedGradient | None:
+        """Return ``p.grad``."""
+        return self._of
+
+    @property
+    def is_current(self) -> bool:
+        """Whether ``p.grad`` hasn't changed since."""
+        return not self._of._retired and self._at == self.held()[1].versions
+
+    def write_changes(self, before: Tensor, after: Tensor) -> None:
+        """Write to ``p.grad``."""
+        self._of.write_changes(before, after)
+        self.keep_current()
+
+    def keep_current(self) -> None:
+        """Take the values that ``p.grad`` has now."""
+        self._kept = self._of.to_local()
+        self._at = self.held()[1].versions
+
+    def detached(self) -> ShardedGradient:
+        """Return itself."""
+        return self
 
 
-def _by_kind(
-    func: Any, perform: Callable[..., Any], tensors: Sequence[Tensor], rest: Sequence[Any], keywords: dict[str, Any]
-) -> Any:
-    """An operation on a list, which may hold plain tensors too."""
-    sharded = [each for each in tensors if isinstance(each, ShardedGradient)]
-    plain = [each for each in tensors if not isinstance(each, ShardedGradient)]
-    ours = iter(perform(sharded, *rest, **keywords))
-    others = iter((func(plain, *rest, **keywords) or plain) if plain else ())
-    results = [next(ours if isinstance(each, ShardedGradient) else others) for each in tensors]
-    return results if func is _aten._foreach_norm.Scalar else None
+class ViewOfGradient(ShardedGradient):
+    """A view of a gradient: reading it reads the whole gradient, and writing to it writes to that.
 
+    Args:
+        of: the gradient.
+        like: a tensor with the view's shape and strides.
+        look: gives the view of a whole gradient.
+    """
 
-def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients, list[ShardedParameter]]:
-    found: dict[OptimizerGradients, list[ShardedParameter]] = {}
-    for record, gradients in map(ShardedGradient._held, tensors):
-        found.setdefault(gradients, []).append(record)
-    return found
+    @staticmethod
+    def __new__(cls, of: ShardedGradient, like: Tensor, look: Callable[[Tensor], Tensor]) -> Self:
+        return cls._without_memory(like, of.device)
 
+    def __init__(self, of: ShardedGradient, like: Tensor, look: Callable[[Tensor], Tensor]) -> None:
+        self._follow(of)
+        self._of, self._look = of, look
 
-def _norm(
-    tensors: list[ShardedGradient],
-    norm_type: float = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> list[Tensor]:
-    if dim is not None or keepdim:
-        tensors[0]._refuse("a norm over some dimensions")
-    of: dict[ShardedParameter, Tensor] = {}
-    for gradients, records in _by_optimizer(tensors).items():
-        of.update(zip(records, gradients.norms(records, float(norm_type)), strict=True))
-    norms = [of[each._held()[0]] for each in tensors]
-    return norms if dtype is None else [norm.to(dtype) for norm in norms]
+    def full_tensor(self) -> Tensor:
+        """Return all of the view. Every rank calls it."""
+        return self.whole_in(Wholes("full_tensor")).clone()
 
+    def to_local(self) -> Tensor:
+        """Raise: its elements may be other ranks'."""
+        raise refusals.of_memory(self.name_of_parameter, "to_local() of a view")
 
-def _edit(tensors: list[ShardedGradient], edit: Callable[..., None], *values: Any) -> list[ShardedGradient]:
-    """Have each shard group's store ``edit`` the gradients that stand there. fp16: what overflowed stays so."""
-    for gradients, records in _by_optimizer(tensors).items():
-        for store, some in gradients.complete(records):
-            edit(store, some, *values)
-    return tensors
+    def root(self) -> ShardedGradient:
+        """Return the gradient of which this is a view."""
+        return self._of.root()
 
+    def live(self) -> ShardedGradient | None:
+        """Return None: it has other elements, or in another order."""
+        return None
 
-def _multiply(tensors: list[ShardedGradient], factor: float | Tensor) -> list[ShardedGradient]:
-    if isinstance(factor, Tensor) and factor.numel() != 1:
-        tensors[0]._refuse("a product with a tensor")
-    return _edit(tensors, GradientStore.multiply, factor)
+    def whole_in(self, wholes: Wholes) -> Tensor:
+        """Return the view of the whole gradient."""
+        return self._look(self._of.whole_in(wholes))
 
-
-def _divide(tensors: list[ShardedGradient], divisor: float | Tensor) -> list[ShardedGradient]:
-    return _multiply(tensors, 1.0 / divisor)
-
-
-def _clamp(
-    tensors: list[ShardedGradient], least: float | None = None, most: float | None = None
-) -> list[ShardedGradient]:
-    return _edit(tensors, GradientStore.clamp, least, most)
-
-
-def _zero(tensors: list[ShardedGradient]) -> list[ShardedGradient]:
-    return _edit(tensors, GradientStore.zero)
-
-
-_ADD_, _ADD = _aten.add_.Tensor, _aten.add.Tensor
-_OPERATIONS: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: lambda tensors: tensors,
-    _aten.linalg_vector_norm.default: _norm,
-    _aten._foreach_norm.Scalar: lambda tensors, norm_type=2, dtype=None: _norm(tensors, norm_type, dtype=dtype),
-    _aten.mul_.Tensor: _multiply,
-    _aten.mul_.Scalar: _multiply,
-    _aten._foreach_mul_.Scalar: _multiply,
-    _aten._foreach_mul_.Tensor: _multiply,
-    _aten.div_.Tensor: _divide,
-    _aten.div_.Scalar: _divide,
-    _aten._foreach_div_.Scalar: _divide,
-    _aten._foreach_div_.Tensor: _divide,
-    _aten.clamp_.default: _clamp,
-    _aten.clamp_min_.default: _clamp,
-    _aten.clamp_max_.default: lambda tensors, most: _clamp(tensors, None, most),
-    _aten._foreach_clamp_min_.Scalar: _clamp,
-    _aten._foreach_clamp_max_.Scalar: lambda tensors, most: _clamp(tensors, None, most),
-    _aten.zero_.default: _zero,
-    _aten._foreach_zero_.default: _zero,
-}
+    def detached(self) -> ShardedGradient:
+        """Return the view of the detached gradient."""
+        return ViewOfGradient(self._of.detached(), self, self._look)

@@ -26,6 +26,7 @@ class HostBucket(Bucket):
     """A bucket whose row rests on the host; its norm is measured before it leaves the device."""
 
     _arrived: Mark
+    _norm: Tensor | None  # None: it may have been edited since
 
     def __init__(self, copies: StepOnHost, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         super().__init__(planned, records)
@@ -35,7 +36,7 @@ class HostBucket(Bucket):
     def hold(self, total: Tensor) -> None:
         """Start the D2H copy of the row."""
         super().hold(total)
-        self.measured = _l2_norm(self.row)
+        self._norm = _l2_norm(self.row)
         self.row, self._arrived = self._copies.down(self.row)
 
     def keep_own_row(self) -> None:
@@ -43,10 +44,15 @@ class HostBucket(Bucket):
         self.rows = None
 
     def hold_for_step(self, row: Tensor) -> None:
-        """It is there."""
+        """Keep it, and measure it when asked: it may be edited before."""
         super().hold_for_step(row)
         self._arrived = Mark()
-        self.measured = _l2_norm(row).to(self._device)
+        self._norm = None
+
+    @property
+    def measured(self) -> Tensor:
+        """The row's norm, which is where the parameters are."""
+        return _l2_norm(self.row).to(self._device) if self._norm is None else self._norm
 
     def sums(self) -> Tensor:
         """Start the H2D copy, unless all rows are where the parameters are; the host must leave the row alone."""

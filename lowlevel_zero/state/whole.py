@@ -119,11 +119,10 @@ def state_dict_shard(
 
 
 def _gathered_states(optim: Optimizer, record: ShardedParameter) -> Iterator[str]:
-    """What is gathered of a parameter's state, a line each; names of experts may differ between ranks."""
-    name = f"expert parameter {record.index} of group {record.shard_group}" if record.shard_group else record.name
+    """What is gathered of a parameter's state, a line each."""
     for key, value in own_state(optim, record).items():
         if is_slice(key, value, record):
-            yield f"{key} of {name}, {value.dtype}"
+            yield f"{key} of {record.common_name}, {value.dtype}"
 
 
 def own_state(optim: Optimizer, record: ShardedParameter) -> State:

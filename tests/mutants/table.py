@@ -300,7 +300,7 @@ MUTANTS = [
     Mutant(
         "norms are kept when gradients change",
         "gradients/of_optimizer.py",
-        "self._known_at != self._versions or norm_type",
+        "self._known_at != self.versions or norm_type",
         "norm_type",
         HANDLES,
     ),

@@ -1,0 +1,403 @@
+"""Uses of ``p.grad`` that can't be right: each raises on every rank, tells its own cause, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
+from tests.support.ranks import run_cases, run_ranks
+
+Trained = tuple[nn.Sequential, LowLevelZeroOptimizer]
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+    dtype = next(model.parameters()).dtype
+    loss: Tensor = model(batch.to(dtype)).float().square().mean()
+    return loss
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
+
+
+def sharded(rank: int, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
+    """After a backward."""
+    model = net(dtype)
+    optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, **options)
+    optimizer.backward(loss_at(model, 0, rank))
+    return model, optimizer
+
+
+def steps_on(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, world_size: int) -> None:
+    """Training from cleared gradients, and from where the model stands, goes on as in plain torch."""
+    optimizer.zero_grad()
+    plain = net()
+    plain.load_state_dict(model.state_dict())
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.backward(loss_at(model, 7, rank))
+    torch.stack([loss_at(plain, 7, each) for each in range(world_size)]).mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(p.grad, ShardedGradient)
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    optimizer.step()
+    alone.step()
+    optimizer.verify()
+
+
+# ---- one message for each cause ----
+
+MEMORY = r"0.weight: expected a tensor with memory, .* of p.grad.*full_tensor\(\).*copy_"
+NO_POINTER = r"[Cc]annot access data pointer"
+COPIES = r"0.weight: expected a plain tensor to save, pickle or copy.*full_tensor\(\)"
+DATA = r"0.weight: expected p.grad.copy_\(tensor\), got p.grad.data = tensor"
+SHAPE_KEPT = r"0.weight: expected p.grad to keep its shape and memory, got .*clone\(\)"
+COLLECTIVE = r"0.weight: expected no collective on p.grad, which is averaged .* already, got "
+SHAPE = r"0.weight: expected a tensor that fits p.grad, \(5, 3\), got "
+SLICE = r"0.weight: expected norms or edits of .grad of a slice.*step by the LowLevelZeroOptimizer"
+
+
+def set_data(g: Any, value: Tensor) -> None:
+    g.data = value
+
+
+def save(g: Any) -> None:
+    torch.save([g], io.BytesIO())
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "data_ptr": (lambda g: g.data_ptr(), MEMORY),
+    "data_ptr of a detached one": (lambda g: g.detach().data_ptr(), MEMORY),
+    "memory of its storage": (lambda g: g.untyped_storage().data_ptr(), "data pointer"),
+    "storage": (lambda g: g.storage(), MEMORY),
+    "__dlpack__": (lambda g: g.__dlpack__(), MEMORY),
+    "from_dlpack": (lambda g: torch.from_dlpack(g), MEMORY),
+    "numpy's from_dlpack": (lambda g: np.from_dlpack(g), MEMORY),
+    "to_dlpack": (lambda g: torch.utils.dlpack.to_dlpack(g), NO_POINTER),  # type: ignore[attr-defined]
+    "pickle": (pickle.dumps, COPIES),
+    "save": (save, COPIES),
+    "copy": (copy.copy, COPIES),
+    "data": (lambda g: set_data(g, torch.ones(5, 3)), DATA),
+    "data of itself": (lambda g: set_data(g, g.data), DATA),
+    "vector_to_parameters": (lambda g: torch.nn.utils.vector_to_parameters(torch.ones(15), [g]), DATA),
+    "resize_": (lambda g: g.resize_(15), SHAPE_KEPT),
+    "t_": (lambda g: g.t_(), SHAPE_KEPT),
+    "set_": (lambda g: g.set_(torch.ones(5, 3)), SHAPE_KEPT),
+    "unsqueeze_": (lambda g: g.unsqueeze_(0), SHAPE_KEPT),
+    "all_reduce": (lambda g: dist.all_reduce(g), COLLECTIVE + "allreduce_"),
+    "broadcast": (lambda g: dist.broadcast(g, 0), COLLECTIVE + "broadcast_"),
+    "reduce": (lambda g: dist.reduce(g, 0), COLLECTIVE + "reduce_"),
+    "all_reduce of .data": (lambda g: dist.all_reduce(g.data, async_op=True), COLLECTIVE + "allreduce_"),
+    "all_gather": (
+        lambda g: dist.all_gather([torch.empty(5, 3) for _ in range(dist.get_world_size())], g),
+        COLLECTIVE + "allgather_",
+    ),
+    "functional all_reduce": (lambda g: functional.all_reduce(g, "sum", dist.group.WORLD), COLLECTIVE + "all_reduce"),
+    "all_gather_object": (lambda g: dist.all_gather_object([None] * dist.get_world_size(), g), COPIES),
+    "add_ of another shape": (lambda g: g.add_(torch.ones(3, 5)), SHAPE),
+    "copy_ of another shape": (lambda g: g.copy_(torch.ones(15)), SHAPE),
+    "mul_ of another shape": (lambda g: g.data.mul_(torch.ones(2, 5, 3)), SHAPE),
+    "_foreach_add_ of another shape": (lambda g: torch._foreach_add_([g], [torch.ones(2)]), SHAPE),
+    "out of another shape": (lambda g: torch.add(torch.ones(2, 2), 1, out=g), ""),  # torch warns, or raises
+}
+
+
+def refused(rank: int, world_size: int, name: str) -> None:
+    call, pattern = REFUSED[name]
+    model, optimizer = sharded(rank, partition_grad=True)
+    gradient: Any = model[0].weight.grad
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with torch.no_grad(), pytest.raises((RuntimeError, UserWarning)) as caught:
+        call(gradient)
+    assert re.search(pattern, str(caught.value)), caught.value
+    assert model[0].weight.grad is gradient
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad.clone(), value)
+    steps_on(model, optimizer, rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_wrong_use_is_told_its_own_cause_and_changes_nothing(world_size: int, subtests: pytest.Subtests) -> None:
+    for (name,), ran in run_cases(refused, world_size, [(name,) for name in REFUSED], one_group=True):
+        with subtests.test(name):
+            ran.values()
+
+
+# ---- uses that take more than one call ----
+
+
+def a_slice_is_read(rank: int, world_size: int) -> None:
+    """Norms and edits of slices in ``param_groups`` are those of the whole; this rank's elements are ``to_local()``."""
+    model, optimizer = sharded(rank)
+    own: Any = optimizer.param_groups[0]["params"][0].grad
+    uses: list[Callable[[], Any]] = [
+        own.isfinite,
+        own.clone,
+        own.sum,
+        lambda: torch.zeros(own.shape).add_(own),
+        lambda: own[:1].zero_(),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=SLICE):
+            use()
+    torch.testing.assert_close(own.norm(), model[0].weight.grad.norm())  # type: ignore[union-attr]
+    local = own.to_local()
+    own.add_(torch.ones_like(local), alpha=0.5).neg_().data.mul_(2.0)
+    torch._foreach_add_([own], 0.25)
+    stop = min(15 - rank * len(local), len(local))
+    torch.testing.assert_close(own.to_local()[:stop], (-2 * (local + 0.5) + 0.25)[:stop])
+    steps_on(model, optimizer, rank, world_size)
+
+
+def the_wrapped_optimizer_steps(rank: int, world_size: int) -> None:
+    """It would step slices, and leave the model as it is: it is refused at any time, before it has changed any."""
+    model, optimizer = sharded(rank)
+    inner = optimizer.optim
+    before = [p32.clone() for group in inner.param_groups for p32 in group["params"]]
+
+    def check() -> None:
+        with pytest.raises(
+            RuntimeError, match=r"expected step\(\) of the LowLevelZeroOptimizer, got that of the AdamW"
+        ):
+            inner.step()
+
+    check()
+    optimizer.synchronize()
+    check()
+    optimizer.zero_grad()
+    check()
+    after = [p32 for group in inner.param_groups for p32 in group["params"]]
+    assert all(map(torch.equal, before, after))
+    assert not inner.state
+    steps_on(model, optimizer, rank, world_size)
+    del optimizer
+    inner.step()  # nothing has gradients, and nobody else steps it
+
+
+def a_handle_is_kept(rank: int, world_size: int) -> None:
+    """It would tell of another step's gradient: it refuses, whichever way its own was cleared."""
+    model, optimizer = sharded(rank)
+
+    def drop() -> None:
+        model[0].weight.grad = None
+
+    clears = (optimizer.zero_grad, model.zero_grad, drop)
+    for clear in clears:
+        kept: Any = model[0].weight.grad
+        slice_of: Any = optimizer.param_groups[0]["params"][0].grad
+        detached, view = kept.detach(), kept.view(-1)
+        clear()
+        for again in (False, True):
+            if again:
+                optimizer.backward(loss_at(model, 1, rank))
+                assert model[0].weight.grad is not kept
+            for use in (kept.norm, kept.zero_, kept.clone, kept.detach, view.sum, slice_of.zero_, detached.neg_):
+                if again or clear is optimizer.zero_grad or use is kept.norm:  # others clear at the next call
+                    with pytest.raises(RuntimeError, match=r"0.weight: .*p.grad of the present step, got one that was"):
+                        use()
+        steps_on(model, optimizer, rank, world_size)
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+
+
+def nobody_keeps_a_handle(rank: int, world_size: int) -> None:
+    """The same one is shown again, since making another takes time; a history of autograd's isn't kept with it."""
+    model, optimizer = sharded(rank)
+    weight: Any = model[0].weight
+    first = id(weight.grad)
+    for _ in range(3):
+        weight.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+        assert id(weight.grad) == first
+    weight.grad.add_(weight, alpha=0.1)
+    assert weight.grad.requires_grad
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(loss_at(model, 0, rank))
+    assert not weight.grad.requires_grad
+
+
+def detached_values(rank: int, world_size: int) -> None:
+    """``detach()`` keeps the values that it was taken with, over edits and steps; what is written to it is edited."""
+    for options in ({"partition_grad": True}, {"clip_grad_norm": 0.01}, {"cpu_offload": True}):
+        model, optimizer = sharded(rank, **options)
+        weight: Any = model[0].weight
+        whole = weight.grad.full_tensor()
+        kept, data = weight.grad.detach(), weight.grad.data
+        kept.mul_(2)
+        assert torch.equal(weight.grad.full_tensor(), 2 * whole)
+        assert torch.equal(kept.clone(), 2 * whole)
+        assert torch.equal(data.clone(), whole)
+        data.view(-1)[4:].zero_()
+        assert torch.equal(weight.grad.flatten()[:4] + 0, 2 * whole.flatten()[:4])
+        assert not weight.grad.flatten()[4:].any()
+        optimizer.step()
+        optimizer.zero_grad()
+        for step in (1, 2):
+            optimizer.backward(loss_at(model, step, rank))
+            assert torch.equal(kept + 0, 2 * whole)
+            torch.testing.assert_close(kept.norm(), 2 * whole.norm())
+            assert torch.equal(torch.cat([kept.flatten()]), 2 * whole.flatten())
+            assert torch.equal(kept.detach().full_tensor(), 2 * whole)
+            assert bool(kept.isfinite().all())
+        optimizer.step()
+
+
+def in_a_hook(rank: int, world_size: int) -> None:
+    """A hook that runs behind the reduction's start would edit what is reduced later, or nothing."""
+    uses: list[Callable[[Any], Any]] = [
+        lambda p: p.grad.add_(p, alpha=0.1),
+        lambda p: p.grad.add_(0.1 * p.detach()),
+        lambda p: p.grad.mul_(0.5),
+        lambda p: p.grad.norm(),
+        lambda p: p.grad.clone(),
+    ]
+    for use in uses:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, reduce_bucket_size=1)
+        hook = model[2].bias.register_post_accumulate_grad_hook(use)
+        for backward in (optimizer.backward, Tensor.backward):
+            with pytest.raises(RuntimeError, match=r"2.bias: expected p.grad to be left alone within a backward, got"):
+                backward(loss_at(model, 0, rank))  # type: ignore[operator]
+            optimizer.zero_grad()
+        hook.remove()
+        steps_on(model, optimizer, rank, world_size)
+
+
+def within_ddp(rank: int, world_size: int) -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        model = net()
+        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
+        wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match=r"0.weight: .*DistributedDataParallel.* hand over the plain model"):
+            optimizer.backward(loss_at(wrapped, 0, rank))
+        optimizer.zero_grad()
+        del wrapped
+
+
+def by_hand(rank: int, world_size: int) -> None:
+    model, optimizer = sharded(rank)
+    weight: Any = model[0].weight
+    for value in (torch.ones(5, 3), weight.grad.detach()):
+        weight.grad = value
+        for call in (optimizer.step, loss_at(model, 1, rank).backward):
+            if call == optimizer.step or isinstance(value, ShardedGradient):  # a backward adds to a plain one
+                with pytest.raises(RuntimeError, match=r"0.weight: .* assigned by hand, .*p.grad.copy_\(tensor\)"):
+                    call()
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+    steps_on(model, optimizer, rank, world_size)
+
+
+def an_overflow_is_edited(rank: int, world_size: int) -> None:
+    """fp16: the step is skipped, as ``GradScaler`` skips it, whatever is made of gradients that overflowed."""
+    edits: list[Callable[[Any], Any]] = [
+        lambda g: g.nan_to_num_(0.0, 0.0, 0.0),
+        lambda g: g.clamp_(-1, 1),
+        lambda g: g.copy_(torch.zeros(g.shape)),
+        lambda g: g.masked_fill_(~g.isfinite(), 0.0),
+        lambda g: g.view(-1)[:].copy_(torch.zeros(g.numel())),
+    ]
+    for edit in edits:
+        model, optimizer = sharded(rank, torch.float16, partition_grad=True, initial_scale=1.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.backward(loss_at(model, 0, rank) * (INF if rank == world_size - 1 else 1.0))
+        with torch.no_grad():
+            for p in model.parameters():
+                edit(p.grad)
+        optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        assert model[0].weight.grad is None
+
+
+INF = float("inf")
+WORKS = [
+    a_slice_is_read,
+    the_wrapped_optimizer_steps,
+    a_handle_is_kept,
+    nobody_keeps_a_handle,
+    detached_values,
+    in_a_hook,
+    within_ddp,
+    by_hand,
+    an_overflow_is_edited,
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_that_are_used_wrongly(world_size: int, subtests: pytest.Subtests) -> None:
+    works = {1: WORKS[::2], 2: WORKS, 3: WORKS[1::2]}[world_size]
+
+    def work(rank: int, world_size: int, name: str) -> None:
+        next(each for each in works if each.__name__ == name)(rank, world_size)
+
+    for (name,), ran in run_cases(work, world_size, [(each.__name__,) for each in works], one_group=True):
+        with subtests.test(name):
+            ran.values()
+
+
+# ---- ranks that differ ----
+
+
+def differ(rank: int, world_size: int, what: str) -> None:
+    model, optimizer = sharded(rank, partition_grad=True)
+    first: Any = model[0].weight.grad
+    if what == "another parameter":
+        read: Callable[[], Any] = (model[2].weight.grad if rank == 0 else first).clone  # type: ignore[union-attr]
+    elif what == "one steps":
+        read = optimizer.step if rank == 0 else first.isfinite
+    else:
+        detached = first.detach()
+        first.neg_()
+        read = optimizer.step if rank == 0 else detached.clone
+    with pytest.raises(RuntimeError, match="expected the same call on every rank, got rank 0 to .* rank 1 to read"):
+        read()
+    steps_on(model, optimizer, rank, world_size)
+
+
+def test_ranks_that_read_different_gradients_are_told(subtests: pytest.Subtests) -> None:
+    cases = [("another parameter",), ("one steps",), ("one steps, others read a detached one",)]
+    for (what,), ran in run_cases(differ, 2, cases):
+        with subtests.test(what):
+            ran.values()
+
+
+def compiled(rank: int, world_size: int) -> None:
+    from torch._dynamo import compiled_autograd
+
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's own looks at it
+    model, optimizer = sharded(rank)
+    for backward, what in ((optimizer.backward, "backward"), (Tensor.backward, r"2.bias")):
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),  # type: ignore[no-untyped-call]
+            pytest.raises(RuntimeError, match=rf"{what}: expected a backward that autograd runs, got .* compiled"),
+        ):
+            backward(loss_at(model, 0, rank))  # type: ignore[operator]
+    steps_on(model, optimizer, rank, world_size)
+
+
+def test_compiled_autograd_is_refused_before_it_compiles_hooks() -> None:
+    run_ranks(compiled, 2, timeout=120)
