@@ -188,6 +188,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._make_state(scaling)
         self._guard = rooms.Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
         self._settings = rooms.Settings(optimizer)
+        self._untrained = rooms.Untrained(model, self.sharded_parameters, self.shard_group.group_rank)
         self._make_groups()
         self.gradients = rooms.OptimizerGradients(self)
         self.gradients.make_handles(self.sharded_parameters)
@@ -458,6 +459,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.reducer.end_step()
             each.group.trim()
         self._observer.cleared()
+        first, *_ = self.sharded_groups
+        self._untrained.look(first.group.progress.step, any(each.reducer.has_lacked for each in self.sharded_groups))
         if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
             self._verify()
         return loss

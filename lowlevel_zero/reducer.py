@@ -65,6 +65,7 @@ class Reducer:
         buckets: as given.
         plan: the buckets that reductions follow, from the next sync on.
         remove_hooks: leaves the parameters as they were before.
+        has_lacked: a step has lacked a gradient of some parameter on some rank.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Reducer:
         self._announced: Work[Presence] | None = None  # what the open sync carries
         self._unread: deque[Work[Presence]] = deque()  # of syncs that carry everything
         self._dropped: list[tuple[int, str]] = []  # parameters, and when, that the ranks are to agree on
+        self.has_lacked = False
         self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
         self._graph_task = -1
         self._warned = number > 0 or group.group_rank > 0
@@ -354,6 +356,7 @@ class Reducer:
             call = call._replace(error=RuntimeError(LOST.format(self._state.lost)))
         with self._streams.home():
             present = self.agree_on_syncs(call, with_leftovers=call.error is None and not synchronized)
+            self.has_lacked |= present is not None
             if synchronized:
                 self._gradients.collect_edited_grads()
             elif present is not None:

@@ -9,7 +9,7 @@ from .diagnostics.guards import Guard as Guard
 from .diagnostics.settings import Settings as Settings
 from .diagnostics.settings import described as described
 from .diagnostics.stall_report import watch as watch
-from .diagnostics.verification import difference as difference
+from .diagnostics.untrained import Untrained as Untrained
 from .diagnostics.verification import verify as verify
 from .experts.assignment import assign as assign
 from .experts.assignment import data_parallel_group as data_parallel_group

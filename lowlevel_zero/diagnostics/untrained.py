@@ -1,0 +1,63 @@
+"""Untrained parameters: those of a model that get gradients, and that no optimizer of this package trains."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from ..bookkeeping.module_names import own_names
+from ..bookkeeping.parameter_store import ParameterStore
+from ..communication.progress import listed
+from ..lives import alive
+
+_log = logging.getLogger("lowlevel_zero")
+
+_EVERY = 64  # steps between two looks, in the long run
+
+
+class Untrained:
+    """Warns once of parameters that were replaced after construction, or never handed over.
+
+    A look at all parameters takes about a microsecond each. It comes after steps 1, 2, 4, ... and then after every
+    64th, and after the first step in which some rank lacked a gradient: a layer that was replaced gets none any more.
+    Each rank looks by itself.
+
+    Args:
+        model: the module whose parameters are to be trained; None: there is none.
+        parameters: the optimizer's records.
+        rank: this process's, for messages.
+    """
+
+    def __init__(self, model: nn.Module | None, parameters: ParameterStore, rank: int) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._rank = rank
+        self._lacked = False
+        self._told: set[str] = set()
+
+    def look(self, steps: int, lacked: bool) -> None:
+        """Warn, if it is time to look after this number of ``steps``, some of which ``lacked`` a gradient."""
+        due = steps % _EVERY == 0 or steps & (steps - 1) == 0 or lacked > self._lacked
+        self._lacked = lacked
+        if not due or self._model is None or not self._looks_for_all(self._model):
+            return
+        stores = [each.sharded_parameters for each in alive().values()]
+        suspects = [p for p in self._model.parameters() if p.requires_grad and p.grad is not None]
+        untrained = {p for p in suspects if all(store.find(p) is None for store in stores)}
+        names = [name for p, name in own_names(self._model).items() if p in untrained] if untrained else []
+        new = [name for name in names if name not in self._told]
+        if new:
+            self._told.update(new)
+            _log.warning(
+                "%s: got a gradient on rank %d, but no LowLevelZeroOptimizer trains it, so it isn't averaged over the "
+                "ranks either (replaced after construction, or never handed over?): hand it over by "
+                "optimizer.add_param_group on every rank, or freeze it by requires_grad_(False)",
+                listed(new),
+                self._rank,
+            )
+
+    def _looks_for_all(self, model: nn.Module) -> bool:
+        """Whether this one looks, of all optimizers of ``model``: the first."""
+        first = next((each for each in alive().values() if each.model is model), None)
+        return first is not None and first.sharded_parameters is self._parameters
