@@ -19,7 +19,7 @@ SIDE_BY_SIDE = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --maxp
 WITHOUT_COLOSSALAI := --ignore tests/plugin --ignore tests/trainers -m "not soak and not colossalai"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test test-core test-trainers test-full soak test-oldest mutants peers bench hosts cuda house lint clean
+.PHONY: help demo booster test test-core test-trainers test-full soak test-oldest simulate mutants peers bench hosts cuda house lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ soak: $(TRAINERS_INSTALLED)  ## run the long tests alone (options: make soak ARG
 # Benchmarks compare with FSDP2, which torch 2.4 doesn't have.
 test-oldest: $(OLDEST_INSTALLED)  ## run the core's tests with the oldest torch, in an environment of its own (5 GB)
 	@$(OLDEST_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(WITHOUT_COLOSSALAI) --ignore tests/tools/test_benchmarks.py --ignore tests/tools/test_readme.py $(ARGS)
+
+simulate: $(INSTALLED)  ## run random programs on simulated ranks, 5 minutes (one seed: make simulate ARGS="--seed 7")
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation $(ARGS)
 
 mutants: $(TRAINERS_INSTALLED)  ## make mistakes in a copy of the package, each of which a test must see, an hour
 	@$(BIN)/python -m tests.mutants $(ARGS)

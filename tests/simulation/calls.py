@@ -1,0 +1,89 @@
+"""The public calls that programs make: which of them ranks make together, and under which name they agree on them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.simulation.program import Call, Program, Row
+
+
+class Kind(NamedTuple):
+    """One public call.
+
+    Attributes:
+        agreed: the name under which the ranks agree on it; None: a rank makes it by itself.
+        quiet: it communicates only if something has changed since the last one.
+    """
+
+    agreed: str | None = None
+    quiet: bool = False
+
+
+BACKWARDS = ("backward", "plain", "no_sync", "plain in no_sync", "pass", "nan", "raising")
+BOTH = ("through", "plain through", "nested")  # backwards through the models of both parts
+
+WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct")
+
+CALLS: dict[str, Kind] = {
+    **dict.fromkeys((*BACKWARDS, *BOTH), Kind()),
+    "step": Kind("step"),
+    "closure": Kind("step"),
+    "zero_grad": Kind("zero_grad"),
+    "zero_grad to zeros": Kind("zero_grad"),
+    "clip": Kind("clip_grad_norm_"),
+    "torch's clip": Kind("take norms of p.grad", quiet=True),
+    "norm": Kind("take norms of p.grad", quiet=True),
+    "scale": Kind("edit p.grad", quiet=True),
+    "gradient": Kind("get_param_grad"),
+    "verify": Kind("verify"),
+    "reload": Kind("state_dict"),
+    "add group": Kind("add_param_group"),
+    "synchronize": Kind("synchronize"),
+    "construct": Kind("construct its LowLevelZeroOptimizer"),
+    "together": Kind("look at gradients"),
+    "model.zero_grad": Kind(),
+    "grad = None": Kind(),
+    "learning rate": Kind(),
+    "write weight": Kind(),
+    "freeze": Kind(),
+    "last norm": Kind(),
+    "repair": Kind(),
+}
+
+# After the rows, and after an error, every rank begins anew: it clears gradients, meets the others in a call that
+# programs don't make elsewhere, makes settings and weights alike where they have come to differ, and trains on.
+TRAINED_ON = 2
+REPAIRED = 0.25  # what written weights become
+
+
+def closing(program: Program) -> list[Call]:
+    """What every rank calls behind its rows, and after an error."""
+    parts = range(len(program.parts))
+    begin = [Call(name, of) for name in ("zero_grad", "together") for of in parts]
+    if program.fault is not None or not all(map(is_alike, program.rows)):
+        begin.append(Call("repair", amount=REPAIRED))
+    train = [Call(name, of) for of in parts for name in ("backward", "step", "zero_grad")]
+    return begin + train * TRAINED_ON
+
+
+def all_calls(program: Program, rank: int) -> list[Call | None]:
+    """A rank's rows, and then the closing."""
+    return [*program.of_rank(rank), *closing(program)]
+
+
+def is_alike(row: Row) -> bool:
+    """Whether all ranks make the same call, up to the layers that a backward leaves out."""
+    first = row[0]
+    if first is None:
+        return all(call is None for call in row)
+    return all(call is not None and _key(call) == _key(first) for call in row)
+
+
+def _key(call: Call) -> tuple[object, ...]:
+    return call.name, call.of, call.at, call.amount
+
+
+def written(program: Program) -> list[tuple[int, int]]:
+    """The weights that a rank writes, by part and number."""
+    calls = [call for row in program.rows for call in row if call is not None and call.name == "write weight"]
+    return sorted({(call.of, call.at) for call in calls})

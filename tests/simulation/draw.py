@@ -1,0 +1,250 @@
+"""Draws a program from a seed: what users build and call, and how one rank may come to differ from the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from tests.simulation.program import NOTHING, Call, Part, Program, Row, Weight
+
+SHAPES = [(3,), (), (1,), (0, 3), (7,), (2, 3), (4,), (2, 2, 2), (16,)]
+CARRIERS = ("messages", "memory", "nccl")
+MOST_CALLS = 12
+
+# How often what comes between backward and step.
+BETWEEN = {
+    "clip": 12,
+    "torch's clip": 12,
+    "norm": 8,
+    "scale": 8,
+    "gradient": 8,
+    "grad = None": 14,
+    "verify": 5,
+    "reload": 4,
+    "write weight": 8,
+    "learning rate": 6,
+    "freeze": 6,
+    "last norm": 4,
+    "construct": 4,
+    "model.zero_grad": 3,
+    "zero_grad": 3,
+    "add group": 6,
+    "together": 2,
+}
+
+# How often what one rank does alone.
+APART = {
+    "leave out": 30,
+    "swap": 8,
+    "another call": 10,
+    "grad = None": 10,
+    "learning rate": 8,
+    "write weight": 8,
+    "model.zero_grad": 6,
+    "raising": 10,
+    "verify": 6,
+    "gradient": 4,
+    "norm": 4,
+    "reload": 3,
+    "freeze": 3,
+}
+
+
+def draw(seed: int, carrier: str | None = None) -> Program:
+    """The program of a seed."""
+    return Drawing(Random(seed), carrier).program(seed)
+
+
+class Drawing:
+    """Choices of one program, each with its own odds."""
+
+    def __init__(self, random: Random, carrier: str | None) -> None:
+        self.random = random
+        self.carrier = carrier or self.one_of(*CARRIERS)
+        self.ranks = random.choices([2, 3, 4], [60, 25, 15])[0]
+
+    def program(self, seed: int) -> Program:
+        count = 2 if self.chance(0.2) else 1
+        self.parts = [self.part(alone=count == 1) for _ in range(count)]
+        rows = self.rows()
+        kind = "alike"
+        if self.chance(0.45):
+            kind, rows = self.differing(rows)
+        return Program(self.ranks, self.carrier, tuple(self.parts), tuple(rows[:MOST_CALLS]), seed, kind=kind)
+
+    def chance(self, odds: float) -> bool:
+        return self.random.random() < odds
+
+    def one_of(self, *choices: Any) -> Any:
+        return self.random.choice(choices)
+
+    # ---- models and options ----
+
+    def part(self, alone: bool) -> Part:
+        dtypes = self.random.choices(
+            [["float32"], ["float32", "bfloat16"], ["float16", "float32"]], [66, 20, 14 * alone]
+        )[0]
+        experts = self.ranks in (2, 4) and self.chance(0.1)
+        count = self.random.randint(2, 8 if alone else 4)
+        weights = [Weight((3,), dtypes[0])] + [self.weight(dtypes, experts) for _ in range(count - 1)]
+        layers = [
+            tuple(self.random.choices(range(count), k=self.random.randint(1, 3)))
+            for _ in range(self.random.randint(1, 4))
+        ]
+        return Part(
+            tuple(weights),
+            (*layers, (0,)) if self.chance(0.5) else tuple(layers),
+            self.random.choices(["sgd", "adamw", "fused adamw", "adagrad"], [55, 20, 15, 10])[0],
+            self.one_of(1, 1, 1, 2),
+            tuple(sorted(self.options(dtypes).items())),
+            self.one_of("both", "inner") if self.ranks == 4 and not experts and self.chance(0.3) else "none",
+        )
+
+    def weight(self, dtypes: list[str], experts: bool) -> Weight:
+        role = self.random.choices(["trained", "frozen", "late"], [80, 8, 12])[0]
+        return Weight(
+            self.one_of(*SHAPES),
+            self.one_of(*dtypes),
+            role,
+            self.one_of(0, 0, 1),
+            self.chance(0.15),
+            experts and role == "trained" and self.chance(0.5),
+        )
+
+    def options(self, dtypes: list[str]) -> dict[str, Any]:
+        """Of what differs from the defaults."""
+        options: dict[str, Any] = {"reduce_bucket_size": self.one_of(1, 4, 10, 1000)}
+        options.update(self.one_of({}, {"partition_grad": True}, {"partition_grad": True}, {"reduce_scatter": True}))
+        if self.chance(0.2):
+            options["overlap_communication"] = False
+        for name, odds in (
+            ("overlap_allgather", 0.25),
+            ("cpu_offload", 0.12),
+            ("pad_buckets_for_high_nccl_busbw", 0.05),
+        ):
+            if self.chance(odds):
+                options[name] = True
+        if self.chance(0.15):
+            options["clip_grad_norm"] = self.one_of(0.5, 5.0)
+        if self.chance(0.1):
+            options["gradient_predivide_factor"] = 2.0
+        if self.chance(0.1) and dtypes == ["float32"]:
+            options["reduction"] = "sum"
+        if self.chance(0.1) and "float16" not in dtypes:
+            options["error_if_nonfinite"] = True
+        if len(dtypes) > 1 and self.chance(0.25):
+            options["master_weights"] = False
+        if len(dtypes) > 1 and self.chance(0.3):
+            options["communication_dtype"] = self.one_of("float32", "bfloat16")
+        return options
+
+    # ---- what all ranks call ----
+
+    def rows(self) -> list[Row]:
+        """Some steps, each of backwards, what users do with gradients, a step, and a zero_grad."""
+        rows: list[Row] = []
+        while len(rows) < MOST_CALLS - 1:
+            rows += self.one_step()
+            if self.chance(0.15):
+                break
+        return rows[:MOST_CALLS]
+
+    def one_step(self) -> list[Row]:
+        rows: list[Row] = []
+        order = self.random.sample(range(len(self.parts)), len(self.parts))
+        for of in order:
+            rows += [self.backward(of) for _ in range(self.random.choices([1, 2, 3], [65, 28, 7])[0])]
+            rows += [self.between(of) for _ in range(self.random.choices([0, 1, 2], [45, 40, 15])[0])]
+        for of in order:
+            name = self.random.choices(["step", "closure", "synchronize", "none"], [84, 6, 6, 4])[0]
+            if name != "none":
+                rows.append(self.alike(Call(name, of, amount=self.one_of(0.5, 2.0))))
+            name = self.random.choices(["zero_grad", "model.zero_grad", "zero_grad to zeros", "none"], [74, 12, 6, 8])[
+                0
+            ]
+            if name != "none":
+                rows.append(self.alike(Call(name, of)))
+        return rows
+
+    def alike(self, call: Call) -> Row:
+        return (call,) * self.ranks
+
+    def backward(self, of: int) -> Row:
+        """A backward on every rank, each with layers of its own; on the host, ranks may run it in different ways."""
+        way = self.way(of)
+        mixes = self.carrier != "nccl" and self.chance(0.15)
+        drops = self.drops(of)
+        calls: list[Call | None] = [Call(way, of, drops[rank]) for rank in range(self.ranks)]
+        if mixes:
+            odd = self.random.randrange(self.ranks)
+            calls[odd] = None if self.chance(0.3) else Call(self.way(of), of, drops[odd])
+        return tuple(calls)
+
+    def way(self, of: int) -> str:
+        if len(self.parts) > 1 and self.chance(0.25):
+            return str(self.random.choices(["through", "nested", "plain through"], [50, 25, 25])[0])
+        if self.parts[of].half:
+            return str(self.random.choices(["backward", "pass", "no_sync", "nan"], [75, 10, 10, 5])[0])
+        names = ["backward", "plain", "pass", "no_sync", "plain in no_sync", "nan"]
+        return str(self.random.choices(names, [52, 25, 6, 11, 4, 2])[0])
+
+    def drops(self, of: int) -> list[int]:
+        layers = len(self.parts[of].layers)
+
+        def one() -> int:
+            return NOTHING if self.chance(0.08) else self.random.randrange(2**layers)
+
+        how = self.random.choices(["none", "same", "each", "one"], [45, 15, 25, 15])[0]
+        if how == "same":
+            return [one()] * self.ranks
+        if how == "each":
+            return [one() for _ in range(self.ranks)]
+        odd = self.random.randrange(self.ranks) if how == "one" else -1
+        return [one() if rank == odd else 0 for rank in range(self.ranks)]
+
+    def between(self, of: int) -> Row:
+        names = dict(BETWEEN)
+        if any(weight.expert for weight in self.parts[of].weights):
+            for name in ("torch's clip", "norm"):  # which are refused there
+                del names[name]
+        return self.alike(self.call(self.random.choices([*names], [*names.values()])[0], of))
+
+    def call(self, name: str, of: int) -> Call:
+        trained = self.parts[of].trained
+        at = (
+            self.random.choice(trained)
+            if name in ("norm", "scale", "gradient", "grad = None", "write weight", "freeze", "raising")
+            else 0
+        )
+        return Call(name, of, 0, at, self.one_of(0.5, 0.25, 2.0))
+
+    # ---- how one rank differs ----
+
+    def differing(self, rows: list[Row]) -> tuple[str, list[Row]]:
+        """One rank does something else at one place; but all construct, before which nothing can be agreed on."""
+        places = [at for at, row in enumerate(rows) if row[0] is None or row[0].name != "construct"]
+        rank, at = self.random.randrange(self.ranks), self.random.choice(places)
+        kind = self.random.choices([*APART], [*APART.values()])[0]
+        of = self.random.randrange(len(self.parts))
+        if kind == "leave out":
+            return kind, self.put(rows, at, rank, None)
+        if kind == "swap" and at + 1 in places:
+            one, other = rows[at][rank], rows[at + 1][rank]
+            return kind, self.put(self.put(rows, at, rank, other), at + 1, rank, one)
+        if kind == "another call":
+            name = self.one_of("step", "zero_grad", "clip", "gradient", "synchronize")
+            return kind, self.put(rows, at, rank, self.call(name, of))
+        if kind == "swap":
+            return "leave out", self.put(rows, at, rank, None)
+        alone = tuple(self.call(kind, of) if each == rank else None for each in range(self.ranks))
+        return f"{kind} alone", [*rows[:at], alone, *rows[at:]]
+
+    def put(self, rows: list[Row], at: int, rank: int, call: Call | None) -> list[Row]:
+        """The rows, with another call of one rank."""
+        row = tuple(call if each == rank else old for each, old in enumerate(rows[at]))
+        return [*rows[:at], row, *rows[at + 1 :]]
+
+
+def with_carrier(program: Program, carrier: str) -> Program:
+    return replace(program, carrier=carrier)

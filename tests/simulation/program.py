@@ -1,0 +1,168 @@
+"""A program: models, options and each rank's public calls, as plain data that can be printed, replayed and shrunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.simulation.outcome import Carrier, Fault
+
+NOTHING = -1  # in place of dropped layers: the loss touches no parameter
+ALL = 0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model.
+
+    Attributes:
+        role: "trained", "frozen", or "late": frozen at first, and trained after ``add_param_group``.
+        group: its param group.
+        expert: shared by half of the ranks only (of four).
+    """
+
+    shape: tuple[int, ...] = (3,)
+    dtype: str = "float32"
+    role: str = "trained"
+    group: int = 0
+    transposed: bool = False
+    expert: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model and its optimizer.
+
+    Attributes:
+        weights: the model's parameters.
+        layers: the weights that each layer uses; two layers may share one.
+        optimizer: a name in ``net.OPTIMIZERS``.
+        groups: the number of param groups.
+        options: keywords of ``LowLevelZeroOptimizer``, sorted by name.
+        levels: "none", or two levels of two ranks each: "both" share a parameter, or the "inner" ones do.
+    """
+
+    weights: tuple[Weight, ...] = (Weight(),)
+    layers: tuple[tuple[int, ...], ...] = ((0,),)
+    optimizer: str = "sgd"
+    groups: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+    levels: str = "none"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return dict(self.options)
+
+    @property
+    def half(self) -> bool:
+        """Whether losses are scaled."""
+        return any(weight.dtype == "float16" and weight.role != "frozen" for weight in self.weights)
+
+    @property
+    def trained(self) -> list[int]:
+        """Numbers of the weights that are trained from the start."""
+        return [at for at, weight in enumerate(self.weights) if weight.role == "trained"]
+
+    @property
+    def late(self) -> list[int]:
+        """Numbers of the weights that join later."""
+        return [at for at, weight in enumerate(self.weights) if weight.role == "late"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one rank.
+
+    Attributes:
+        name: a name in ``calls.CALLS``.
+        of: the number of the part.
+        drops: layers that a backward's loss leaves out, as bits; or ``NOTHING``.
+        at: the number of a weight.
+        amount: a norm, a factor, a number to add.
+    """
+
+    name: str
+    of: int = 0
+    drops: int = ALL
+    at: int = 0
+    amount: float = 0.5
+
+    def __str__(self) -> str:
+        told = [self.name, f"of {self.of}"] if self.of else [self.name]
+        if self.drops == NOTHING:
+            told.append("of nothing")
+        elif self.drops:
+            told.append("without " + ",".join(str(at) for at in range(16) if self.drops >> at & 1))
+        if self.at:
+            told.append(f"w{self.at}")
+        return " ".join(told + ([f"{self.amount:g}"] if self.amount != 0.5 else []))
+
+
+Row = tuple["Call | None", ...]
+"""What each rank calls at one place of the program; None: nothing."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What all ranks do: row after row, each rank its own column.
+
+    Attributes:
+        schedule: the seed of the scheduler.
+        rows: calls by place and rank.
+        fault: what goes wrong beside, as ``outcome.Fault`` has it; None: nothing.
+        kind: what the program was drawn to be, for statistics.
+    """
+
+    ranks: int = 2
+    carrier: Carrier = "messages"
+    parts: tuple[Part, ...] = (Part(),)
+    rows: tuple[Row, ...] = ()
+    schedule: int = 0
+    fault: Fault | None = None
+    kind: str = "alike"
+
+    def of_rank(self, rank: int) -> list[Call | None]:
+        """One rank's calls."""
+        return [row[rank] for row in self.rows]
+
+    def with_rows(self, rows: list[Row]) -> Program:
+        return replace(self, rows=tuple(rows))
+
+    def __str__(self) -> str:
+        return "\n".join([*self._settings(), *self._table()])
+
+    def _settings(self) -> list[str]:
+        lines = [f"{self.ranks} ranks by {self.carrier}, schedule {self.schedule}, {self.kind}"]
+        for number, part in enumerate(self.parts):
+            lines.append(f"model {number}: {part.optimizer}, layers {list(map(list, part.layers))}")
+            lines += [f"  w{at}: {_described(weight)}" for at, weight in enumerate(part.weights)]
+            if part.levels != "none":
+                lines.append(f"  two levels of ranks, {part.levels}")
+            lines += [f"  {name}={value}" for name, value in part.options]
+        return lines
+
+    def _table(self) -> list[str]:
+        fault = [] if self.fault is None else [_told(self.fault)]
+        columns = [[f"rank {rank}", *map(str_of, self.of_rank(rank))] for rank in range(self.ranks)]
+        widths = [max(map(len, column)) for column in columns]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in zip(*columns, strict=False)
+        ]
+        return [f"{'' if at == 0 else at - 1:>3}  {line.rstrip()}" for at, line in enumerate(lines)] + fault
+
+
+def _told(fault: Fault) -> str:
+    return {
+        "raise": f"operation {fault.at} of rank {fault.rank} raises",
+        "die": f"rank {fault.rank} dies at its hand-over {fault.at}",
+        "wait": f"message {fault.at} of rank {fault.rank} waits until nobody can go on without it",
+    }[fault.kind]
+
+
+def str_of(call: Call | None) -> str:
+    return "-" if call is None else str(call)
+
+
+def _described(weight: Weight) -> str:
+    told = [str(weight.shape), weight.dtype, weight.role, f"group {weight.group}"]
+    return ", ".join(told + ["transposed"] * weight.transposed + ["expert"] * weight.expert)

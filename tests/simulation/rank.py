@@ -1,0 +1,324 @@
+"""Plays a program as one rank: real models, real optimizers, real autograd."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.simulation import net
+from tests.simulation.calls import BACKWARDS, BOTH, all_calls, written
+from tests.simulation.log import Entry, Error, Log
+from tests.simulation.net import Batches, Net, loss_of, run_layers
+from tests.simulation.program import Part, Program
+
+TRIES = 6  # how often a rank may begin anew
+
+
+class UserError(Exception):
+    """What a user's own hook raises."""
+
+
+def play(program: Program, rank: int, batches: Batches) -> Log:
+    """All that one rank does; its log holds neither models nor optimizers."""
+    return Rank(program, rank, batches).play()
+
+
+class Rank:
+    """One rank's models and optimizers."""
+
+    def __init__(self, program: Program, rank: int, batches: Batches) -> None:
+        self.program, self.rank, self.batches = program, rank, batches
+        self.groups = _groups(program, rank)
+        self.nets = [Net(part, seed=rank + 10 * number) for number, part in enumerate(program.parts)]
+        self.optimizers = [self._optimizer(part, model) for part, model in zip(program.parts, self.nets, strict=True)]
+        self.log = Log()
+
+    def _optimizer(self, part: Part, model: Net) -> LowLevelZeroOptimizer:
+        wrapped = net.OPTIMIZERS[part.optimizer](net.groups_of(part, list(model.weights)))
+        return LowLevelZeroOptimizer(wrapped, model=model, **_keywords(part, model, self.groups))
+
+    def play(self) -> Log:
+        calls, at, tries = all_calls(self.program, self.rank), 0, 0
+        while at < len(calls) and tries < TRIES:
+            call = calls[at]
+            if call is None or self._did(Entry(at, call)):
+                at += 1
+            else:
+                tries += 1
+                at = len(self.program.rows)
+        self._take_stock()
+        return self.log
+
+    def _did(self, entry: Entry) -> bool:
+        """Make one call; whether it returned."""
+        self.log.entries.append(entry)
+        try:
+            _DO[entry.call.name](self, entry)
+        except Exception as error:
+            entry.error = Error(type(error).__name__, str(error), tuple(_package(error)))
+            return False
+        return True
+
+    # ---- calls ----
+
+    def backward(self, entry: Entry) -> None:
+        call, loss = entry.call, self._loss(entry)
+        optimizer = self.optimizers[call.of]
+        if call.name == "raising":
+            self._raising(entry, loss)
+        else:
+            with optimizer.no_sync() if "no_sync" in call.name else nullcontext():
+                self._run(call.name, optimizer, loss)
+
+    def _run(self, name: str, optimizer: LowLevelZeroOptimizer, loss: Tensor) -> None:
+        if name.startswith("plain"):
+            if loss.requires_grad:
+                loss.backward()
+        elif name == "pass":
+            with optimizer.backward_pass(loss) as scaled:
+                if scaled.requires_grad:
+                    scaled.backward()
+        else:
+            optimizer.backward(loss)
+
+    def _raising(self, entry: Entry, loss: Tensor) -> None:
+        def hook(_: Tensor) -> None:
+            raise UserError("the user's own")
+
+        p = self.nets[entry.call.of][entry.call.at]
+        handle = p.register_hook(hook) if p.requires_grad else None
+        try:
+            self.optimizers[entry.call.of].backward(loss)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _loss(self, entry: Entry) -> Tensor:
+        call, number = entry.call, entry.call.of
+        batch = self.batches.of(number, entry.place, self.rank)
+        loss = loss_of(self.program.parts[number], self.nets[number].weights, call.drops, batch)
+        return loss * float("nan") if call.name == "nan" else loss
+
+    def both(self, entry: Entry) -> None:
+        """A backward from one loss through the models of both parts."""
+        call, parts = entry.call, self.program.parts
+        first, second = call.of, 1 - call.of
+        inner, outer = (self.batches.of(number, entry.place, self.rank) for number in (second, first))
+        hidden = run_layers(parts[second], self.nets[second].weights, call.drops, inner)
+        loss = loss_of(parts[first], self.nets[first].weights, call.drops, outer, hidden)
+        if call.name == "nested":
+            self._run_nested(first, second, loss)
+        else:
+            self._run("plain" if call.name == "plain through" else "backward", self.optimizers[first], loss)
+
+    def _run_nested(self, first: int, second: int, loss: Tensor) -> None:
+        with self.optimizers[first].backward_pass(loss) as once, self.optimizers[second].backward_pass(once) as twice:
+            if twice.requires_grad:
+                twice.backward()
+
+    def step(self, entry: Entry) -> None:
+        self.optimizers[entry.call.of].step()
+
+    def closure(self, entry: Entry) -> None:
+        optimizer = self.optimizers[entry.call.of]
+        optimizer.step(lambda: optimizer.backward(self._loss(entry)))
+
+    def zero_grad(self, entry: Entry) -> None:
+        self.optimizers[entry.call.of].zero_grad(set_to_none=entry.call.name == "zero_grad")
+
+    def clip(self, entry: Entry) -> None:
+        entry.told = self.optimizers[entry.call.of].clip_grad_norm_(entry.call.amount).clone()
+
+    def clip_by_torch(self, entry: Entry) -> None:
+        gradients = [p.grad for p in self.nets[entry.call.of].weights if p.grad is not None]
+        entry.absent = not gradients or not all(map(_is_sharded, gradients))
+        if not entry.absent:
+            entry.told = torch.nn.utils.clip_grad_norm_(
+                self.nets[entry.call.of].parameters(), entry.call.amount
+            ).clone()
+
+    def norm(self, entry: Entry) -> None:
+        gradient = self.nets[entry.call.of][entry.call.at].grad
+        entry.absent = not _is_sharded(gradient)
+        if gradient is not None and not entry.absent:
+            entry.told = gradient.norm().clone()
+
+    def scale(self, entry: Entry) -> None:
+        gradient = self.nets[entry.call.of][entry.call.at].grad
+        entry.absent = not _is_sharded(gradient)
+        if gradient is not None and not entry.absent:
+            gradient.mul_(entry.call.amount)
+
+    def gradient(self, entry: Entry) -> None:
+        entry.told = self.optimizers[entry.call.of].get_param_grad(self.nets[entry.call.of][entry.call.at])
+
+    def verify(self, entry: Entry) -> None:
+        self.optimizers[entry.call.of].verify()
+
+    def reload(self, entry: Entry) -> None:
+        optimizer = self.optimizers[entry.call.of]
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    def together(self, entry: Entry) -> None:
+        self.optimizers[entry.call.of].get_working_grads_by_group_id(0)
+
+    def add_group(self, entry: Entry) -> None:
+        part, model, optimizer = (each[entry.call.of] for each in (self.program.parts, self.nets, self.optimizers))
+        entry.absent = not part.late or len(optimizer.param_groups) > part.groups
+        if not entry.absent:
+            group = net.late_group(part, list(model.weights))
+            for p in group["params"]:
+                p.requires_grad_(True)
+            try:
+                optimizer.add_param_group(group)
+            except Exception:
+                for p in group["params"]:
+                    p.requires_grad_(False)
+                raise
+
+    def synchronize(self, entry: Entry) -> None:
+        optimizer = self.optimizers[entry.call.of]
+        optimizer.synchronize()
+        for group in optimizer.param_groups:
+            for p32 in group["params"]:
+                if p32.grad is not None:
+                    p32.grad.mul_(entry.call.amount)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def construct(self, entry: Entry) -> None:
+        """An optimizer of another model, which is dropped with its reductions under way."""
+        part = self.program.parts[entry.call.of]
+        model = Net(part, seed=1)
+        optimizer = self._optimizer(part, model)
+        batch = self.batches.of(entry.call.of, entry.place, self.rank)
+        optimizer.backward(loss_of(part, model.weights, entry.call.drops, batch))
+
+    def clear_model(self, entry: Entry) -> None:
+        self.nets[entry.call.of].zero_grad()
+
+    def drop(self, entry: Entry) -> None:
+        self.nets[entry.call.of][entry.call.at].grad = None
+
+    def learning_rate(self, entry: Entry) -> None:
+        for group in self.optimizers[entry.call.of].param_groups:
+            group["lr"] *= entry.call.amount
+
+    @torch.no_grad()
+    def write(self, entry: Entry) -> None:
+        self.nets[entry.call.of][entry.call.at].mul_(entry.call.amount)
+
+    def freeze(self, entry: Entry) -> None:
+        call = entry.call
+        if self.program.parts[call.of].weights[call.at].role == "trained":
+            p = self.nets[call.of][call.at]
+            p.requires_grad_(not p.requires_grad)
+
+    def last_norm(self, entry: Entry) -> None:
+        norm = self.optimizers[entry.call.of].get_grad_norm()
+        entry.told = None if norm is None else torch.tensor(norm)
+
+    @torch.no_grad()
+    def repair(self, entry: Entry) -> None:
+        """What a user does about ranks that have come to differ: the same settings and weights on all."""
+        for part, optimizer in zip(self.program.parts, self.optimizers, strict=True):
+            for at, group in enumerate(optimizer.param_groups):
+                group["lr"] = net.rate_of(part, at)
+        for of, at in written(self.program):
+            self.nets[of][at].fill_(entry.call.amount)
+
+    # ---- the end ----
+
+    def _take_stock(self) -> None:
+        for number, (model, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
+            optimizer.finish_gathers()
+            numbers = {p: at for at, p in enumerate(model.weights)}
+            for p, at in numbers.items():
+                self.log.parameters[number, at] = p.detach().clone()
+            for record in optimizer.sharded_parameters:
+                key = number, numbers[record.p]
+                start, stop = record.split.span(record.rank)
+                state = optimizer.optim.state.get(record.p32, {})
+                held = {"master": record.p32, **state}
+                self.log.starts[key] = start
+                self.log.slices[key] = {
+                    name: value.detach()[: stop - start].clone()
+                    for name, value in held.items()
+                    if isinstance(value, Tensor) and value.dim() == 1
+                }
+
+
+_DO: dict[str, Callable[[Rank, Entry], None]] = {
+    **dict.fromkeys(BACKWARDS, Rank.backward),
+    **dict.fromkeys(BOTH, Rank.both),
+    "step": Rank.step,
+    "closure": Rank.closure,
+    "zero_grad": Rank.zero_grad,
+    "zero_grad to zeros": Rank.zero_grad,
+    "clip": Rank.clip,
+    "torch's clip": Rank.clip_by_torch,
+    "norm": Rank.norm,
+    "scale": Rank.scale,
+    "gradient": Rank.gradient,
+    "verify": Rank.verify,
+    "reload": Rank.reload,
+    "together": Rank.together,
+    "add group": Rank.add_group,
+    "synchronize": Rank.synchronize,
+    "construct": Rank.construct,
+    "model.zero_grad": Rank.clear_model,
+    "grad = None": Rank.drop,
+    "learning rate": Rank.learning_rate,
+    "write weight": Rank.write,
+    "freeze": Rank.freeze,
+    "last norm": Rank.last_norm,
+    "repair": Rank.repair,
+}
+
+
+def _is_sharded(gradient: Tensor | None) -> bool:
+    return hasattr(gradient, "full_tensor")
+
+
+def _package(error: BaseException) -> Iterator[str]:
+    """Where in the package an error came from, the outermost place first."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if "/lowlevel_zero/" in path:
+            yield f"{path.rpartition('/lowlevel_zero/')[2]}:{line} {frame.f_code.co_name}"
+
+
+def _groups(program: Program, rank: int) -> dict[str, Any]:
+    """Process groups of some ranks, where a part asks for them; every rank makes all of them."""
+    made: dict[str, Any] = {}
+    if any(weight.expert for part in program.parts for weight in part.weights):
+        made["twins"] = _mine([range(at, program.ranks, 2) for at in range(2)], rank)
+    if any(part.levels != "none" for part in program.parts):
+        made["inner"] = _mine([range(2), range(2, 4)], rank)
+        made["outer"] = _mine([range(0, 4, 2), range(1, 4, 2)], rank)
+    return made
+
+
+def _mine(all_ranks: list[range], rank: int) -> Any:
+    groups = [dist.new_group(list(ranks)) for ranks in all_ranks]
+    return next(group for group, ranks in zip(groups, all_ranks, strict=True) if rank in ranks)
+
+
+def _keywords(part: Part, model: Net, groups: dict[str, Any]) -> dict[str, Any]:
+    keywords = {"stall_timeout": 0.0, **({"initial_scale": net.SCALE, "hysteresis": 1} if part.half else {})}
+    keywords.update(part.keywords)
+    keywords.update({name: getattr(torch, value) for name, value in keywords.items() if name == "communication_dtype"})
+    if part.levels != "none":
+        keywords["dp_process_group"] = (groups["outer"], groups["inner"])
+        keywords["hybrid_shard"] = part.levels == "inner"
+    experts = [p for p, weight in zip(model.weights, part.weights, strict=True) if weight.expert]
+    if experts:
+        keywords["pg_to_param_list"] = {groups["twins"]: experts}
+    return keywords

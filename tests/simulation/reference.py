@@ -1,0 +1,223 @@
+"""What a program must come to, by plain torch in one process: whole weights, each rank's gradients summed by hand.
+
+The reference follows the ranks' logs: it makes every call that a rank made, and at each call that ranks make together
+it says whether they had to refuse it, might refuse it, or had to make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.simulation import net
+from tests.simulation.net import Net, Use
+from tests.simulation.program import Program
+
+Key = tuple[int, int]  # a weight's number, and which half of the ranks has it: experts differ, others are 0
+
+
+class PartReference:
+    """One model and its optimizer: masters, fp32 at least, and gradients by rank.
+
+    Attributes:
+        weights: the parameters, whole, by key.
+        base: gradients that all ranks know of, summed over the ranks.
+        own: by rank, what its backwards have added since, and reduce.
+        local: by rank, what waits in ``p.grad`` to be reduced.
+        norm: the last step's.
+    """
+
+    def __init__(self, program: Program, number: int) -> None:
+        self.part, self.ranks = program.parts[number], program.ranks
+        self.weights = self._whole(number)
+        self.masters: dict[Key, nn.Parameter] = {}
+        self.joined = False
+        self.scale = net.SCALE if self.part.half else 1.0
+        self.norm: Tensor | None = None
+        self.base: dict[Key, Tensor] = {}
+        self.frozen: list[set[Key]] = [set() for _ in range(self.ranks)]
+        groups = net.groups_of(self.part, list(range(len(self.part.weights))))
+        self.optimizer = net.OPTIMIZERS[self.part.optimizer]([self._of_masters(group) for group in groups])
+        self.rates: list[list[float]] = [[] for _ in range(self.ranks)]
+        self.written_apart: set[int] = set()  # weights that some ranks have written, and others not
+        self.seen_apart: set[int] = set()  # those of them whose values have changed
+        self.forget()
+
+    def _whole(self, number: int) -> dict[Key, nn.Parameter]:
+        """What construction leaves: the values of the first rank that has each weight."""
+        nets = [Net(self.part, seed=rank + 10 * number) for rank in range(min(2, self.ranks))]
+        halves = {at: (0, 1) if weight.expert else (0,) for at, weight in enumerate(self.part.weights)}
+        return {(at, half): nets[half][at] for at, both in halves.items() for half in both}
+
+    def _of_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        keeps_dtype = not self.part.keywords.get("master_weights", True)
+        keys = [
+            key for at in group["params"] for key in self.weights if key[0] == at and self.weights[key].requires_grad
+        ]
+        for key in keys:
+            p = self.weights[key]
+            dtype = p.dtype if keeps_dtype else torch.promote_types(p.dtype, torch.float32)
+            self.masters[key] = nn.Parameter(p.detach().to(dtype, copy=True))
+        return {**group, "params": [self.masters[key] for key in keys]}
+
+    def key(self, at: int, rank: int) -> Key:
+        return (at, rank % 2) if self.part.weights[at].expert else (at, 0)
+
+    def of_rank(self, rank: int) -> list[Tensor]:
+        """One rank's weights, in order."""
+        return [self.weights[self.key(at, rank)] for at in range(len(self.part.weights))]
+
+    def touches(self, rank: int, uses: Iterable[Use]) -> bool:
+        """Whether one of the weights takes a gradient on this rank."""
+        keys = {self.key(use.weight, rank) for use in uses}
+        return any(self.weights[key].requires_grad and key not in self.frozen[rank] for key in keys)
+
+    # ---- gradients ----
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self.base = {}
+        self.own: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
+        self.local: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
+        self.forget_drops()
+
+    def forget_drops(self) -> None:
+        self.ways: list[list[str]] = [[] for _ in range(self.ranks)]
+        self.dropped: list[set[tuple[Key, int]]] = [set() for _ in range(self.ranks)]  # and after which backward
+        self.maybe_dropped: list[set[tuple[Key, int]]] = [set() for _ in range(self.ranks)]
+
+    def add(self, rank: int, gradients: Iterable[tuple[int, Tensor]], way: str) -> None:
+        """Take one rank's backward; ``way``: what is reduced by it, for comparing ranks, or "local"."""
+        local = self.local[rank]
+        for at, gradient in gradients:
+            key = self.key(at, rank)
+            if self.weights[key].requires_grad and key not in self.frozen[rank] and gradient.numel():
+                local[key] = local[key] + gradient if key in local else gradient
+        if way != "local":
+            self.ways[rank].append(way)
+            self._reduce(rank)
+
+    def _reduce(self, rank: int) -> None:
+        own, local = self.own[rank], self.local[rank]
+        for key, gradient in local.items():
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
+            own[key] = own[key] + wide if key in own else wide
+        local.clear()
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all ranks have run the same backwards since they agreed last."""
+        return all(ways == self.ways[0] for ways in self.ways)
+
+    def drop(self, rank: int, keys: Iterable[Key]) -> None:
+        """One rank sets ``p.grad`` to None."""
+        when = len(self.ways[rank])
+        for key in keys:
+            seen = key in self.base or key in self.own[rank]
+            (self.dropped if seen else self.maybe_dropped)[rank].add((key, when))
+            self.own[rank].pop(key, None)
+            self.local[rank].pop(key, None)
+
+    def drops_differ(self) -> tuple[bool, bool]:
+        """Whether the ranks must be told that they have dropped different gradients, and whether they may be."""
+        if not any(self.dropped) and not any(self.maybe_dropped):
+            return False, False
+        either = [one | other for one, other in zip(self.dropped, self.maybe_dropped, strict=True)]
+        must = any(
+            drop not in either[rank]
+            for dropped in self.dropped
+            for drop in dropped
+            for rank in range(self.ranks)
+            if self.key(drop[0][0], rank) == drop[0]
+        )
+        same = all(dropped == self.dropped[0] for dropped in (*self.dropped, *self.maybe_dropped))
+        return must and self.aligned, must or not self.aligned or (not same)
+
+    def finish(self) -> None:
+        """Complete all gradients: what all ranks have dropped is gone, and what each has added is summed."""
+        for key in {key for dropped in self.dropped for key, _ in dropped}:
+            self.base.pop(key, None)
+        for rank in range(self.ranks):
+            self._reduce(rank)
+        for own in self.own:
+            for key, gradient in own.items():
+                self.base[key] = self.base[key] + gradient if key in self.base else gradient
+            own.clear()
+        self.forget_drops()
+
+    def average(self, key: Key) -> Tensor | None:
+        over = 1 if self.part.keywords.get("reduction") == "sum" else self.ranks
+        return self.base[key] / over if key in self.base else None
+
+    def total_norm(self) -> Tensor:
+        averages = [self.average(key) for key in self.base]
+        return torch.stack(
+            [torch.zeros((), dtype=torch.float64), *(a.double().norm() for a in averages if a is not None)]
+        ).norm()
+
+    def clip(self, most: float) -> Tensor:
+        norm = self.total_norm()
+        self.multiply(self.base, (most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def multiply(self, keys: Iterable[Key], factor: float | Tensor) -> None:
+        for key in list(keys):
+            if key in self.base:
+                self.base[key] = self.base[key] * factor
+
+    # ---- steps ----
+
+    def step(self) -> None:
+        """What a plain optimizer does with the average; in fp16, nothing where it isn't finite."""
+        self.norm = self.total_norm()
+        if self.part.half and not self.norm.isfinite():
+            self.scale /= 2
+            self.forget()
+            return
+        if self.part.keywords.get("clip_grad_norm"):
+            self.clip(self.part.keywords["clip_grad_norm"])
+        with torch.no_grad():
+            self._assign()
+            self.optimizer.step()
+            for key, master in self.masters.items():
+                self.weights[key].copy_(master)
+
+    def _assign(self) -> None:
+        for key, master in self.masters.items():
+            p, average = self.weights[key], self.average(key)
+            # Of the master's strides, as a backward makes it: fused kernels look at memory alone.
+            master.grad = None if average is None else torch.empty_like(master).copy_(average)
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+
+    def join(self) -> None:
+        """``add_param_group``."""
+        if self.part.late and not self.joined:
+            self.joined = True
+            for at in self.part.late:
+                self.weights[at, 0].requires_grad_(True)
+            self.optimizer.add_param_group(
+                self._of_masters({"params": self.part.late, "lr": net.rate_of(self.part, self.part.groups)})
+            )
+
+    def changes(self, at: int) -> bool:
+        """Whether a product changes the values of a weight."""
+        return any(bool((p.isfinite() & (p != 0)).any()) for (of, _), p in self.weights.items() if of == at)
+
+    def rates_differ(self) -> bool:
+        return any(rates != self.rates[0] for rates in self.rates)
+
+    def follow_rates(self) -> None:
+        """Take the changes of the learning rate that all ranks have made."""
+        for group in self.optimizer.param_groups:
+            for factor in self.rates[0]:
+                group["lr"] *= factor
+        self.rates = [[] for _ in range(self.ranks)]
+
+    def repair(self, rank: int) -> None:
+        self.rates[rank] = []
+        if rank == 0:
+            for at, group in enumerate(self.optimizer.param_groups):
+                group["lr"] = net.rate_of(self.part, at)

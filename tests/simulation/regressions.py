@@ -1,0 +1,38 @@
+"""Programs that went wrong once, as shrinking left them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.simulation.program import NOTHING, Call, Part, Program, Row, Weight
+
+BACKWARD, STEP, ZERO = Call("backward"), Call("step"), Call("zero_grad")
+
+
+def _both(*calls: Call, ranks: int = 2) -> list[Row]:
+    """Rows of the same calls on all ranks."""
+    return [(call,) * ranks for call in calls]
+
+
+def _program(rows: Sequence[Row], *parts: Part, ranks: int = 2) -> Program:
+    return Program(ranks=ranks, parts=parts or (TWO_LAYERS,), rows=tuple(rows), kind="regression")
+
+
+TWO_LAYERS = Part((Weight(), Weight()), ((0,), (1,)), options=(("reduce_bucket_size", 1),))
+ONE_BUCKET = Part((Weight(), Weight()), ((0,), (1,)), options=(("partition_grad", True),))
+
+REGRESSIONS: dict[str, Program] = {
+    "a gradient is dropped on all ranks, and another layer on one": _program(
+        [*_both(BACKWARD), (BACKWARD, Call("backward", drops=1)), *_both(Call("grad = None", at=1), STEP)], ONE_BUCKET
+    ),
+    "a gradient is dropped while others are on their way": _program(
+        [(Call("plain"), Call("plain", drops=1)), *_both(Call("grad = None", at=1), STEP)]
+    ),
+    "a backward is left out before gradients are dropped": _program(
+        [(BACKWARD, None), *_both(BACKWARD, Call("model.zero_grad"), BACKWARD, STEP)]
+    ),
+    "norms are taken on one rank first": _program(
+        [*_both(BACKWARD), (Call("norm"), None), *_both(Call("torch's clip"), STEP)]
+    ),
+    "a loss touches nothing on one rank": _program([(Call("plain"), Call("plain", drops=NOTHING)), *_both(STEP, ZERO)]),
+}

@@ -1,0 +1,137 @@
+"""Programs that seeds draw, always the same ones, do what one process does, or are refused by all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.simulation import judge
+from tests.simulation.draw import draw
+from tests.simulation.judge import Failure, Judge
+from tests.simulation.outcome import CARRIERS, Carrier
+from tests.simulation.program import Call, Part, Program, Weight
+from tests.simulation.regressions import REGRESSIONS
+from tests.simulation.run import run
+from tests.simulation.shrink import shrink
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_what_went_wrong_before(name: str, carrier: Carrier) -> None:
+    for schedule in range(3):
+        verdict = run(replace(REGRESSIONS[name], carrier=carrier, schedule=schedule))
+        assert verdict.failure is None, f"schedule {schedule}\n{verdict.program}\n{verdict.failure}"
+
+
+# ---- what the simulation itself must do ----
+
+STEP = (Call("backward"), Call("step"), Call("zero_grad"))
+TWO_STEPS = Program(parts=(Part((Weight(), Weight((2, 3))), ((0, 1),)),), rows=tuple((call,) * 2 for call in STEP * 2))
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_seed_replays_exactly(carrier: Carrier) -> None:
+    for seed in range(4):
+        program = draw(seed, carrier)
+        assert program == draw(seed, carrier)
+        assert run(program).outcome.trace == run(program).outcome.trace
+    assert len({run(replace(TWO_STEPS, carrier=carrier, schedule=at)).outcome.trace for at in range(4)}) > 1
+
+
+def test_a_program_is_printed_as_data_that_makes_it_again() -> None:
+    from tests.simulation.outcome import Fault  # noqa: F401, for eval
+
+    for seed in range(50):
+        assert eval(repr(draw(seed))) == draw(seed)
+
+
+def test_a_seed_draws_what_users_do() -> None:
+    programs = [draw(seed) for seed in range(400)]
+    names = {call.name for program in programs for row in program.rows for call in row if call is not None}
+    assert names >= {
+        "backward",
+        "plain",
+        "no_sync",
+        "pass",
+        "step",
+        "closure",
+        "grad = None",
+        "scale",
+        "reload",
+        "nested",
+    }
+    assert {program.ranks for program in programs} == {2, 3, 4}
+    assert {program.carrier for program in programs} == set(CARRIERS)
+    assert {len(program.parts) for program in programs} == {1, 2}
+    kinds = {program.kind for program in programs}
+    assert kinds >= {"alike", "leave out", "swap", "another call", "learning rate alone", "write weight alone"}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("off", [0.01, float("nan")])
+def test_wrong_numbers_are_seen(at: int, off: float) -> None:
+    logs = list(run(TWO_STEPS).outcome.results.values())
+    Judge(TWO_STEPS, logs).judge()
+    for log in logs:
+        log.parameters[0, at].view(-1)[0] += off
+    with pytest.raises(Failure, match=f"wrong numbers: rank 0, model 0, w{at}"):
+        Judge(TWO_STEPS, logs).judge()
+
+
+def test_ranks_that_differ_in_their_last_bit_are_seen() -> None:
+    logs = list(run(TWO_STEPS).outcome.results.values())
+    values = logs[1].parameters[0, 0]
+    values[2] = torch.nextafter(values[2], values[2] + 1)
+    with pytest.raises(Failure, match="ranks differ: model 0, w0: ranks 0 and 1"):
+        Judge(TWO_STEPS, logs).judge()
+
+
+def test_slices_of_states_are_compared() -> None:
+    logs = list(run(TWO_STEPS).outcome.results.values())
+    logs[1].slices[0, 1]["momentum_buffer"][0] += 0.01
+    with pytest.raises(Failure, match="wrong numbers: rank 1, model 0, momentum_buffer of w1"):
+        Judge(TWO_STEPS, logs).judge()
+
+
+def test_a_refusal_must_name_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = replace(TWO_STEPS, rows=((STEP[0], STEP[0]), (STEP[1], STEP[2])))
+    verdict = run(program)
+    assert verdict.failure is None
+    assert verdict.refused == 1
+    entry = verdict.outcome.results[1].errors[0]
+    assert entry.error is not None
+    entry.error = entry.error._replace(text="something is wrong")
+    with pytest.raises(Failure, match="unnamed cause: rank 1"):
+        Judge(program, [verdict.outcome.results[rank] for rank in range(2)]).judge()
+
+
+def test_a_refusal_by_one_rank_alone_is_seen() -> None:
+    program = replace(TWO_STEPS, rows=((STEP[0], STEP[0]), (STEP[1], STEP[2])))
+    logs = [run(program).outcome.results[rank] for rank in range(2)]
+    logs[1].errors[0].error = None
+    with pytest.raises(Failure, match="refused by some"):
+        Judge(program, logs).judge()
+
+
+def test_shrinking_leaves_what_matters() -> None:
+    """A failure that hangs on one call of one weight and one option."""
+    program = next(each for each in map(draw, range(1000)) if _odd(each) and each.ranks == 3)
+    small = shrink(program, _odd, tries=10_000)
+    assert small.ranks == 2
+    assert len(small.rows) == 1
+    assert len(small.parts) == 1
+    assert len(small.parts[0].options) == 1
+    assert len(small.parts[0].weights) <= 2
+
+
+def _odd(program: Program) -> bool:
+    scales = any(call is not None and call.name == "scale" for row in program.rows for call in row)
+    return scales and any("overlap_allgather" in part.keywords for part in program.parts)
+
+
+def test_the_tolerance_is_small() -> None:
+    """In fp32; numbers that are rounded to 16 bits may differ by more."""
+    part = judge.PartReference(TWO_STEPS, 0)
+    assert judge.tolerance(part, torch.float32, 1.0) < 2e-5
