@@ -18,6 +18,10 @@ NORMS = "take norms of p.grad"
 _LISTED = 8  # ranks whose values a message lists, at most
 
 
+# Among the attributes of an error that an agreement has raised on all ranks of a process group: that group's name.
+_AGREED_IN = "_lowlevel_zero_agreed_in"
+
+
 class Alike(NamedTuple):
     """What has to be the same on every rank, and what to do where it isn't; for messages."""
 
@@ -152,7 +156,9 @@ def agree(
     reason = None if error is None else f"{type(error).__name__}: {error}"
     statements = group.all_gather_object(_Statement(doing, group.number, lines, progress, reason))
     try:
-        raise _what_differs(statements, alike) if error is None else error
+        error = _what_differs(statements, alike) if error is None else error
+        vars(error)[_AGREED_IN] = group.group.group_name
+        raise error
     finally:
         error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
 
@@ -161,14 +167,16 @@ def agree(
 def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[list[str]]:
     """Every rank enters; if the body raises on one of them, or their lines differ, all raise as ``agree`` does.
 
-    The body communicates on all ranks alike, whatever it raises, or not at all. It is given the list of lines to
-    fill with what has to be alike.
+    The body communicates on all ranks alike, whatever it raises, or not at all; it may enter another one. It is given
+    the list of lines to fill with what has to be alike.
     """
     lines: list[str] = []
     error: Exception | None = None
     try:
         yield lines
     except Exception as raised:  # of whatever type: the others would wait for ever
+        if vars(raised).get(_AGREED_IN) == group.group.group_name:
+            raise  # all ranks have raised there: agreeing once more, this one would wait for nobody
         error = raised
     try:
         agree(group, lines, error, doing, alike)

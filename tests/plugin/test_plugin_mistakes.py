@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from colossalai.checkpoint_io import CheckpointIndexFile
 
 from lowlevel_zero.plugin import checkpoint_io
@@ -195,3 +196,29 @@ def test_one_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
     first, second = run_ranks_expecting(rank, 2)
     assert first.message.startswith("rank 1 could not load its model: ")
     assert "model.pt" in second.message
+
+
+@pytest.mark.parametrize("missing", ["file", "folder", "groups"])
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_one_rank_that_cannot_read_its_optimizer_stops_all(unlucky: int, missing: str, tmp_path: Path) -> None:
+    """The others are past the first agreement by then."""
+
+    def rank(rank: int, world_size: int) -> None:
+        pair = boost(ours, precision="fp32")
+        saved, own = tmp_path / "saved", tmp_path / str(rank)
+        pair.booster.save_optimizer(
+            pair.optimizer, str(saved if missing != "file" else saved.with_suffix(".pt")), missing != "file"
+        )
+        dist.barrier()
+        if missing == "file":
+            shutil.copy(saved.with_suffix(".pt"), own)
+        else:
+            shutil.copytree(saved, own)
+        if rank == unlucky:
+            gone = own / "pytorch_optim_group.bin" if missing == "groups" else own
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        pair.booster.load_optimizer(pair.optimizer, str(own))
+
+    raised = run_ranks_expecting(rank, 2)
+    assert raised[1 - unlucky].message.startswith(f"rank {unlucky} could not load its optimizer: ")
+    assert str(tmp_path / str(unlucky)) in raised[unlucky].message
