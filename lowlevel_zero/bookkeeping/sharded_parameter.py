@@ -81,7 +81,7 @@ class ShardedParameter:
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter when it was last the same on all ranks; -1: ``p32`` may have to follow it.
         shares_storage: ``p32`` is over the row itself, not a copy of it.
-        stepped: ``p32`` has been stepped, so it may hold more than what rounds to ``p``.
+        stepped: ``p32`` has been stepped, or loaded, so it may hold more than what rounds to ``p``.
     """
 
     # Every step looks at each record: so it lies in two or three lines of cache, where a dict would take several more.
@@ -233,13 +233,15 @@ class ShardedParameter:
     def load_row(self, own: Tensor, master: Tensor | None) -> None:
         """Take this rank's row from a checkpoint, without its padding, and ``p32``: ``master``, or ``own`` too.
 
-        The other ranks' rows are to be gathered afterwards.
+        A row of another dtype than was saved, or that is ``p32`` itself, is made of the ``master``. The other ranks'
+        rows are to be gathered afterwards.
         """
-        self.row[: len(own)].copy_(own)
+        exact = own if master is None else master
+        self.row[: len(own)].copy_(exact if self.shares_storage or own.dtype != self.row.dtype else own)
         if not self.shares_storage:
-            self.p32[: len(own)].copy_(own if master is None else master)
+            self.p32[: len(own)].copy_(exact)
         self._saved_master = None
-        self.stepped = master is not None
+        self.stepped = master is not None or own.dtype != self.row.dtype
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """The elements of a tensor of ``p``'s shape in the order in which ``padded`` holds them, ``[numel]``."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.module_names import matched, without_wrappers
+from ..state.loading import CLASS, EXTRAS, FP8, State
 from ..state.sharded import renamed
-from ..state.whole import EXTRAS, FP8, State
 from .folders import publish, sync
 from .objects import Settings
 from .optimizers import Name
@@ -166,6 +166,7 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool
         "state": {place: of_place for place, of_place in state.items() if of_place},
         "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
         EXTRAS: {
+            CLASS: settings[CLASS],
             "loss_scale": settings["loss_scale"],
             "plan": plan and renamed(plan, {name: index for index, name in enumerate(tensors)}),
             FP8: settings["options"]["fp8_communication"],

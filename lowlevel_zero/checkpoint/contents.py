@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from contextlib import ExitStack
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,17 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
 from ..state.boxes import BoxedTensor, boxed
 from ..state.global_names import GlobalNames, check_same_experts, of_all_ranks
+from ..state.loading import MASTER, State
 from ..state.sharded import ShardedState, States
-from ..state.whole import MASTER
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name, called
 from .saved import SavedCheckpoint
 
 _EXTRA = "_extra_state"
+
+# By optimizer and parameter, states as this rank holds them.
+Slices: TypeAlias = dict[Name, dict[ShardedParameter, State]]
 
 
 class Entry(NamedTuple):
@@ -134,11 +139,13 @@ class Contents:
                 owner = owners.get(tensor, _Owner(None, None, None, self.groups[at]))
                 ranks = self.groups[at] if owner.record is None else owner.ranks
                 self.entries[name] = Entry(tensor, owner.record, _described(name, tensor, owner), at, ranks)
-        for p in owners:
+        for p, owner in owners.items():
             if p not in names:
+                name = self._optimizers[owner.optimizer].parameter_names()[p]
                 raise ValueError(
-                    f"model: expected all parameters of the optimizer in it, but a {tuple(p.shape)} one isn't: pass "
-                    "the module that holds them all (an nn.ModuleDict of several)"
+                    f"model: expected all parameters of the optimizer in it, but {name}, {tuple(p.shape)}, isn't: pass "
+                    "the module that holds them all (an nn.ModuleDict of several); and if a layer was replaced after "
+                    "the optimizer was constructed, construct another one, which trains the new layer"
                 )
         return number_of
 
@@ -222,10 +229,26 @@ class Contents:
         states = {name: own for each in self.states_of.values() for name, own in each.templates(saved.states).items()}
         return model, states
 
+    def slices(self, states: States, objects: Objects) -> Slices:
+        """Return the states of each optimizer's parameters as this rank holds them; ``ValueError`` for other shapes."""
+        return {name: each.slices(states, objects.optimizers[name]) for name, each in self.states_of.items()}
+
     @torch.no_grad()
-    def put(self, model: Mapping[str, Tensor], states: States, objects: Objects) -> None:
-        """Take over what was loaded, on all ranks together. Communicates, one tensor at a time."""
-        slices = {name: each.slices(states, objects.optimizers[name]) for name, each in self.states_of.items()}
+    def load_objects(self, slices: Slices, objects: Objects, undo: ExitStack) -> None:
+        """Hand modules their extra states and optimizers their states: what runs code of the caller's, on this rank.
+
+        ``undo`` gets what takes that back.
+        """
+        for name, module in self._stateful.items():
+            if name in objects.model:
+                undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
+                module.set_extra_state(objects.model[name])
+        for of, state in self.states_of.items():
+            state.load(slices[of], objects.optimizers[of], undo)
+
+    @torch.no_grad()
+    def put(self, model: Mapping[str, Tensor], slices: Slices, objects: Objects) -> None:
+        """Take over the rest of what was loaded, on all ranks together. Communicates, one tensor at a time."""
         masters = {record: state.get(MASTER) for of in slices.values() for record, state in of.items()}
         loaded = [(name, entry) for name, entry in self.entries.items() if name in model]
         for name, entry in sorted(loaded, key=lambda item: item[1].shard_group):  # in which all have the same order
@@ -235,11 +258,13 @@ class Contents:
             elif entry.saved.numel:
                 flat = own if entry.saved.kind == BUFFER else _gathered(own, entry, self._device)
                 _overwrite(entry.tensor.detach(), flat.as_strided(entry.saved.shape, entry.saved.stride))
-        for name, module in self._stateful.items():
-            if name in objects.model:
-                module.set_extra_state(objects.model[name])
         for of, state in self.states_of.items():
-            state.load(slices[of], objects.optimizers[of])
+            state.load_progress(objects.optimizers[of])
+
+    def lost(self, saved: SavedCheckpoint) -> list[str]:
+        """Return the parameters whose saved states no optimizer takes, since it doesn't train them any more."""
+        optimizers = saved.objects.optimizers.items()
+        return [name for of, settings in optimizers for name in self.states_of[of].lost(settings, saved.states)]
 
 
 # ---- what this rank's model holds ----

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ..communication.agreement import together
 from ..planning.text import counted, ranks_text
+from ..state.loading import all_or_nothing, warn_of_lost_states
 from ..state.sharded import States
 from .contents import Contents
 from .folders import locate, on_first_rank
@@ -77,7 +77,6 @@ def load_checkpoint(
         finish_last(group)
         optimizers = check_optimizers(model, optimizer)
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
-        before = {name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()}
         check_rank_state(rank_state)
         lines += [f"path {path}", f"{names_text(optimizers, 'optimizer')}, {names_text(schedulers, 'scheduler')}"]
     folder = on_first_rank(group, lambda: locate(place))
@@ -90,14 +89,18 @@ def load_checkpoint(
         contents = Contents(model, optimizers)
         lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing, saved.names)
-    with _restored_if_refused(schedulers, before), together(group, doing):
+    with all_or_nothing(group, doing) as undo:
         _check_same(saved, contents, schedulers)
         model_state, states = _read(saved, contents)
+        slices = contents.slices(states, saved.objects)
         for name, each in schedulers.items():
+            undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
             each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
+        contents.load_objects(slices, saved.objects, undo)
     for each in optimizers.values():
         each.zero_grad()
-    contents.put(model_state, states, saved.objects)
+    contents.put(model_state, slices, saved.objects)
+    warn_of_lost_states(group, contents.lost(saved))
     runs_of(optimizers, saved.manifest.runs)
     if rank_state is not None:
         rank_state.clear()
@@ -134,7 +137,10 @@ def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[
     """Raise ``ValueError`` unless the checkpoint is of this model, its optimizers and schedulers."""
     contents.check_same(saved.manifest)
     for name, settings in saved.objects.optimizers.items():
-        contents.states_of[name].check(settings)
+        try:
+            contents.states_of[name].check(settings, {})
+        except ValueError as error:
+            raise error if name is None else ValueError(f"{called(name)}: {error}") from error
         if name in schedulers and settings["scheduler"] is None:
             raise ValueError(
                 f"{called(name, 'scheduler')}: {saved.path} was saved without one: leave it out, or save with it"
@@ -151,17 +157,6 @@ def _read(saved: SavedCheckpoint, contents: Contents) -> tuple[dict[str, Tensor]
             f"{saved.path}: damaged, rank {contents.group.group_rank} could not read it: {error}"
         ) from error
     return model, states
-
-
-@contextmanager
-def _restored_if_refused(schedulers: Mapping[Name, Any], before: Mapping[Name, Any]) -> Iterator[None]:
-    """Leave them as they were ``before`` where the body raises: one may refuse its state, on one rank."""
-    try:
-        yield
-    except Exception:  # whatever a stranger's class raises
-        for name, state in before.items():
-            schedulers[name].load_state_dict(state)
-        raise
 
 
 # ---- what the caller should know ----

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,25 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Parameter
 
 from ..bookkeeping.module_names import named_tensors
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import distinct
 from ..communication.agreement import together
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.global_names import GlobalNames
+from ..state.loading import (
+    CLASS,
+    FP8,
+    MASTER,
+    State,
+    all_or_nothing,
+    restore_masters,
+    takes_master,
+    warn_of_lost_states,
+)
 from ..state.sharded import ShardedState
-from ..state.whole import FP8, restore_masters
 from .objects import packed, unpacked
+
+_log = logging.getLogger("lowlevel_zero")
 
 # torch's loader refuses a name that a checkpoint lacks. So what plain optimizers don't have (loss scale, bucket plan)
 # has no name of its own: it is one more entry of the first group's "params", which is nobody's name.
@@ -37,8 +50,8 @@ class Sharded(Stateful):
 
     The optimizer needs to have been given its ``model``, which has the names.
 
-    ``dcp.load`` reads into the live state, and asks afterwards whether it fits: what had been read by then stays where
-    ``load_state_dict`` refuses the rest. ``load_checkpoint`` reads beside it, and changes nothing when it refuses.
+    ``dcp.load`` reads beside the optimizer's state, which is taken over when no rank refuses it. Into the tensors of
+    ``model.state_dict()`` torch reads by itself, before anybody can refuse them.
     """
 
     def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
@@ -48,7 +61,7 @@ class Sharded(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """What it holds, and zeros for states that a step is going to make; to save, or to load into.
 
-        Tensors share memory with the optimizer's. Masters have followed what others wrote into parameters. On every
+        Slices share memory with the optimizer's. Masters have followed what others wrote into parameters. On every
         rank the model's persistent buffers become those of the first rank that shares them, as DDP makes them before
         a forward: torch saves each of ``model.state_dict()``'s tensors from any rank.
 
@@ -68,27 +81,51 @@ class Sharded(Stateful):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave and ``dcp.load`` filled. Gradients are cleared.
+        """Take over what ``state_dict`` gave and ``dcp.load`` filled; every rank calls it. Gradients are cleared.
 
         The model may be loaded before or after.
 
-        Raises:
-            ValueError: it is of other parameters, shapes or groups; see above for what ``dcp.load`` has done by then.
+        Raises (on all ranks; nothing has been changed then):
+            ValueError: it is of another class, or of other parameters, shapes or groups.
         """
         settings = self._settings(state_dict["param_groups"])
         sharded = ShardedState(self.optimizer, _names(self.optimizer))
-        sharded.check(settings)
-        slices = sharded.slices(state_dict["state"], settings)
+        with all_or_nothing(self.optimizer.shard_group, "load the state of its optimizer") as undo:
+            sharded.check(settings, state_dict["state"])
+            slices = sharded.slices(state_dict["state"], settings)
+            sharded.load(slices, settings, undo)
         self.optimizer.zero_grad()
-        sharded.load(slices, settings)
-        restore_masters(slices, settings[FP8])
+        sharded.load_progress(settings)
+        restore_masters(self.optimizer, slices, settings[FP8])
+        present = settings.get("present", {})
+        warn_of_lost_states(self.optimizer.shard_group, sharded.lost(settings, present))
+        self._warn_of_masters([name for name, keys in present.items() if MASTER in keys], slices)
+
+    def _warn_of_masters(self, saved: Sequence[str], slices: Mapping[ShardedParameter, State]) -> None:
+        """Warn of the first fp32 master that was ``saved`` and not asked for, on the first rank."""
+        lost = [r.name for r, state in slices.items() if r.name in saved and takes_master(r) and MASTER not in state]
+        if lost and self.optimizer.shard_group.group_rank == 0:
+            _log.warning(
+                "%s: its fp32 master (and that of %d more) was saved, and isn't loaded, since an fp32 run asks for "
+                "none: it goes on from what 16 bits keep of it. save_checkpoint and load_checkpoint bring masters to "
+                "runs of any dtype",
+                lost[0],
+                len(lost) - 1,
+            )
 
     def _settings(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The settings of what was saved; plain ones of what another optimizer has saved, be it with groups or not."""
         marks = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
         saved = [mark for mark in marks if mark is not self._own]
         named = [{**group, "params": [name for name in group["params"] if name not in marks]} for group in groups]
-        plain: dict[str, Any] = {"loss_scale": None, "plan": None, "other_plans": [], "states": {}, FP8: False}
+        plain: dict[str, Any] = {
+            CLASS: None,
+            "loss_scale": None,
+            "plan": None,
+            "other_plans": [],
+            "states": {},
+            FP8: False,
+        }
         own = unpacked(base64.b64decode(saved[0].removeprefix(_MARK))) if saved else {}
         return {**plain, **own, "param_groups": named}
 
@@ -96,14 +133,27 @@ class Sharded(Stateful):
 def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
     """Overwrite the model's persistent buffers with those of the first rank that shares them. Communicates."""
     tensors = () if optimizer.model is None else named_tensors(optimizer.model, persistent=True)
-    buffers = {tensor: name for name, tensor in tensors if not isinstance(tensor, Parameter)}
+    names = {tensor: name for name, tensor in tensors}
     store = optimizer.sharded_parameters
     for number, ranks in enumerate(store.shard_groups):
-        own = {each: name for each, name in buffers.items() if store.shard_group_of(each) == number}
+        own = {each: name for each, name in names.items() if store.shard_group_of(each) == number}
+        buffers = {each: name for each, name in own.items() if not isinstance(each, Parameter)}
         with together(ranks, "give the state of its optimizer") as lines:
-            lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in own.items()]
+            _check_trained(own, store.by_shard_group[number])
+            lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in buffers.items()]
         with torch.no_grad():
-            ranks.broadcast([distinct(each.detach()) for each in own], optimizer.device)
+            ranks.broadcast([distinct(each.detach()) for each in buffers], optimizer.device)
+
+
+def _check_trained(names: Mapping[Tensor, str], records: Sequence[ShardedParameter]) -> None:
+    """Raise ``ValueError`` where the model has another parameter of a name than the optimizer trains."""
+    trained = {record.name: record.p for record in records}
+    for tensor, name in names.items():
+        if trained.get(name, tensor) is not tensor:
+            raise ValueError(
+                f"{name}: expected the parameter that the optimizer trains in the model, got another one: if its layer "
+                "was replaced after the optimizer was constructed, construct another one, which trains the new layer"
+            )
 
 
 def _names(optimizer: LowLevelZeroOptimizer) -> dict[Tensor, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -75,6 +75,31 @@ def first_states(
         return [other.state.get(p, {}) for p in params]
 
 
+def missing_in(
+    optimizer: Optimizer, numel: int, groups: Sequence[Mapping[str, Any]], states: Mapping[int, Options]
+) -> str | None:
+    """Return what another of ``optimizer``'s class lacks to step with these ``groups``' settings and ``states``.
+
+    None: nothing, or it could not be tried. ``states`` are those of one parameter of ``numel`` elements in each group
+    that has one.
+    """
+    try:
+        with _undisturbed():
+            params: list[Tensor] = [torch.nn.Parameter(torch.zeros(numel, device="cpu")) for _ in groups]
+            options = [_own_options(group) for group in optimizer.param_groups]
+            other = _fresh(optimizer, options, [[p] for p in params])
+            _step(other, params, map(torch.zeros_like, params))
+            saved = [{**_own_options(group), "params": [at]} for at, group in enumerate(groups)]
+            try:
+                other.load_state_dict({"state": dict(states), "param_groups": saved})
+                _step(other, params, map(torch.zeros_like, params))
+            except KeyError as missing:
+                return str(missing)
+    except NoProbe:
+        pass
+    return None
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Tensor]) -> Tensor:
     return likes[0].new_zeros(shape) if likes and dtype is None else torch.zeros(shape, dtype=dtype, device="cpu")
 
@@ -118,7 +143,7 @@ def _copied(name: str, value: Any) -> Any:
     raise NoProbe(f"its option {name} is a {type(value).__name__}, which a probe does not copy")
 
 
-def _own_options(group: Options) -> Options:
+def _own_options(group: Mapping[str, Any]) -> Options:
     return {name: _copied(name, value) for name, value in group.items() if name not in ("params", "param_names")}
 
 

@@ -11,7 +11,7 @@ from ..checkpoint.saved import SavedCheckpoint
 from ..options import ZeroOptions
 from ..partition import EvenSplit
 from ..state.global_names import Ranks
-from ..state.whole import MASTER
+from ..state.loading import MASTER
 from .layout import Layout, ParameterLayout, parameter_layout
 from .memory import as_dtype
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.background import Background
+from ..state.loading import EXTRAS, FP8
 from ..state.whole import load_state_shards, packed_groups, scale_as_numbers
 from .boosted import BoostedModel, BoostedOptimizer
 from .checkpoint_checks import (
@@ -55,9 +56,8 @@ from .files import (
     tagged,
 )
 
-# Among an index's metadata, of which ColossalAI reads its own keys alone.
-LOSS_SCALE = "lowlevel_zero.loss_scale"
-SENT_FP8 = "lowlevel_zero.fp8"
+# Among an index's metadata, of which ColossalAI reads its own keys alone: what ``load_state_shards`` calls them.
+_EXTRAS = {f"{EXTRAS}.{key}": key for key in ("loss_scale", FP8)}
 
 
 class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
@@ -263,8 +263,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             optimizer,
             read_optimizer_file(groups_file),
             (read_optimizer_file(file) for file in files),
-            index.metadata.get(LOSS_SCALE),
-            bool(index.metadata.get(SENT_FP8)),
+            {key: index.metadata[full] for full, key in _EXTRAS.items() if full in index.metadata},
         )
 
     # ---- schedulers ----
@@ -366,9 +365,8 @@ def _to_write(model: BoostedModel, use_safetensors: bool, use_async: bool) -> di
 
 def _metadata(optimizer: BoostedOptimizer) -> dict[str, Any]:
     """What an index tells beside its files."""
-    scale = scale_as_numbers(optimizer.scaler)
-    found: dict[str, Any] = {} if scale is None else {LOSS_SCALE: scale}
-    return found | ({SENT_FP8: True} if optimizer.options.fp8_communication else {})
+    own = {"loss_scale": scale_as_numbers(optimizer.scaler), FP8: optimizer.options.fp8_communication}
+    return {f"{EXTRAS}.{key}": value for key, value in own.items() if value}
 
 
 def _low_memory(asked: bool) -> bool:

@@ -54,7 +54,7 @@ def _in_row(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
-    """A tensor of which this rank has some boxes; torch.distributed.checkpoint saves these, and loads into them.
+    """A tensor of which this rank has some boxes; torch.distributed.checkpoint saves these, and loads others.
 
     Attributes:
         local: the rank's elements, 1-D, in memory order.
@@ -99,12 +99,17 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         found = []
-        for chunk in self.__create_chunk_list__():
+        for chunk in self._chunks():
             data = TensorWriteData(chunk, TensorProperties(self.dtype), self.size())
             found.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return found
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """A loader asks for this, and then reads: into memory of its own, since what it reads may be refused."""
+        self.local = torch.empty_like(self.local)
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self.parts().items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

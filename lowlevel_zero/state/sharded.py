@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -17,13 +18,22 @@ from ..optim.probe import NoProbe, first_states
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
 from .global_names import from_all_ranks, of_all_ranks
+from .loading import (
+    CLASS,
+    MASTER,
+    TRIED,
+    State,
+    add_sample,
+    check_class,
+    load_scale,
+    load_slices,
+    takes_master,
+)
 from .values import is_slice
-from .whole import MASTER, State, load_slices, own_state, scale_as_numbers
+from .whole import own_state, scale_as_numbers
 
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
-
-_TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
 
 
 class ShardedState:
@@ -32,10 +42,10 @@ class ShardedState:
     Tensors go by parameter and key. What has one number an element of the parameter is a ``BoxedTensor`` of the
     parameter's shape, whatever the world size. What hasn't (a step counter) is the same on every rank, and whole.
 
-    Settings are numbers, strings, lists, dicts and small tensors: ``param_groups`` (their ``params`` are names),
-    ``loss_scale``, ``plan`` (the bucket order that the first steps have taught), ``other_plans`` (those of groups of
-    experts) and ``states`` (those that aren't tensors). They are the same on all ranks, and tell of all ranks' experts;
-    tensors are this rank's alone.
+    Settings are numbers, strings, lists, dicts and small tensors: ``class`` (the wrapped optimizer's name),
+    ``param_groups`` (their ``params`` are names), ``loss_scale``, ``plan`` (the bucket order that the first steps have
+    taught), ``other_plans`` (those of groups of experts) and ``states`` (those that aren't tensors). They are the same
+    on all ranks, and tell of all ranks' experts; tensors are this rank's alone.
 
     When it is made, gathers are over, and masters follow what others wrote into parameters. It communicates then, where
     there are several shard groups: all ranks make it together.
@@ -80,7 +90,7 @@ class ShardedState:
     # ---- reading ----
 
     def tensors(self) -> States:
-        """The states that are tensors, and the fp32 masters; they share memory with the optimizer's.
+        """The states that are tensors, and the fp32 masters; slices share memory with the optimizer's.
 
         Raises:
             ValueError: a state's name has a dot in it.
@@ -91,7 +101,7 @@ class ShardedState:
                 if "." in key:
                     raise ValueError(f"{name}: expected states with no dot in their names, got {key!r}")
                 if isinstance(value, Tensor):
-                    own = _boxed(value, record) if is_slice(key, value, record) else value.detach()
+                    own = _boxed(value, record) if is_slice(key, value, record) else value.detach().clone()
                     found.setdefault(name, {})[key] = own
         return found
 
@@ -99,7 +109,7 @@ class ShardedState:
         """Zeros for the tensors that parameters without state will have after a step, as far as can be told."""
         new = {name: record for name, record in self._records.items() if not own_state(self._optim, record)}
         try:
-            first = first_states(self._optim, _TRIED) if new else []
+            first = first_states(self._optim, TRIED) if new else []
         except NoProbe:
             return {}
         group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
@@ -110,6 +120,7 @@ class ShardedState:
         groups = zip(self._optim.param_groups, self._group_names, strict=True)
         shared = next((group for group in self._optimizer.sharded_groups if group.number == 0), None)
         return {
+            CLASS: type(self._optim).__name__,
             "param_groups": [{**group, "params": list(names)} for group, names in groups],
             "loss_scale": scale_as_numbers(self._optimizer.scaler),
             "plan": None if shared is None else self._plan_of(shared),
@@ -130,15 +141,26 @@ class ShardedState:
         """
         found: States = {}
         for name, record in self._records.items():
-            of_record = saved.get(name, {}).items()
-            state = {key: _template(key, each, record) for key, each in of_record if _takes(record, key)}
-            if state:
-                found[name] = state
+            of_record = {key: each for key, each in saved.get(name, {}).items() if _takes(record, key)}
+            if of_record:
+                found[name] = {key: _template(key, each, record) for key, each in of_record.items()}
         return found
 
-    def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` unless ``settings`` are of an optimizer with the same parameters in the same groups."""
-        expected, got = self._group_names, [list(group["params"]) for group in settings["param_groups"]]
+    def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise ``ValueError`` unless ``settings`` are of an optimizer of this class, with these parameters and groups.
+
+        ``states``: what was saved by parameter and key, as far as the class isn't recorded.
+        """
+        self._check_groups([list(group["params"]) for group in settings["param_groups"]])
+        samples: dict[int, State] = {}
+        for name, record in self._records.items() if settings[CLASS] is None else ():
+            add_sample(samples, states.get(name, {}), record)
+        check_class(self._optim, settings[CLASS], settings["param_groups"], samples)
+        if self._optimizer.scaler is not None and settings["loss_scale"] is not None:
+            LossScaler().load_state_dict(settings["loss_scale"])
+
+    def _check_groups(self, got: Sequence[Sequence[str]]) -> None:
+        expected = self._group_names
         if len(got) != len(expected):
             raise ValueError(f"expected {len(expected)} param groups, got {len(got)}: {_REMEDY}")
         for at, (ours, theirs) in enumerate(zip(expected, got, strict=True)):
@@ -146,8 +168,11 @@ class ShardedState:
                 raise ValueError(f"{missing}: expected it in param group {at}, which was saved without it: {_REMEDY}")
             for surplus in sorted(set(theirs) - set(ours)):
                 raise ValueError(f"{surplus}: param group {at} was saved with it, and is without it here: {_REMEDY}")
-        if self._optimizer.scaler is not None and settings["loss_scale"] is not None:
-            LossScaler().load_state_dict(settings["loss_scale"])
+
+    def lost(self, settings: Mapping[str, Any], saved: Mapping[str, Collection[str]]) -> list[str]:
+        """Return the parameters of these groups that have states among the ``saved``, and are trained on no rank."""
+        names = (name for group in settings["param_groups"] for name in group["params"])
+        return [name for name in names if saved.get(name) and name not in self.present]
 
     def slices(
         self, tensors: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any]
@@ -161,16 +186,23 @@ class ShardedState:
         for name, record in self._records.items():
             given = tensors.get(name, {})
             saved = settings["present"].get(name, ()) if "present" in settings else given
-            own = {key: _own(name, key, given.get(key), record) for key in saved if _takes(record, key)}
+            asked = [
+                key for key in saved if _takes(record, key) and (key in given or key != MASTER or record.keeps_more)
+            ]
+            own = {key: _own(name, key, given.get(key), record) for key in asked}
             found[record] = {**settings["states"].get(name, {}), **own}
         return found
 
-    def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any]) -> None:
-        """Take over states, but for masters, group settings, loss scale and plan.
+    def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any], undo: ExitStack) -> None:
+        """Take over states, but for masters, and group settings. ``undo`` gets what takes that back.
 
-        Checked settings are expected. There must be no gradients around.
+        Checked settings are expected.
         """
-        load_slices(self._optimizer, settings["param_groups"], slices, settings["loss_scale"])
+        load_slices(self._optimizer, settings["param_groups"], slices, undo)
+
+    def load_progress(self, settings: Mapping[str, Any]) -> None:
+        """Go on with the loss scale and the bucket plans. There must be no gradients around."""
+        load_scale(self._optimizer, settings["loss_scale"])
         plans = [settings["plan"], *settings["other_plans"]]
         index = {name: record.index for name, record in self._records.items()}
         for group in self._optimizer.sharded_groups:
@@ -197,17 +229,17 @@ def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> lis
 
 
 def _takes(record: ShardedParameter, key: str) -> bool:
-    """Whether a saved state is one of ours: masters are of those that keep more than ``p`` does."""
-    return key != MASTER or record.keeps_more
+    """Return whether a saved state has a place here."""
+    return key != MASTER or takes_master(record)
 
 
 def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
-    """Without values, the tensors of a whole state, of which ``first`` is one of a parameter of ``_TRIED`` elements."""
+    """Without values, the tensors of a whole state, of which ``first`` is one of a parameter of ``TRIED`` elements."""
     tensors = {key: value for key, value in first.items() if isinstance(value, Tensor)}
     if record.keeps_more:
-        tensors[MASTER] = record.p32.new_zeros(_TRIED)
+        tensors[MASTER] = record.p32.new_zeros(TRIED)
     return {
-        key: value.new_empty(record.p.shape if value.numel() == _TRIED else value.shape, device="meta")
+        key: value.new_empty(record.p.shape if value.numel() == TRIED else value.shape, device="meta")
         for key, value in tensors.items()
     }
 

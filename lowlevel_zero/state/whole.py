@@ -19,18 +19,26 @@ from ..communication.agreement import Alike, agree, together
 from ..communication.shard_group import ShardGroup
 from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
-from ..optim.quantised import flat_state, quantised_state
+from ..optim.quantised import flat_state
 from ..sharded_optimizer import ShardedOptimizer
+from .loading import (
+    CLASS,
+    EXTRAS,
+    FP8,
+    MASTER,
+    OTHER_PLANS,
+    State,
+    add_sample,
+    all_or_nothing,
+    check_class,
+    load_scale,
+    load_slices,
+    restore_masters,
+    warn_of_lost_states,
+)
 from .values import Slice, is_slice, whole_slices
 
-MASTER = "master_param"
-# What a plain optimizer's state dict doesn't have, and doesn't mind.
-EXTRAS = "lowlevel_zero"
-OTHER_PLANS = "other_plans"
-# Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
-# say so counts as of a run without: a model that went on elsewhere has many numbers that fp8 has, by chance.
-FP8 = "fp8"
-
+_DOING = "load a state dict"
 _STATES = Alike(
     "the same states of the optimizer", "let a hook that adds some do so on every rank, or keep them somewhere else"
 )
@@ -38,7 +46,6 @@ _SAVED = Alike(
     "the same state dict", "load the same file on every rank, whole (saved without only_on_master elsewhere)"
 )
 
-State = dict[str, Any]
 Pinned = dict[int, State]
 
 
@@ -54,7 +61,8 @@ def state_dict(optimizer: ShardedOptimizer, pinned: Pinned | None = None, only_o
     plans = (group.reducer.plan_state() for group in optimizer.sharded_groups)
     plan, *others = [None if plan is None else plan._asdict() for plan in plans]
     fp8, scale = optimizer.options.fp8_communication, scale_as_numbers(optimizer.scaler)
-    extras: State = {"loss_scale": scale, "plan": plan, FP8: fp8, **({OTHER_PLANS: others} if others else {})}
+    own: State = {CLASS: type(optimizer.optim).__name__, "loss_scale": scale, "plan": plan, FP8: fp8}
+    extras = {**own, **({OTHER_PLANS: others} if others else {})}
     return {"state": state, "param_groups": packed_groups(optimizer), EXTRAS: extras}
 
 
@@ -170,11 +178,11 @@ def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
 def load_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Load a plain torch optimizer's state dict (or ``state_dict``'s) into slices; every rank calls it, with the same.
 
-    Raises (on all ranks):
+    Raises (on all ranks; nothing has been changed then):
         TypeError: not a mapping.
-        ValueError: its groups or shapes aren't this optimizer's; nothing has been changed then.
+        ValueError: its class, groups or shapes aren't this optimizer's, or ranks have different ones.
     """
-    with together(optimizer.shard_group, "load a state dict", _SAVED) as lines:
+    with together(optimizer.shard_group, _DOING, _SAVED) as lines:
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: expected an optimizer's state dict, got {type(state_dict).__name__}")
         if not {"state", "param_groups"} <= state_dict.keys():
@@ -185,8 +193,7 @@ def load_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) 
         if len(optimizer.sharded_parameters.shard_groups) == 1:
             lines += _described(state_dict)
     extras = state_dict.get(EXTRAS) or {}
-    shards, fp8 = [state_dict["state"]], extras.get(FP8, False)
-    load_state_shards(optimizer, state_dict["param_groups"], shards, extras.get("loss_scale"), fp8)
+    load_state_shards(optimizer, state_dict["param_groups"], [state_dict["state"]], extras)
     if all(group.reducer.idle for group in optimizer.sharded_groups):
         _restore_plans(optimizer.sharded_groups, [extras.get("plan"), *extras.get(OTHER_PLANS, [])])
 
@@ -203,72 +210,47 @@ def load_state_shards(
     optimizer: ShardedOptimizer,
     param_groups: Sequence[Mapping[str, Any]],
     shards: Iterable[Mapping[Any, State]],
-    loss_scale: Mapping[str, Any] | None = None,
-    fp8: bool = False,
+    extras: Mapping[str, Any],
 ) -> None:
-    """Load whole states that come in pieces, by place, of which only slices are kept; no communication.
+    """Load whole states that come in pieces, by place, of which only slices are kept; every rank calls it.
 
     Args:
         optimizer: whose they are; any number of ranks may have saved them.
         param_groups: what ``packed_groups`` gave.
         shards: what ``state_dict_shard`` gave.
-        loss_scale: what ``scale_as_numbers`` gave; None: the present one stays.
-        fp8: they are of a run whose parameters travelled in fp8.
+        extras: what ``state_dict`` gave beside: ``CLASS``, ``"loss_scale"`` (without one the present one stays) and
+            ``FP8``, as far as it is known.
 
-    Raises:
-        ValueError: groups or shapes aren't this optimizer's, or no loss scale; nothing has been changed then.
+    Raises (on all ranks; nothing has been changed then):
+        ValueError: the class, groups or shapes aren't this optimizer's, or it is no loss scale.
     """
-    if loss_scale is not None:
-        LossScaler().load_state_dict(loss_scale)
-    records = _records_by_place(optimizer.sharded_parameters, param_groups)
+    parameters, loss_scale = optimizer.sharded_parameters, extras.get("loss_scale")
     slices: dict[ShardedParameter, State] = {}
-    for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
-        record = records.get(place)
-        if record is not None:
-            _check_shapes(state, record)
-            master = {MASTER: record.slice_of(state[MASTER])} if MASTER in state else {}
-            slices[record] = slice_state({k: v for k, v in state.items() if k != MASTER}, record) | master
-    load_slices(optimizer, param_groups, slices, loss_scale)
-    restore_masters(slices, fp8)
+    lost: list[str] = []
+    samples: dict[int, State] = {}
+    with all_or_nothing(optimizer.shard_group, _DOING) as undo:
+        if loss_scale is not None:
+            LossScaler().load_state_dict(loss_scale)
+        places = _parameters_by_place(parameters, param_groups)
+        for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
+            record = parameters.find(places[place]) if place in places else None
+            if record is not None:
+                _check_shapes(state, record)
+                master = {MASTER: record.slice_of(state[MASTER])} if MASTER in state else {}
+                own = {key: value for key, value in state.items() if key != MASTER}
+                slices[record] = slice_state(own, record) | master
+                add_sample(samples, own, record)
+            elif state and place in places:
+                lost.append(optimizer.parameter_names()[places[place]])
+        check_class(optimizer.optim, extras.get(CLASS), param_groups, samples)
+        load_slices(optimizer, param_groups, slices, undo)
+    load_scale(optimizer, loss_scale)
+    restore_masters(optimizer, slices, extras.get(FP8, False))
+    warn_of_lost_states(optimizer.shard_group, lost)
 
 
-def load_slices(
-    optimizer: ShardedOptimizer,
-    param_groups: Sequence[Mapping[str, Any]],
-    states: Mapping[ShardedParameter, State],
-    loss_scale: Mapping[str, Any] | None,
-) -> None:
-    """Hand slices to the wrapped optimizer's own ``load_state_dict``, which casts them to ``p32``'s dtype.
-
-    Of masters nothing is taken here.
-    """
-    optim, parameters = optimizer.optim, optimizer.sharded_parameters
-    place = {p32: at for at, p32 in enumerate(p32 for group in optim.param_groups for p32 in group["params"])}
-    groups = [
-        {**saved, "params": [place[p32] for p32 in held["params"]]}
-        for saved, held in zip(param_groups, optim.param_groups, strict=True)
-    ]
-    state: dict[int, State] = {}
-    for p32, at in place.items():
-        of_slice = {key: v for key, v in states.get(parameters[p32], {}).items() if key != MASTER}
-        if of_slice:
-            state[at] = quantised_state(optim, p32, of_slice)
-    optim.load_state_dict({"state": state, "param_groups": groups})
-    if optimizer.scaler is not None and loss_scale is not None:
-        optimizer.scaler.load_state_dict(loss_scale)
-
-
-def restore_masters(states: Mapping[ShardedParameter, State], fp8: bool) -> None:
-    """Let parameters have the masters among ``states`` where these round to them, as ``restore_master`` does."""
-    for record, state in states.items():
-        if MASTER in state:
-            record.restore_master(state[MASTER], fp8)
-
-
-def _records_by_place(
-    parameters: ParameterStore, param_groups: Sequence[Mapping[str, Any]]
-) -> dict[int, ShardedParameter]:
-    """Which record the saved places mean; ``ValueError`` if the groups aren't this optimizer's.
+def _parameters_by_place(parameters: ParameterStore, param_groups: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+    """Return which parameter each saved place means; ``ValueError`` if the groups aren't this optimizer's.
 
     torch counts every parameter of a group. ColossalAI counts the trainable ones alone, and is understood too.
     """
@@ -277,8 +259,7 @@ def _records_by_place(
     for groups in (parameters.groups, trainable):
         if got == [len(members) for members in groups]:
             saved = (place for group in param_groups for place in group["params"])
-            pairs = zip(saved, (parameters.find(p) for members in groups for p in members), strict=True)
-            return {place: record for place, record in pairs if record is not None}
+            return dict(zip(saved, (p for members in groups for p in members), strict=True))
     expected = [len(members) for members in parameters.groups]
     raise ValueError(
         f"state_dict: expected param groups of {expected} parameters (frozen ones included), got {got}: "

@@ -168,7 +168,6 @@ def test_what_does_not_fit_together_is_refused_by_name_and_changes_nothing(tmp_p
         save_checkpoint(tmp_path / "one", other, [single])
         alone = dist.new_group([rank], use_local_synchronization=True)
         apart = LowLevelZeroOptimizer(torch.optim.SGD(model_of(0).parameters(), lr=0.1), dp_process_group=alone)
-        overlapping = LowLevelZeroOptimizer(torch.optim.SGD([trio.model[1].bias], lr=0.1), model=trio.model)
 
         def save(optimizer: Any, scheduler: Any = None) -> str:
             return refused(lambda: save_checkpoint(tmp_path / "new", trio.model, optimizer, scheduler=scheduler))
@@ -178,7 +177,6 @@ def test_what_does_not_fit_together_is_refused_by_name_and_changes_nothing(tmp_p
 
         before = trio.whole()
         told = [
-            save({"first": trio.adamw, "second": overlapping, "muon": trio.muon}),
             save([trio.muon, trio.muon]),
             save([trio.muon, trio.adamw.optim]),
             save({1: trio.muon, 2: trio.adamw}),
@@ -203,7 +201,6 @@ def test_what_does_not_fit_together_is_refused_by_name_and_changes_nothing(tmp_p
         return told
 
     expected = [
-        "ValueError: 1.bias: expected one optimizer that trains it, got optimizer['first'] and optimizer['second']",
         "ValueError: 1.weight: expected one optimizer that trains it, got optimizer[0] and optimizer[1]",
         "TypeError: optimizer[1]: expected a LowLevelZeroOptimizer, got AdamW",
         "TypeError: optimizer: expected names as keys, got a int, 1",

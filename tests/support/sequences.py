@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.state.whole import MASTER
+from lowlevel_zero.state.loading import MASTER
 
 WIDTH = 3
 MOST_RANKS = 4

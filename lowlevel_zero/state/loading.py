@@ -1,0 +1,159 @@
+"""Loading into slices: what whole state dicts and sharded ones have in common; all ranks take it over, or none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..communication.agreement import together
+from ..communication.shard_group import ShardGroup
+from ..optim.probe import missing_in
+from ..optim.quantised import block_size, quantised_state
+from ..sharded_optimizer import ShardedOptimizer
+from .values import Slice, whole_slices
+
+_log = logging.getLogger("lowlevel_zero")
+
+MASTER = "master_param"
+# What a plain optimizer's state dict doesn't have, and doesn't mind.
+EXTRAS = "lowlevel_zero"
+OTHER_PLANS = "other_plans"
+# Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
+# say so counts as of a run without: a model that went on elsewhere has many numbers that fp8 has, by chance.
+FP8 = "fp8"
+CLASS = "class"  # the name of the wrapped optimizer's
+TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
+
+State = dict[str, Any]
+
+_SAME_CLASS = "build the optimizer that was saved, or load the model alone"
+
+
+@contextmanager
+def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
+    """Every rank enters; if the body raises on one of them, what it has put on the stack is called on all."""
+    undo = ExitStack()
+    try:
+        with together(group, doing):
+            yield undo
+    except BaseException:
+        with suppress(Exception):  # of a caller's object that refuses its former state, too
+            undo.close()
+        raise
+
+
+def load_slices(
+    optimizer: ShardedOptimizer,
+    param_groups: Sequence[Mapping[str, Any]],
+    states: Mapping[ShardedParameter, State],
+    undo: ExitStack,
+) -> None:
+    """Hand slices to the wrapped optimizer's own ``load_state_dict``, which casts them to ``p32``'s dtype.
+
+    Of masters nothing is taken here. ``undo`` gets what takes it all back: hooks of the caller's may raise.
+    """
+    optim, parameters = optimizer.optim, optimizer.sharded_parameters
+    place = {p32: at for at, p32 in enumerate(p32 for group in optim.param_groups for p32 in group["params"])}
+    groups = [
+        {**saved, "params": [place[p32] for p32 in held["params"]]}
+        for saved, held in zip(param_groups, optim.param_groups, strict=True)
+    ]
+    state: dict[int, State] = {}
+    for p32, at in place.items():
+        of_slice = {key: v for key, v in states.get(parameters[p32], {}).items() if key != MASTER}
+        if of_slice:
+            state[at] = quantised_state(optim, p32, of_slice)
+    undo.callback(vars(optim).update, state=optim.state, param_groups=optim.param_groups)
+    optim.load_state_dict({"state": state, "param_groups": groups})
+
+
+def load_scale(optimizer: ShardedOptimizer, loss_scale: Mapping[str, Any] | None) -> None:
+    """Go on with a loss scale, as ``scale_as_numbers`` gave it; None: the present one stays."""
+    if optimizer.scaler is not None and loss_scale is not None:
+        optimizer.scaler.load_state_dict(loss_scale)
+
+
+def restore_masters(optimizer: ShardedOptimizer, states: Mapping[ShardedParameter, State], fp8: bool) -> None:
+    """Let parameters have the masters among ``states`` where these round to them, as ``restore_master`` does.
+
+    A parameter that is fp32 itself becomes its master where it was loaded from what 16 bits had kept of it. That
+    communicates: every rank calls it, with the masters of the same parameters.
+    """
+    wide: list[list[Slice]] = [[] for _ in optimizer.sharded_parameters.shard_groups]
+    for record in sorted((record for record in states if MASTER in states[record]), key=lambda record: record.index):
+        if record.keeps_more:
+            record.restore_master(states[record][MASTER], fp8)
+        elif takes_master(record):
+            wide[record.shard_group].append(Slice(record, states[record][MASTER]))
+    for slices, group in zip(wide, optimizer.sharded_parameters.shard_groups, strict=True):
+        for each, master in zip(slices, whole_slices(slices, group), strict=True):
+            _widen(each.record.p, master)
+
+
+@torch.no_grad()
+def _widen(p: Tensor, master: Tensor) -> None:
+    """Let ``p`` be ``master`` where it is what bf16 or fp16 keeps of that."""
+    for dtype in (torch.bfloat16, torch.float16):
+        p.copy_(torch.where(p == master.to(dtype), master, p))
+
+
+def takes_master(record: ShardedParameter) -> bool:
+    """Return whether a saved fp32 master has a place here: as a master, or as the parameter itself."""
+    return record.keeps_more or record.p32.dtype.itemsize >= torch.float32.itemsize
+
+
+def warn_of_lost_states(group: ShardGroup, names: Sequence[str]) -> None:
+    """Warn on the first rank of parameters whose saved states nobody has taken."""
+    if names and group.group_rank == 0:
+        _log.warning(
+            "%s: trained when it was saved, and by no optimizer here, so that its state (and that of %d more) isn't "
+            "loaded, and is missing from what is saved next: if it is to be trained, set requires_grad=True before "
+            "constructing the optimizer",
+            names[0],
+            len(names) - 1,
+        )
+
+
+def check_class(
+    optim: Optimizer, saved: str | None, param_groups: Sequence[Mapping[str, Any]], states: Mapping[int, State]
+) -> None:
+    """Raise ``ValueError`` if what was saved is of another class than ``optim``; its settings may differ.
+
+    Args:
+        saved: the class's name; None: nobody has recorded it, as in plain torch's state dicts. Then a small optimizer
+            of this class tries what was saved.
+        param_groups: the settings.
+        states: by group a parameter's, as ``add_sample`` gives them.
+    """
+    own = type(optim).__name__
+    if saved is not None and saved != own:
+        raise ValueError(f"expected the state of this class of optimizer, {own}, got that of {saved}: {_SAME_CLASS}")
+    missing = None if saved or block_size(optim) > 1 else missing_in(optim, TRIED, param_groups, states)
+    if missing is not None:
+        raise ValueError(
+            f"expected the state of this class of optimizer, {own}, got one that has no {missing}, without which it "
+            f"can't step: {_SAME_CLASS}"
+        )
+
+
+def add_sample(samples: dict[int, State], state: Mapping[str, Any], record: ShardedParameter) -> None:
+    """Add the state of a parameter of ``TRIED`` elements, like this one of ``record``, unless its group has one."""
+    own = {key: value for key, value in state.items() if key != MASTER}
+    if own and record.group not in samples:
+        samples[record.group] = {key: _sample(value, record.p) for key, value in own.items()}
+
+
+def _sample(value: Any, p: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if value.shape == p.shape and p.dim():
+        return torch.zeros(TRIED, dtype=value.dtype, device="cpu")
+    return value.detach().to("cpu", copy=True)
