@@ -235,7 +235,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         ``ShardedGradient`` afterwards, of which each rank holds a slice. A loss that doesn't require grad contributes
         nothing.
         """
-        with self._gradient_sync(loss, inputs, self.scaler) as scaled:
+        with self._gradient_sync(loss, inputs, self.scaler, by_itself=True) as scaled:
             self._run_backward(scaled, None, inputs, retain_graph)
 
     def backward_by_grad(
@@ -249,7 +249,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
-        with self._gradient_sync(tensor, inputs):
+        with self._gradient_sync(tensor, inputs, by_itself=True):
             self._run_backward(tensor, grad, inputs, retain_graph)
 
     def backward_pass(
@@ -302,9 +302,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     @contextmanager
     def _gradient_sync(
-        self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None, scaler: LossScaler | None = None
+        self,
+        loss: Tensor,
+        inputs: Tensor | Sequence[Tensor] | None,
+        scaler: LossScaler | None = None,
+        by_itself: bool = False,
     ) -> Iterator[Tensor]:
-        """One backward of this optimizer's own, and its reductions; in each group, whatever one of them raises."""
+        """Run the reductions of a backward of this optimizer's own; in each group, whatever one of them raises."""
         self._guard.enter("backward")
         refuse_compiled("backward")
         if not isinstance(loss, Tensor):
@@ -317,7 +321,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         try:
             with ExitStack() as begins:
                 for each in reversed(self.sharded_groups):
-                    begins.callback(each.reducer.begin, loss, inputs)
+                    begins.callback(each.reducer.begin, loss, inputs, by_itself)
             context = self.options.backward_context or nullcontext
             with context(), nullcontext(loss) if scaler is None else self._scaled(loss, scaler.scale) as scaled:
                 yield scaled

@@ -4,6 +4,9 @@
 - A plain ``loss.backward()`` opens a sync with its first gradient. A rank whose loss touched nothing opens none, so
   the ranks agree at the step on how many they have run, and who is behind joins with zeros. Until then nobody waits
   for a reduction, since its peers may be waiting to agree.
+- Where there are other optimizers, the gradients of a plain ``loss.backward()`` are reduced once the ranks have agreed,
+  and so are those of further shard groups. Each rank alone knows what it has run: with reductions that start as they
+  come, ranks would give a communicator different orders, or wait for each other in different optimizers.
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
   sync, before the step, on all ranks.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
@@ -85,14 +88,16 @@ class Reducer:
         self._group = group = parameters.shard_groups[number]
         self._gradients = gradients
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
-        # A rank must not wait in one shard group for a peer that may be waiting for it in another. And on a device
-        # groups' buckets come in one order on all ranks: a further group's at the end of a backward, in its turn.
+        # A rank must not wait in one shard group for a peer that may be waiting for it in another.
         device = self._records[0].padded.device
         backend, alone = group.backend(device), len(parameters.by_shard_group) == 1
         limited = alone and (options.keeps_row_only or backend.limits_all_reduce)
         self._most_in_flight = backend.in_flight if limited else None
-        self._in_turn = number > 0 and self._streams.several
-        self._overlaps = options.overlap_communication and not self._in_turn
+        self._in_order = group.has_others and not group.on_gloo(device)
+        self._overlaps = options.overlap_communication
+        self._keeps_some = False  # gradients of plain backwards, until the ranks agree
+        self._by_itself = True  # no other optimizer's backward runs within that of the open sync
+        self._starts_early = False  # buckets of the open sync, before its end
         self._unused = UnusedParameters(parameters, number)
         bucket_size = options.bucket_size(device.type)
         self.plan = LearntPlan(self._records, group, bucket_size, options.pad_buckets_for_high_nccl_busbw)
@@ -131,14 +136,22 @@ class Reducer:
 
     # ---- gradients come ----
 
-    def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> None:
-        """``optimizer.backward`` starts: a sync of its own, after one that an error may have left open."""
+    def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None, by_itself: bool) -> None:
+        """Open a sync for an ``optimizer.backward``, after one that an error may have left open.
+
+        Args:
+            loss: what the backward is run from.
+            inputs: what it is given as such.
+            by_itself: no other optimizer's backward runs within.
+        """
         if self._state.syncs:
             self._drop_cleared()
             if self.buckets.is_open:
                 self._close_sync()
-            if self.buckets.in_flight or not self._gradients.is_empty:
+            if self._shows_some:
                 self._gradients.take_out()
+            self._by_itself = by_itself or self._state.is_alone
+            self._starts_early = self._overlaps and (not self._in_order or (self._by_itself and self._number == 0))
             reached = None
             try:
                 if self._unused.detecting:
@@ -169,7 +182,7 @@ class Reducer:
             self._streams.note_gradient_stream()
         if (earlier or not usual) and not self._admit(record, earlier):
             return
-        if buckets.fill(record) and self._overlaps:
+        if buckets.fill(record) and self._starts_early:
             if self._announced is not None and self._announced.done():
                 self._read_announced(self._announced)
             if self._announced is None:
@@ -189,13 +202,17 @@ class Reducer:
                 self._state.phase = Phase.COMING
             return False
         if not self.buckets.is_open:
-            self._open_plain(record)
+            self._check_plain(record)
+            if self._number > 0 or not self._state.is_alone:
+                self._keep_until_all_agree(record)
+                return False
+            self._open_plain()
         if not running:
             self._watch_graph_task(record)
         return True
 
-    def _open_plain(self, record: ShardedParameter) -> None:
-        """The first gradient of a plain ``loss.backward()`` has come, or of one that nobody expects."""
+    def _check_plain(self, record: ShardedParameter) -> None:
+        """Raise for a gradient of a plain ``loss.backward()`` that can't be reduced."""
         self._group.progress.check_process(f"the backward of {record.name}")
         if self._state.phase is Phase.SYNCHRONIZED:
             record.drop_unreduced()
@@ -212,21 +229,43 @@ class Reducer:
                 f"{record.name}: expected its gradient outside of a CUDA graph's capture, got it within, whose replays "
                 "run no hooks: capture parts of the model by torch.cuda.make_graphed_callables"
             )
+
+    def _open_plain(self) -> None:
+        """Open a sync for the backward whose first gradient has come: a plain ``loss.backward()``, or an unforeseen."""
         self._may_be_alone = True
         self._drop_cleared()
         self._open_sync()
+        self._starts_early = self._overlaps
 
-    def _watch_graph_task(self, record: ShardedParameter) -> None:
+    def _keep_until_all_agree(self, record: ShardedParameter) -> None:
+        """Leave a gradient in ``p.grad`` until the ranks agree: not all of them may have run its backward.
+
+        With other optimizers, or further shard groups, they would start reductions in different orders.
+        """
+        if self._watch_graph_task(record):
+            self._drop_cleared()
+        self._keeps_some = True
+        self._state.phase = Phase.COMING
+
+    def _watch_graph_task(self, record: ShardedParameter) -> bool:
+        """Have the end of the plain backward that runs be told; whether it is another one than the last."""
         task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._group.progress.check_process(f"the backward of {record.name}")
-            self._graph_task = task
-            Variable._execution_engine.queue_callback(self._graph_task_ended)
+        if task == self._graph_task:
+            return False
+        self._group.progress.check_process(f"the backward of {record.name}")
+        self._graph_task = task
+        Variable._execution_engine.queue_callback(self._graph_task_ended)
+        return True
 
     def _graph_task_ended(self) -> None:
         """A plain backward of one graph is over; if it wasn't nested in another's, so is the sync."""
-        if torch._C._current_autograd_node() is None and self.buckets.is_open and not self._in_turn:
+        if torch._C._current_autograd_node() is not None:
+            return
+        if self.buckets.is_open:
             self._close_sync()
+        elif self._keeps_some:
+            for record in (each for each in self._records if not each.is_empty):
+                record.show_unreduced()
 
     # ---- one sync ----
 
@@ -248,7 +287,10 @@ class Reducer:
             )
 
     def _join_sync(self, used: bytes | None = None) -> None:
-        """A sync that others have opened, of that for which ``used`` has a byte other than 0; None: of everything."""
+        """Run a sync that all ranks know of, with what is left here: of what has a byte other than 0 in ``used``.
+
+        None: of everything.
+        """
         self.buckets.open_sync(self.plan.whole if used is None else self.plan.of(used), ())
         self._close_sync()
 
@@ -303,7 +345,7 @@ class Reducer:
         Wait for none where this rank may be alone with it: others may not have begun, and not begin until all agree.
         """
         in_flight = self.buckets.in_flight
-        if not self._may_be_alone and self._state in StepState.in_backward:
+        if not self._may_be_alone and self._by_itself and self._state in StepState.in_backward:
             leave = self._most_in_flight if leave is None else leave
             while leave is not None and len(in_flight) > leave:
                 self._finish_oldest()
@@ -321,6 +363,11 @@ class Reducer:
             self._note_loss(error)
             raise
 
+    @property
+    def _shows_some(self) -> bool:
+        """Whether a sharded gradient may be in ``p.grad``."""
+        return self._keeps_some or bool(self.buckets.in_flight) or not self._gradients.is_empty
+
     def _drop_cleared(self) -> None:
         """Drop gradients whose ``p.grad`` was set to None since.
 
@@ -328,7 +375,7 @@ class Reducer:
         each of them is.
         """
         in_flight = self.buckets.in_flight
-        if self._state.phase is Phase.SYNCHRONIZED or (self._gradients.is_empty and not in_flight):
+        if self._state.phase is Phase.SYNCHRONIZED or not self._shows_some:
             return
         cleared = self._gradients.hide_cleared(in_flight)
         if cleared:
@@ -377,16 +424,9 @@ class Reducer:
                 self._close_sync()
             except Exception as error:  # of whatever kind: others would wait for the agreement
                 call = call._replace(error=call.error or error)
-        detecting = self._unused.detecting
-        present = None
-        if detecting:
-            present = self._run_announced(with_leftovers)
-        elif with_leftovers and self._leftovers():
-            self._may_be_alone = True
-            self._open_sync()
-            self._close_sync()
-        agreed = self._compare(call)
-        if not detecting:
+        present = self._run_announced(with_leftovers) if self._unused.detecting else None
+        agreed = self._compare(call, self._leftovers() if with_leftovers and present is None else [])
+        if present is None:
             while self._group.progress.micro_batch < agreed.syncs:
                 self._join_sync()
             if agreed.lacks:
@@ -394,18 +434,26 @@ class Reducer:
         while self.buckets.in_flight:
             self._finish_oldest()
         self._streams.join()
+        self._keeps_some = False
         return present
 
-    def _compare(self, call: Call) -> SyncProgress:
-        """Agree on the call; returns how many syncs a rank has closed, at most, and whether one lacks a gradient."""
+    def _compare(self, call: Call, leftovers: Sequence[int]) -> SyncProgress:
+        """Agree on the call; returns how many syncs a rank needs, at most, and whether one lacks a gradient.
+
+        Gradients that are left in ``p.grad`` take one more sync on this rank.
+        """
         if call.name == "zero_grad":
             lacks, cleared = False, []
         else:
-            lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]
+            here = [record.worked or record.is_empty for record in self._records]
+            for index in leftovers:
+                here[index] = True
+            lacks = self._unused.lacked or False in here
             cleared = [text for _, text in sorted(self._dropped)]
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
         written = [record.name for record in call.written if record.shard_group == self._number]
-        progress = SyncProgress(self._group.progress.micro_batch, lacks, call.settings, cleared, written)
+        syncs = self._group.progress.micro_batch + bool(leftovers)
+        progress = SyncProgress(syncs, lacks, call.settings, cleared, written)
         agreed = agree(self._group, None, call.error, call.name, progress=progress)
         self._may_be_alone = False
         self._dropped.clear()

@@ -266,6 +266,14 @@ class ShardedParameter:
             self.pending = self.p.grad
         self.p.grad = self.shown = self.handle
 
+    def show_unreduced(self) -> None:
+        """Let ``p.grad`` and ``p32.grad`` tell that there will be a ``g``, of what a backward has left, if anything."""
+        try:
+            self.show()
+        except RuntimeError:  # the model has been converted, which the step refuses
+            self.p.grad = self.shown = None
+        self.p32.grad = self.slice_handle
+
     @property
     def unreduced(self) -> Tensor | None:
         """What a backward, or its caller, has left to be reduced, or None."""

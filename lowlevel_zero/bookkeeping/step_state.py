@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from typing import ClassVar
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -30,9 +31,11 @@ class StepState:
         syncs: gradients are reduced (False under ``no_sync``: hooks do nothing).
         lost: the error by which this rank has lost gradients of the step, in words; empty: none.
         in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
+        alive: those of all optimizers of this process.
     """
 
     in_backward: ClassVar[list[StepState]] = []
+    alive: ClassVar[WeakSet[StepState]] = WeakSet()
 
     def __init__(self, average: float, scaler: LossScaler | None) -> None:
         self._average = average
@@ -40,6 +43,12 @@ class StepState:
         self.phase = Phase.COMING
         self.syncs = True
         self.lost = ""
+        StepState.alive.add(self)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process has no other optimizer."""
+        return len(StepState.alive) == 1
 
     def gradient_scale(self) -> float | Tensor:
         """What a gradient as reductions leave it is to be multiplied with to be averaged and unscaled."""

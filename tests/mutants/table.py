@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant(
         "a rank that lacks a gradient doesn't tell",
         REDUCER,
-        "lacks = self._unused.lacked or False in [record.worked or record.is_empty for record in self._records]",
+        "lacks = self._unused.lacked or False in here",
         "lacks = False",
         DROPS,
     ),

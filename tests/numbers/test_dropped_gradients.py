@@ -131,7 +131,7 @@ def drop_after_different_backwards(rank: int, world_size: int) -> None:
     if rank == 0:
         loss(model, 1)(rank).backward()
     clear(model, 2)
-    with pytest.raises(RuntimeError, match=r"2.weight after backward 2.*2.weight after backward 1"):
+    with pytest.raises(RuntimeError, match="2.weight after backward 2 on rank 0 and not on rank 1"):
         optimizer.step()
     optimizer.zero_grad()
     loss(model, 2)(rank).backward()

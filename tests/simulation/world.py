@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeVar, get_args
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch._dynamo  # imported later, in a simulated rank, these would keep its default group
@@ -63,6 +63,7 @@ _TIMEOUT = timedelta(minutes=30)
 _PROCESS_WIDE: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     (c10d, "_world", World),
     (StepState, "in_backward", list),
+    (StepState, "alive", WeakSet),
     (lives, "_alive", WeakValueDictionary),
     (grid, "_tries", itertools.count),
 )

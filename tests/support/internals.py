@@ -48,10 +48,9 @@ def with_and_without_detection(train: Callable[..., T]) -> Callable[..., tuple[T
 
 
 def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
-    """On a device buckets of further shard groups start at the end of a backward, in their turn."""
-    for group in optimizer.sharded_groups[1:]:
-        patch_rank(group.reducer, "_in_turn", True)
-        patch_rank(group.reducer, "_overlaps", False)
+    """On a device reductions of several shard groups start in one order."""
+    for group in optimizer.sharded_groups:
+        patch_rank(group.reducer, "_in_order", True)
     return optimizer
 
 

@@ -1,0 +1,121 @@
+"""Two optimizers on one communicator: it is given the same collectives in the same order on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.simulation.world import Carrier, simulate
+
+RANKS = 2
+NAMES = "abcdef"
+X = torch.randn(4, RANKS, 4, 8, generator=torch.Generator().manual_seed(1))
+
+# Which layers each rank leaves out.
+DROPS: dict[str, tuple[str, str]] = {
+    "none": ("", ""),
+    "one on rank 0": ("c", ""),
+    "others on each": ("ae", "bf"),
+    "one optimizer's on rank 0": ("ace", ""),
+    "all on rank 0": (NAMES, ""),
+    "another optimizer's on each": ("ace", "bdf"),
+}
+
+
+def build() -> nn.ModuleDict:
+    """Layers of which no two have the same size, so another order is another collective."""
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(8, 3 + at, bias=False) for at, name in enumerate(NAMES)}
+    return nn.ModuleDict({name: nn.Sequential(layer, nn.Tanh()) for name, layer in layers.items()})
+
+
+def loss_of(model: nn.ModuleDict, at: int, rank: int, dropped: str) -> Tensor:
+    used = [model[name](X[at][rank]).square().mean() for name in NAMES if name not in dropped]
+    return torch.stack(used).prod() if used else torch.zeros(())
+
+
+def halves(model: nn.ModuleDict) -> list[torch.optim.Optimizer]:
+    parameters = ([p for name in names for p in model[name].parameters()] for names in ("ace", "bdf"))
+    return [torch.optim.SGD(some, lr=0.1, momentum=0.9) for some in parameters]
+
+
+def run(loss: Tensor) -> None:
+    if loss.requires_grad:
+        loss.backward()
+
+
+def plain(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
+    run(loss(at))
+    run(loss(at + 1))
+
+
+def driven_by_one(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
+    one.backward(loss(at))
+    run(loss(at + 1))
+
+
+def driven_by_each(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
+    one.backward(loss(at))
+    two.backward(loss(at + 1))
+
+
+def within_both(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
+    both = loss(at)
+    with one.backward_pass(both), two.backward_pass(both):
+        run(both)
+    run(loss(at + 1))
+
+
+def one_within_the_other(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
+    outer, inner = loss(at), loss(at + 1)
+    with one.backward_pass(outer):
+        run(outer)
+        with two.backward_pass(inner):
+            run(inner)
+
+
+WAYS = [plain, driven_by_one, driven_by_each, within_both, one_within_the_other]
+
+
+def train(rank: int, way: Callable[..., None], dropped: str, stage: int) -> Tensor:
+    model = build()
+    options: dict[str, Any] = {"partition_grad": stage == 2, "reduce_bucket_size": 1, "stall_timeout": 0.0}
+    optimizers = [LowLevelZeroOptimizer(each, model=model, **options) for each in halves(model)]
+    for at in range(3):
+        way(*optimizers, lambda at: loss_of(model, at, rank, dropped), at)
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def alone(drops: tuple[str, str]) -> Tensor:
+    model = build()
+    optimizers = halves(model)
+    for at in range(3):
+        for batch in (at, at + 1):
+            for rank, dropped in enumerate(drops):
+                run(loss_of(model, batch, rank, dropped) / RANKS)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("drops", DROPS.values(), ids=DROPS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_collectives_have_one_order_whatever_is_dropped(way: Callable[..., None], drops: tuple[str, str]) -> None:
+    def job(rank: int, stage: int) -> Tensor:
+        return train(rank, way, drops[rank], stage)
+
+    carriers: list[Carrier] = ["nccl", "nccl", "messages"]
+    for seed, carrier in enumerate(carriers):
+        outcome = simulate(lambda rank, stage=1 + seed % 2: job(rank, stage), RANKS, seed, carrier)
+        assert (outcome.mismatch, outcome.deadlock, outcome.errors) == (None, None, {})
+        for trained in outcome.results.values():
+            torch.testing.assert_close(trained, alone(drops), rtol=1e-5, atol=1e-6)
