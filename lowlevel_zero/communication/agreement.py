@@ -50,8 +50,8 @@ class Digested(NamedTuple):
 
     @classmethod
     def of(cls, settings: Mapping[str, str]) -> Digested:
-        """Hash ``settings``, in whatever order they come."""
-        return cls(settings, hashlib.sha256(repr(sorted(settings.items())).encode()).digest())
+        """Hash ``settings``, which come in the order of their names."""
+        return cls(settings, hashlib.sha256("\n".join(map(": ".join, settings.items())).encode()).digest())
 
 
 class Call(NamedTuple):

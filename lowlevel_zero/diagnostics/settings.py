@@ -42,8 +42,8 @@ class Settings:
         self._keys: list[str] = []
         self._names: list[str | None] = []  # by place among the keys; None: ranks don't compare it
         self._values: list[Any] = []
-        self._described: dict[str, str] = {}
-        self._in_place: list[int] = []  # places of values that may change in place
+        self._described: dict[str, str] = {}  # in the order of names
+        self._in_place: set[int] = set()  # places of values that may change in place
         self._on_device: dict[int, LaterRead] = {}  # by place, the numbers of a device's tensors
         self._told = Digested()
 
@@ -55,24 +55,25 @@ class Settings:
         if keys != self._keys:
             own = (_name(key, at) for at, group in enumerate(groups) for key in group)
             self._keys, self._names, self._values = keys, [*others, *own], [_NONE] * len(keys)
-            self._described = {}
+            self._described, self._in_place = dict.fromkeys(sorted(filter(None, self._names)), ""), set()
         changed = [place for place, value in enumerate(values) if value is not self._values[place]]
-        if changed:
-            self._values = values
-            self._in_place = [at for at, name in enumerate(self._names) if name and _may_change(values[at])]
+        self._values = values
         if changed or self._in_place:
-            self._describe({*changed, *self._in_place}, step)
+            self._describe(self._in_place.union(changed), step)
         return self._told
 
     def _describe(self, places: Iterable[int], step: int) -> None:
         """Describe some settings anew, and hash all of them if one has changed."""
-        described = dict(self._described)
+        others = False
         for place in places:
-            name = self._names[place]
+            name, value = self._names[place], self._values[place]
             if name is not None:
-                described[name] = _told(self._values[place], waits=False) + self._late(place, step)
-        if described != self._described:
-            self._described, self._told = described, Digested.of(described)
+                (self._in_place.add if _may_change(value) else self._in_place.discard)(place)
+                told = _told(value, waits=False) + self._late(place, step)
+                others |= told != self._described[name]
+                self._described[name] = told
+        if others:
+            self._told = Digested.of(self._described)
 
     def _late(self, place: int, step: int) -> str:
         """Copy the numbers that a setting has on a device; return those of one step before, in words."""
@@ -99,6 +100,8 @@ def _told(value: object, waits: bool = True) -> str:
         value: the setting.
         waits: read tensors on a device too.
     """
+    if type(value) is float:
+        return repr(value)
     if isinstance(value, Tensor):
         read = value.numel() <= _FEW and not value.is_meta and (waits or value.is_cpu)
         return f"a tensor{f' {value.tolist()}' if read else ''}, {tuple(value.shape)} {value.dtype}"
