@@ -1,9 +1,11 @@
-"""Failed ranks: whose process has ended, for the error of those who are left waiting for it.
+"""Failed ranks: which processes have ended, for the error of the ranks that are left waiting for them.
 
 Ranks tell each other of their processes when they first meet. When a collective breaks off, the others look which of
 the processes on their host are gone, and leave a note of what they have found. A rank that breaks off soon ends itself,
 and breaks off further ones: its note says that it wasn't the first. Ranks of other hosts look for the first note of
 all. So nobody asks the store about each rank, at a time when all ask it.
+
+A rank that leaves without an error, since it has run out of batches, say, leaves a note too, if it is the first.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +29,11 @@ _REMEDY = (
     "torchrun --max-restarts does by itself"
 )
 
+_UNEVEN = (
+    "uneven numbers of batches? Give every rank as many (drop_last=True, or a sampler that pads), or end together: "
+    "docs/training.md shows a loop that ends on all ranks when one has no batch left"
+)
+
 # A broken connection, as gloo, NCCL, torch's stores and control pipes tell of it: nobody has a type for it.
 _BROKEN = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused|aborted)|Broken pipe|(Read|Write) error \[|got 0 bytes"
@@ -35,6 +43,7 @@ _BROKEN = re.compile(
 _PATIENCE, _PAUSE = 1.0, 0.02
 
 _FIRST_NOTE = "the first note"
+_FIRST_TO_LEAVE = "the first rank that left without an error"
 
 
 class LostRank(RuntimeError):
@@ -42,8 +51,12 @@ class LostRank(RuntimeError):
 
 
 def know(processes: Mapping[int, Process]) -> None:
-    """These are the processes of some ranks, by global rank."""
-    context_of(default_group()).processes.update(processes)
+    """Learn the processes of some ranks, by global rank; from now on this rank tells when it leaves."""
+    known = context_of(default_group()).processes
+    if not known:
+        leave = partial(_store().compare_set, _FIRST_TO_LEAVE, "", str(dist.get_rank()))
+        runtime().when_left(default_group(), leave)
+    known.update(processes)
 
 
 def lost(ranks: Sequence[int]) -> list[int]:
@@ -67,7 +80,7 @@ def explained(error: BaseException, group: dist.ProcessGroup, what: object) -> L
     except RuntimeError:
         return LostRank(
             f"{what}: expected all ranks, lost the connection to one of them, and to the store: the process that holds "
-            f"it has ended, rank 0's if torchrun's doesn't. {_REMEDY}"
+            f"it has ended, rank 0's if torchrun's doesn't. If it has ended normally: {_UNEVEN}. Else: {_REMEDY}"
         )
 
 
@@ -78,6 +91,9 @@ def lost_rank_error(ranks: Sequence[int], what: object, peer: Sequence[int] = ()
     """
     note, store = json.dumps(ranks), _store()
     store.set(_note_of(dist.get_rank()), note)
+    left = store.get(_FIRST_TO_LEAVE).decode() if store.check([_FIRST_TO_LEAVE]) else ""
+    if left and (not ranks or int(left) in ranks):
+        return LostRank(f"{what}: expected all ranks, but rank {left} has ended normally: {_UNEVEN}")
     if ranks:
         store.compare_set(_FIRST_NOTE, "", note)
         whom = f"{listed_ranks(ranks)}, whose {'process has' if len(ranks) == 1 else 'processes have'} ended"

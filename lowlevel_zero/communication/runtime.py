@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import atexit
 import mmap
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
+from torch.distributed import ProcessGroup
 
 from .memory_file import MemoryAddress, OwnMemory, map_of
 from .pipes import OthersPipe, OwnPipe
@@ -85,6 +89,10 @@ class Runtime:
         """This process, for other ranks to know."""
         return own_process()
 
+    def when_left(self, group: ProcessGroup, tell: Callable[[], object]) -> None:
+        """Call ``tell`` when this process leaves ``group`` without an error: it destroys the group, or ends."""
+        Finalize(group, _unless_failing, (tell,), exitpriority=0)  # atexit leaves multiprocessing's children out
+
     def own_memory(self, ranks: int) -> OwnMemory:
         """Memory of this process that so many ranks map, itself included."""
         return OwnMemory(ranks)
@@ -104,6 +112,14 @@ class Runtime:
     def backend(self, name: str) -> str:
         """The name under which torch makes process groups of the backend ``name``."""
         return name
+
+
+def _unless_failing(tell: Callable[[], object]) -> None:
+    """Call ``tell`` unless an exception ends this process, or is on its way through who destroys the group."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        with suppress(RuntimeError):  # the store has gone
+            tell()
 
 
 _runtime = Runtime()

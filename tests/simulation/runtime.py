@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from weakref import finalize
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lowlevel_zero.communication.memory_file import MemoryAddress, OwnMemory
 from lowlevel_zero.communication.pipes import OthersPipe, OwnPipe
@@ -148,6 +149,9 @@ class SimulatedRuntime(Runtime):
     def own_process(self) -> Process:
         """The rank."""
         return SimulatedProcess("simulated", 0, str(self._rank.number))
+
+    def when_left(self, group: ProcessGroup, tell: Callable[[], object]) -> None:
+        """Ranks are killed, or come to the end together."""
 
     def own_memory(self, ranks: int) -> OwnMemory:
         """Memory that all ranks see, where the carrier is memory."""
