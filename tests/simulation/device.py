@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlevel_zero.streams import Streams
 
-from .network import Network, Pending, apart
+from .network import Network
+from .pending import Pending, apart
 
 _EAGER = 0.5  # how likely a stream does what it can as soon as it has been told
 

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .network import Network, Work
+from .collectives import Work
+from .messages import Message
+from .network import Network
 
 PREFIX = "simulated_"
 BACKENDS = ("gloo", "nccl")
@@ -101,20 +103,22 @@ class Group(dist.ProcessGroup):
 
     # ---- messages ----
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Message:
         """Post a message."""
         ends = (self._members[self._number], self._members[to])
-        return self._network.send((self._name, self._number, to, tag), ends, tensors[0])
+        return self._network.messages.send((self._name, self._number, to, tag), ends, tensors[0])
 
-    def recv(self, tensors: list[Tensor], of: int, tag: int = 0) -> Work:
+    def recv(self, tensors: list[Tensor], of: int, tag: int = 0) -> Message:
         """Post where a message goes."""
         ends = (self._members[of], self._members[self._number])
-        return self._network.receive((self._name, of, self._number, tag), ends, tensors[0])
+        return self._network.messages.receive((self._name, of, self._number, tag), ends, tensors[0])
 
     # ---- collectives ----
 
     def _issue(self, kind: str, alike: tuple[Any, ...], part: Any, run: Callable[[Sequence[Any]], None]) -> Work:
-        return self._network.issue(self._name, self._members, self._number, (kind, *alike), part, run, self._on_device)
+        return self._network.collectives.issue(
+            self._name, self._members, self._number, (kind, *alike), part, run, self._on_device
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """The root's values."""

@@ -97,6 +97,7 @@ class Scheduler:
         self.ending = False
         self._relieve = relieve
         self._actors: list[Actor] = []
+        self._threads: list[Thread] = []
         self._made = 0
         self._deadlines: list[float] = []
         self._caller = Lock()
@@ -113,6 +114,7 @@ class Scheduler:
             target=self._run_actor, args=(actor, body), name=f"rank {rank.number}: {name}", daemon=True
         )
         self._actors.append(actor)
+        self._threads.append(actor.thread)
         actor.thread.start()
         return actor
 
@@ -142,6 +144,8 @@ class Scheduler:
         self.ending = True
         while self._actors:
             self.run()
+        for thread in self._threads:
+            thread.join()
 
     # ---- handing over ----
 

@@ -201,3 +201,20 @@ def test_another_process_draws_the_same() -> None:
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True
     )
     assert told.stdout.strip() == str([simulate(train, 3, 8, each).trace for each in CARRIERS])
+
+
+def test_after_a_receive_that_is_dropped_nothing_is_read_from_that_peer() -> None:
+    def drop(rank: int, keeps: bool) -> float:
+        value = torch.zeros(1)
+        if rank == 0:
+            for tag in (1, 2):
+                dist.send(torch.ones(1), 1, tag=tag)
+        else:
+            kept = [dist.irecv(torch.zeros(1), 0, tag=1)]
+            if not keeps:
+                kept.clear()
+            dist.recv(value, 0, tag=2)
+        return float(value)
+
+    assert [simulate(lambda rank: drop(rank, True), 2, seed).results[1] for seed in range(8)] == [1.0] * 8
+    assert any(simulate(lambda rank: drop(rank, False), 2, seed).deadlock for seed in range(8))

@@ -118,7 +118,7 @@ class Simulation(Generic[T]):
         at: dict[str, dict[int, int]] = {kind: {} for kind in get_args(FaultKind)}
         if fault is not None:
             at[fault.kind][fault.rank] = fault.at
-        self.network.hold = next(iter(at["wait"].items()), None)
+        self.network.messages.hold = next(iter(at["wait"].items()), None)
         counts = count or bool(at["raise"])
         self.ranks = [
             SimulatedRank(
@@ -132,6 +132,7 @@ class Simulation(Generic[T]):
             for each in range(ranks)
         ]
         self.left = Left()
+        self._descriptors = remains.descriptors()
         self._steps_of: dict[int, int] = {}
         self.results: dict[int, T] = {}
         self.errors: dict[int, BaseException] = {}
@@ -139,7 +140,7 @@ class Simulation(Generic[T]):
 
     def _relieve(self) -> bool:
         """Nobody can go on: let a message come that waits, or a rank leave whose job has ended; whether one does."""
-        if self.network.relieve():
+        if self.network.messages.relieve():
             return True
         gone = next((rank for rank in self._steps_of if rank not in self.network.dead), None)
         if gone is not None:
@@ -148,7 +149,7 @@ class Simulation(Generic[T]):
 
     def run(self) -> Outcome[T]:
         """Run the jobs to their end, and look what is left."""
-        with _one_process_for_all(self.network):
+        with _current(self.network):
             for rank in self.ranks:
                 self.scheduler.start(rank, "job", partial(self._run_job, rank), is_job=True)
             self.scheduler.run()
@@ -188,13 +189,13 @@ class Simulation(Generic[T]):
         gc.collect()
         known = [each.random_state for each in self.ranks]
         tensors = remains.tensors([*self.results.values(), *self.errors.values(), *known])
-        messages, blocks = self.network.unmatched(), remains.blocks(self.network)
+        messages, blocks = self.network.messages.unmatched(), remains.blocks(self.network)
         self.scheduler.unpark()
         self.scheduler.run()
         gc.collect()
         groups = tuple(sorted(f"{each.group_name} of rank {each.rank()}" for each in self.network.groups))
         threads = tuple(f"rank {each.rank.number}: {each.name}" for each in self.scheduler.actors())
-        self.left = Left(tensors, tuple(messages), blocks, groups, threads)
+        self.left = Left(tensors, tuple(messages), blocks, groups, threads, remains.descriptors() - self._descriptors)
 
     def _outcome(self) -> Outcome[T]:
         deadlock = None
@@ -210,7 +211,7 @@ class Simulation(Generic[T]):
             digest.hexdigest()[:16],
             len(self.scheduler.trace),
             {each.number: each.operations.count for each in self.ranks if each.operations is not None},
-            dict(self.network.sent),
+            dict(self.network.messages.sent),
             self._steps_of,
             self.tracebacks,
             self.left,
@@ -218,13 +219,21 @@ class Simulation(Generic[T]):
 
 
 @contextmanager
-def _one_process_for_all(network: Network) -> Iterator[None]:
+def _current(network: Network) -> Iterator[None]:
+    _networks.append(network)
+    try:
+        yield
+    finally:
+        _networks.pop()
+
+
+@contextmanager
+def _one_process_for_all() -> Iterator[None]:
     """Keep what the caller's process has once, and garbage from being collected at chance moments."""
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _PROCESS_WIDE]
     kept.append((streams, "of_host", streams.of_host))
     before, generator, collects = seam.runtime(), torch.get_rng_state().tolist(), gc.isenabled()
     register(lambda: _networks[-1])
-    _networks.append(network)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     gc.disable()
     gc.freeze()  # what was there before is no garbage of this run, and isn't looked through
@@ -234,15 +243,15 @@ def _one_process_for_all(network: Network) -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = hook
-        gc.unfreeze()
-        if collects:
-            gc.enable()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        _networks.pop()
         for owner, name, value in kept:
             setattr(owner, name, value)
         seam.install(before)
         torch.set_rng_state(torch.tensor(generator, dtype=torch.uint8))
+        gc.collect()
+        gc.unfreeze()
+        if collects:
+            gc.enable()
 
 
 def _let_go_of_frames(error: BaseException) -> None:
@@ -277,4 +286,5 @@ def simulate(
         fault: what goes wrong; None: nothing.
         count: count the package's operations, too.
     """
-    return Simulation(job, ranks, seed, carrier, fault, count).run()
+    with _one_process_for_all():
+        return Simulation(job, ranks, seed, carrier, fault, count).run()
