@@ -302,7 +302,7 @@ def test_plain_backwards_of_unequal_number(case: int, tmp_path: Path, monkeypatc
 
 ALONE: dict[str, Callable[[Looking], object]] = {
     "look at gradients": lambda it: it.optimizer.get_working_grads_by_group_id(0),
-    "get_param_grad": lambda it: it.optimizer.get_param_grad(it.model.one),
+    "get_param_grad of one": lambda it: it.optimizer.get_param_grad(it.model.one),
     "state_dict": lambda it: it.optimizer.state_dict(),
 }
 
