@@ -191,6 +191,9 @@ class Stepper:
         in_parts = steps_in_parts(self._optim)
         if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
             for part in parts:  # kernels that don't scale gradients don't see to an overflow either
+                for bucket in part.buckets:  # what is kept is what ranks keep whose kernels do
+                    bucket.keep_own_row()
+                    bucket.state, bucket.scale = BucketState.STEPPED, scale.factor
                 _gather(part)
         elif parts:
             with _fused(self._optim) if self._on_host else nullcontext():
