@@ -194,12 +194,14 @@ class Reducer:
         A frozen one goes; in a sync of everything its bucket sees to that. ``earlier``: ``p.grad`` had another before.
         """
         if not record.p32.requires_grad:
-            record.drop_gradient(earlier and not (self.buckets.is_open and record.index in self.buckets.arrivals))
+            of_this_sync = self.buckets.is_open and record.index in self.buckets.arrivals
+            record.drop_gradient(earlier and not of_this_sync and record.may_be_a_sum)
             return False
         running = StepState.in_backward
         if not self._state.syncs or (running and running[-1] is not self._state):
             if self._state.phase is Phase.COMPLETE:
                 self._state.phase = Phase.COMING
+            record.note_waiting()
             return False
         if not self.buckets.is_open:
             self._check_plain(record)

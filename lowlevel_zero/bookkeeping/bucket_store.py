@@ -277,6 +277,7 @@ class BucketStore:
             return True
         position = self._bucket_of[index]  # -1: it has none
         if position < self._next:
+            record.note_waiting()
             return False
         bucket = self._buckets[position]
         bucket.missing -= waited_for

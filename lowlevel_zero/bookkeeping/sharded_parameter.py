@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from sys import getrefcount
 from typing import NamedTuple, NoReturn
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ class ShardedParameter:
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
         worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
         arrived: ``p.grad`` holds what a backward has left there, if anything.
+        waiting: the ``p.grad`` that was left to wait for a later sync when a gradient came last; None: none was.
         handle: what ``p.grad`` is while there is a ``g``, or a bucket is on its way to become that.
         slice_handle: the same of ``p32.grad``, until the step.
         shown: the ``handle``, where ``p.grad`` has been made that, and its caller is to leave it; else None.
@@ -89,7 +91,7 @@ class ShardedParameter:
         *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
         *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
-        *("_saved_master", "__weakref__"),
+        *("waiting", "_saved_master", "__weakref__"),
     )
 
     def __init__(
@@ -123,6 +125,7 @@ class ShardedParameter:
         self._saved_master: Known | None = None
         self.worked = False
         self.arrived = False
+        self.waiting: ReferenceType[Tensor] | None = None
         self.stepped = False
         self.handle: Handle | None = None
         self.slice_handle: Handle | None = None
@@ -273,6 +276,19 @@ class ShardedParameter:
         except RuntimeError:  # the model has been converted, which the step refuses
             self.p.grad = self.shown = None
         self.p32.grad = self.slice_handle
+        self.note_waiting()
+
+    def note_waiting(self) -> None:
+        """Remember that what is in ``p.grad`` waits for a later sync."""
+        self.waiting = None if self.p.grad is None else ref(self.p.grad)
+
+    @property
+    def may_be_a_sum(self) -> bool:
+        """Whether a gradient that has come after another one may have been added to it, in ``p.grad``."""
+        gradient = self.p.grad
+        if gradient is None or self.waiting is None:
+            return True
+        return gradient.requires_grad or self.waiting() is gradient  # with a graph the sum is a new tensor
 
     @property
     def unreduced(self) -> Tensor | None:

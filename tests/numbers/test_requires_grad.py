@@ -191,3 +191,32 @@ def test_a_gradient_that_cannot_be_told_from_an_earlier_one_is_refused() -> None
                     ("first.weight: expected no earlier", "first.bias: expected no earlier")
                 )
                 assert "zero_grad" in error.message
+
+
+def test_a_gradient_that_was_cleared_is_no_earlier_one() -> None:
+    """``model.zero_grad()`` took the gradient of the backward before: what comes next can be told from it."""
+
+    def work(rank: int, world_size: int, plain: bool, other: bool, clears: bool) -> None:
+        model, beside = Two(), Two()
+        optimizer, _ = two(model), two(beside) if other else None
+        with optimizer.no_sync():
+            optimizer.backward(model.loss(0))
+        if other:
+            model.loss(5).backward()
+        if clears:
+            model.zero_grad()
+        before = [p.detach().clone() for p in model.first.parameters()]
+        for p in optimizer.param_groups[0]["params"]:
+            p.requires_grad = False
+        run_back = by_itself if plain else through_it
+        if clears:
+            run_back(optimizer, model.loss(1))
+        else:
+            with pytest.raises(RuntimeError, match="expected no earlier"):
+                run_back(optimizer, model.loss(1))
+            optimizer.zero_grad()
+        optimizer.step()
+        assert all(map(torch.equal, before, model.first.parameters()))
+
+    for _, ran in run_cases(work, 2, covering(*[(False, True)] * 3)):
+        ran.values()
