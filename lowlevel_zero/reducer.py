@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 from weakref import ReferenceType, finalize, ref
@@ -106,6 +106,7 @@ class Reducer:
         self._announced: Work[Presence] | None = None  # what the open sync carries
         self._unread: deque[Work[Presence]] = deque()  # of syncs that carry everything
         self._dropped: list[tuple[int, str]] = []  # parameters, and when, that the ranks are to agree on
+        self._edited: Counter[str] = Counter()  # edits of gradients that the ranks are to agree on
         self.has_lacked = False
         self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
         self._graph_task = -1
@@ -389,6 +390,10 @@ class Reducer:
                 with self._streams.beside():
                     self._gradients.drop(cleared)
 
+    def note_edit(self, what: str) -> None:
+        """Have the ranks agree, in their next call, that all have made an edit of gradients."""
+        self._edited[what] += 1
+
     # ---- the end of a step's syncs ----
 
     def finish(self, call: Call) -> None:
@@ -445,20 +450,22 @@ class Reducer:
         Gradients that are left in ``p.grad`` take one more sync on this rank.
         """
         if call.name == "zero_grad":
-            lacks, cleared = False, []
+            lacks, cleared, edited = False, [], []
         else:
             here = [record.worked or record.is_empty for record in self._records]
             for index in leftovers:
                 here[index] = True
             lacks = self._unused.lacked or False in here
             cleared = [text for _, text in sorted(self._dropped)]
+            edited = sorted(f"{what} ({times} times)" if times > 1 else what for what, times in self._edited.items())
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
         written = [record.name for record in call.written if record.shard_group == self._number]
         syncs = self._group.progress.micro_batch + bool(leftovers)
-        progress = SyncProgress(syncs, lacks, call.settings, cleared, written)
+        progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)
         agreed = agree(self._group, None, call.error, call.name, progress=progress)
         self._may_be_alone = False
         self._dropped.clear()
+        self._edited.clear()
         return agreed
 
     def _run_announced(self, with_leftovers: bool) -> bytes:

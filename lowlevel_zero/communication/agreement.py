@@ -79,6 +79,7 @@ class SyncProgress(NamedTuple):
         settings: as in ``Call``.
         cleared: the parameters whose ``p.grad`` has been set to None since the ranks agreed last, and when, in words.
         written: names of the parameters that were written, since the ranks agreed last.
+        edited: the edits of ``p.grad`` since the ranks agreed last, in words.
     """
 
     syncs: int = 0
@@ -86,6 +87,7 @@ class SyncProgress(NamedTuple):
     settings: Digested = Digested()
     cleared: Sequence[str] = ()
     written: Sequence[str] = ()
+    edited: Sequence[str] = ()
 
 
 _NONE = SyncProgress()
@@ -146,8 +148,8 @@ def agree(
     """
     if error is None and group.ranks == 1:
         return progress
-    settings, cleared, written = progress[2:]
-    same = (doing, group.number, settings.digest, cleared, written) if lines is None else lines
+    settings, *done = progress[2:]
+    same = (doing, group.number, settings.digest, done) if lines is None else lines
     digest = struct.unpack("=4I", hashlib.sha256(repr(same).encode()).digest()[:16])
     bounds = [*digest, *map(neg, digest)]
     most = group.all_reduce_max([error is not None, *bounds, progress.syncs, progress.lacks])
@@ -241,6 +243,12 @@ def _different_progress(done: Sequence[SyncProgress]) -> Exception:
             f"expected p.grad to be set to None for the same parameters on every rank, got it for {told}: drop "
             "gradients alike on all ranks, or all of them by optimizer.zero_grad()"
         )
+    names, told = _uneven([each.edited for each in done])
+    if names:
+        return RuntimeError(
+            f"expected the same edits of p.grad on every rank, got {told}: decide on edits alike on all ranks, as by a "
+            "value that they have in common, and begin the step anew with optimizer.zero_grad()"
+        )
     names, told = _uneven([each.written for each in done])
     assert names, "digests differ, statements don't"
     return WrittenOnSome(
@@ -257,7 +265,7 @@ def _uneven(by_rank: Sequence[Sequence[str]]) -> tuple[list[str], str]:
     names = [name for name in every if any(name not in own for own in by_rank)]
     have = [rank for rank, own in enumerate(by_rank) if names and names[0] in own]
     lack = [rank for rank in range(len(by_rank)) if rank not in have]
-    more = f" (and {len(names) - 1} more parameters)" if len(names) > 1 else ""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     told = f"{names[0]} on {listed_ranks(have)} and not on {listed_ranks(lack)}{more}" if names else ""
     return names, told
 

@@ -53,7 +53,7 @@ def clip_grad_norm_(
         )
     factor = clip_factor(norm, max_norm)
     for optimizer, records in sharded.items():
-        optimizer.gradients.multiply(records, factor)
+        optimizer.gradients.multiply(records, factor, "clip_grad_norm_")
     if own and foreach:
         torch._foreach_mul_(own, factor)
     else:
@@ -78,7 +78,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     sharded, plain = _parted(parameters)
     for optimizer, records in sharded.items():
         clamp = [methodcaller("clamp_", -float(clip_value), float(clip_value))]
-        optimizer.gradients.edit(dict.fromkeys(records, clamp))
+        optimizer.gradients.edit(dict.fromkeys(records, clamp), "clip_grad_value_")
     own = [p for p in plain if p.grad is not None]
     if own:  # torch refuses an empty list
         torch.nn.utils.clip_grad_value_(own, clip_value, foreach=foreach)

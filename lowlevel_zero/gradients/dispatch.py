@@ -126,7 +126,7 @@ def _write(func: Any, args: Args, kwargs: Keywords) -> Any:
     before = {root: wholes.found[root].clone() for root in written}
     results = func(*given, **keywords)
     for root, earlier in before.items():
-        root.write_changes(earlier, wholes.found[root])
+        root.write_changes(earlier, wholes.found[root], name_of(func))
     _note_history(written, args, kwargs)
     return wholes.taken(results)
 
@@ -201,7 +201,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
     for each in plain:
         each()
     for gradients, of_records in edits.items():
-        gradients.edit(of_records)
+        gradients.edit(of_records, name_of(func))
     return _finish_edit(args, kwargs, sharded)
 
 
@@ -273,7 +273,7 @@ def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
     factor = factor.detach().reshape(()) if isinstance(factor, Tensor) else factor
     factor = 1.0 / factor if name_of(func).endswith("div_") else factor
     for gradients, records in _by_optimizer(sharded):
-        gradients.multiply(records, factor)
+        gradients.multiply(records, factor, name_of(func))
     return _finish_edit(args, kwargs, sharded)
 
 
@@ -285,7 +285,7 @@ def _zero(func: Any, args: Args, kwargs: Keywords) -> Any:
     if len(sharded) < len(targets):
         func([each for each in targets if not is_sharded(each)])
     for gradients, records in _by_optimizer(sharded):
-        gradients.zero(records)
+        gradients.zero(records, name_of(func))
     return _finish_edit(args, kwargs, sharded)
 
 

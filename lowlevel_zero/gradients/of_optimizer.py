@@ -17,6 +17,7 @@ from ..state.values import Slice, whole_slices
 from .sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
+    from ..construction import ShardedGroup
     from ..optimizer import LowLevelZeroOptimizer
 
 Edit: TypeAlias = Callable[[Tensor], object]
@@ -68,14 +69,17 @@ class OptimizerGradients:
         known = self._known[norm_type]
         return [known[record.index] for record in records]
 
-    def edit(self, edits: Mapping[ShardedParameter, Iterable[Edit]]) -> None:
+    # Parameters that no rank had a gradient for are left out of edits. ``what`` names the edit: the ranks compare them
+    # in their next call, since one that some ranks alone make would leave a gradient of several makings.
+
+    def edit(self, edits: Mapping[ShardedParameter, Iterable[Edit]], what: str) -> None:
         """Make edits of this rank's slices, each ``[n]`` without padding, averaged and unscaled, where steps are taken.
 
-        Parameters that no rank had a gradient for are left out. fp16: an element that overflowed stays as it is, so
-        that the step is skipped, as ``GradScaler`` skips one whatever has been made of its gradients.
+        fp16: an element that overflowed stays as it is, so that the step is skipped, as ``GradScaler`` skips one
+        whatever has been made of its gradients.
         """
         keeps_overflow = self._alive.scaler is not None
-        for store, some in self.complete(edits):
+        for store, some in self._to_edit(edits, what):
             for record, own in store.edited(some):
                 before = own.clone() if keeps_overflow else None
                 for edit in edits[record]:
@@ -83,24 +87,32 @@ class OptimizerGradients:
                 if before is not None:
                     own.copy_(torch.where(before.isfinite(), own, before))
 
-    def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
+    def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor, what: str) -> None:
         """Multiply gradients by one number."""
-        for store, some in self.complete(records):
+        for store, some in self._to_edit(records, what):
             store.multiply(some, factor)
 
-    def zero(self, records: Sequence[ShardedParameter]) -> None:
+    def zero(self, records: Sequence[ShardedParameter], what: str) -> None:
         """Make gradients zeros."""
-        for store, some in self.complete(records):
+        for store, some in self._to_edit(records, what):
             store.zero(some)
 
-    def complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
-        """Yield each shard group's gradients, finished, and those of the records that have one there."""
+    def _to_edit(
+        self, records: Iterable[ShardedParameter], what: str
+    ) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
+        for each, some in self._complete(records):
+            more = f" and {len(some) - 1} more" if len(some) > 1 else ""
+            each.reducer.note_edit(f"{some[0].common_name}{more} by {what}")
+            yield each.gradients, some
+
+    def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
+        """Yield each shard group, its reductions finished, and those of the records that have a gradient there."""
         if not self._finished:
             self._alive.finish_gradients_for("edit p.grad")
         for each in self._groups:
             some = [record for record in records if record.shard_group == each.number and record.worked]
             if some:
-                yield each.gradients, some
+                yield each, some
 
     def whole(self, record: ShardedParameter) -> Tensor | None:
         """Return all of a gradient, averaged and unscaled, or None. Every rank calls it, for the same parameter."""
@@ -108,8 +120,8 @@ class OptimizerGradients:
 
     def own(self, record: ShardedParameter) -> Tensor:
         """Return a copy of this rank's slice, ``[s]``, averaged, unscaled, fp32 at least; zeros where there is none."""
-        for store, _ in self.complete([record]):
-            own = store.averaged(record)
+        for each, _ in self._complete([record]):
+            own = each.gradients.averaged(record)
             if own is not None:
                 return own
         return torch.zeros(record.split.slice_size, device=record.padded.device)

@@ -200,8 +200,8 @@ class ShardedGradient(Handle):
             wholes.found[self] = self.full_tensor()
         return wholes.found[self]
 
-    def write_changes(self, before: Tensor, after: Tensor) -> None:
-        """Let the gradient have the elements of a whole one that differ from those ``before``."""
+    def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
+        """Let the gradient have the elements of a whole one that differ from those ``before``; ``what`` changed it."""
         record, gradients = self.held()
         if after.shape != before.shape:
             raise refusals.of_shape(self.name_of_parameter, before.shape, after.shape)
@@ -210,7 +210,7 @@ class ShardedGradient(Handle):
         def edit(own: Tensor) -> None:
             own.copy_(torch.where((new == old).to(own.device), own, new.to(own)))
 
-        gradients.edit({record: [edit]})
+        gradients.edit({record: [edit]}, what)
 
     def keep_current(self) -> None:
         """Take the values that ``p.grad`` has now."""
@@ -254,9 +254,9 @@ class DetachedGradient(ShardedGradient):
         """Whether ``p.grad`` hasn't changed since."""
         return not self._of._retired and self._at == self.held()[1].versions
 
-    def write_changes(self, before: Tensor, after: Tensor) -> None:
+    def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
         """Write to ``p.grad``."""
-        self._of.write_changes(before, after)
+        self._of.write_changes(before, after, what)
         self.keep_current()
 
     def keep_current(self) -> None:

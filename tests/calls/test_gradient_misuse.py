@@ -385,6 +385,27 @@ def test_ranks_that_read_different_gradients_are_told(subtests: pytest.Subtests)
             ran.values()
 
 
+def edit_alone(rank: int, world_size: int, what: str) -> None:
+    """Its slices alone would be edited; the others' error names the edit, too, whatever they come for next."""
+    model, optimizer = sharded(rank, partition_grad=what == "step")
+    weight: Any = model[2].weight
+    weight.grad.mul_(0.5)
+    if rank == world_size - 1:
+        weight.grad.clamp_(-0.1, 0.1)
+        torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+    call = optimizer.step if what == "step" else weight.grad.clone
+    with pytest.raises(RuntimeError, match=r"expected the same edits of p.grad on every rank, got .*weight") as caught:
+        call()
+    assert re.search(f"on rank {world_size - 1} and not on rank", str(caught.value))
+    steps_on(model, optimizer, rank, world_size)
+
+
+def test_an_edit_that_one_rank_makes_alone_is_refused_by_the_next_call(subtests: pytest.Subtests) -> None:
+    for (what,), ran in run_cases(edit_alone, 3, [("step",), ("read",)]):
+        with subtests.test(what):
+            ran.values()
+
+
 def compiled(rank: int, world_size: int) -> None:
     from torch._dynamo import compiled_autograd
 
