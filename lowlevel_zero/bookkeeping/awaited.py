@@ -130,10 +130,14 @@ def _compiler_at_work() -> bool:
     return _compiling.seen or (dynamo is not None and any(dynamo.counters.get(kind) for kind in ("frames", "stats")))
 
 
+# ColossalAI scripts it when it is imported; it takes lengths of sequences, and no parameter.
+_SCRIPTED_BY_LIBRARIES = {"get_half_index"}
+
+
 def _torchscript_at_work() -> bool:
     """Return whether this process has scripted or traced something, which asks no ``__torch_function__``."""
     compiled: Any = torch.jit._state._python_cu
-    return bool(compiled.get_functions())
+    return any(function.name not in _SCRIPTED_BY_LIBRARIES for function in compiled.get_functions())
 
 
 class _Compiling:

@@ -6,7 +6,7 @@ import hashlib
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 from operator import neg
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ NORMS = "take norms of p.grad"
 _LISTED = 8  # ranks whose values a message lists, at most
 
 
-# Among the attributes of an error that an agreement has raised on all ranks of a process group: that group's name.
+# Among the attributes of an error that an agreement has raised on all ranks of a process group: that group's name, and
+# when it was: a caller may raise the same error again later, alone.
 _AGREED_IN = "_lowlevel_zero_agreed_in"
+_moments = count()
 
 
 class Alike(NamedTuple):
@@ -159,7 +161,7 @@ def agree(
     statements = group.all_gather_object(_Statement(doing, group.number, lines, progress, reason))
     try:
         error = _what_differs(statements, alike) if error is None else error
-        vars(error)[_AGREED_IN] = group.group.group_name
+        vars(error)[_AGREED_IN] = (group.group.group_name, next(_moments))
         raise error
     finally:
         error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
@@ -174,10 +176,12 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
     """
     lines: list[str] = []
     error: Exception | None = None
+    entered = next(_moments)
     try:
         yield lines
     except Exception as raised:  # of whatever type: the others would wait for ever
-        if vars(raised).get(_AGREED_IN) == group.group.group_name:
+        name, agreed = vars(raised).get(_AGREED_IN, ("", -1))
+        if name == group.group.group_name and agreed > entered:
             raise  # all ranks have raised there: agreeing once more, this one would wait for nobody
         error = raised
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -14,8 +16,6 @@ from tests.simulation.outcome import Carrier, Fault, Outcome
 from tests.simulation.program import Program
 from tests.simulation.rank import play
 from tests.simulation.world import simulate
-
-logging.getLogger("lowlevel_zero").setLevel(logging.CRITICAL)  # warnings of what programs do on purpose
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,30 @@ class Verdict:
     refused: int = 0
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing of what programs do wrong on purpose."""
+    log = logging.getLogger("lowlevel_zero")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def run(program: Program, count: bool = False) -> Verdict:
     """Run a program; ``count``: operations are counted, in which faults may be."""
     batches = Batches(program)
-    outcome = simulate(
-        lambda rank: play(program, rank, batches),
-        program.ranks,
-        program.schedule,
-        program.carrier,
-        program.fault,
-        count=count,
-    )
+    with quiet():
+        outcome = simulate(
+            lambda rank: play(program, rank, batches),
+            program.ranks,
+            program.schedule,
+            program.carrier,
+            program.fault,
+            count=count,
+        )
     try:
         return Verdict(program, outcome, None, _judge(program, outcome, batches))
     except Failure as failure:
