@@ -92,7 +92,7 @@ class Sharded(Stateful):
         sharded = ShardedState(self.optimizer, _names(self.optimizer))
         with all_or_nothing(self.optimizer.shard_group, "load the state of its optimizer") as undo:
             sharded.check(settings, state_dict["state"])
-            slices = sharded.slices(state_dict["state"], settings)
+            slices = sharded.slices({name: dict(each) for name, each in state_dict["state"].items()}, settings)
             sharded.load(slices, settings, undo)
         self.optimizer.zero_grad()
         sharded.load_progress(settings)

@@ -175,21 +175,23 @@ class ShardedState:
         return [name for name in names if saved.get(name) and name not in self.present]
 
     def slices(
-        self, tensors: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any]
+        self, tensors: dict[str, dict[str, Tensor]], settings: Mapping[str, Any]
     ) -> dict[ShardedParameter, State]:
-        """The states of each parameter as this rank's optimizer holds them, and masters, ``[s]``.
+        """Return the states of each parameter as this rank's optimizer holds them, and masters, ``[s]``.
+
+        They are taken out of ``tensors``, parameter by parameter, so that few are held twice.
 
         Raises:
             ValueError: a tensor is of another shape, or in another memory order, or isn't among those that were given.
         """
         found: dict[ShardedParameter, State] = {}
         for name, record in self._records.items():
-            given = tensors.get(name, {})
+            given = tensors.pop(name, {})
             saved = settings["present"].get(name, ()) if "present" in settings else given
             asked = [
                 key for key in saved if _takes(record, key) and (key in given or key != MASTER or record.keeps_more)
             ]
-            own = {key: _own(name, key, given.get(key), record) for key in asked}
+            own = {key: _own(name, key, given.pop(key, None), record) for key in asked}
             found[record] = {**settings["states"].get(name, {}), **own}
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -72,14 +73,15 @@ def test_a_save_holds_no_more_than_two_slices_and_a_load_one_rank_s_share(tmp_pa
     def measure(rank: int, world_size: int) -> tuple[float, float, float]:
         model, optimizer = trained()
         states = result if rank == 0 else in_passing
+        numbers = count()
         return (
-            within(*saved, lambda: save_checkpoint(tmp_path / "a", model, optimizer)),
-            within(*loaded, lambda: load_checkpoint(tmp_path / "a", model, optimizer)),
+            within(*saved, lambda: save_checkpoint(tmp_path / str(next(numbers)), model, optimizer)),
+            within(*loaded, lambda: load_checkpoint(tmp_path / "0", model, optimizer)),
             within(*states, lambda: optimizer.state_dict(only_on_master=True)),
         )
 
     saved = -1.0, 1.0  # a slice is half a tensor
-    loaded = SHARE - 1.5, SHARE + 5.0  # read beside what is there
+    loaded = SHARE - 1.5, SHARE + LAYERS + 5.0  # read beside what is there, and states once more until all have them
     result = 2 * LAYERS - 1.5, 2 * LAYERS + 2.2  # the states themselves
     in_passing = 0.5, 2.2  # one tensor, and what carries it
     ranks = run_ranks(measure, 2, timeout=100)
@@ -93,9 +95,10 @@ def test_a_save_holds_no_more_than_two_slices_and_a_load_one_rank_s_share(tmp_pa
 def test_an_asynchronous_save_holds_one_copy_of_the_rank_s_share(tmp_path: Path) -> None:
     def measure(rank: int, world_size: int) -> float:
         model, optimizer = trained()
+        numbers = count()
 
         def save() -> None:
-            save_checkpoint(tmp_path / "a", model, optimizer, async_save=True).wait()
+            save_checkpoint(tmp_path / str(next(numbers)), model, optimizer, async_save=True).wait()
 
         return within(0.0, SHARE + 5.0, save)
 

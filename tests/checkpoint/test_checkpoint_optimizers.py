@@ -215,7 +215,7 @@ def test_what_does_not_fit_together_is_refused_by_name_and_changes_nothing(tmp_p
         "ValueError: optimizer: expected a dict of optimizers by 'adamw', 'muon', with which the checkpoint was saved",
         "ValueError: optimizer: expected a list of 2 optimizers, with which the checkpoint was saved, got a dict",
         "ValueError: optimizer: expected a dict of optimizers by 'adamw', 'muon', with which the checkpoint was saved",
-        "ValueError: expected 2 param groups, got 1",
+        "ValueError: optimizer[0]: expected 2 param groups, got 1",
         "ValueError: optimizer: expected a dict of optimizers by 'adamw', 'muon', with which the checkpoint was saved",
         "ValueError: optimizer: expected one optimizer, with which the checkpoint was saved, got a dict of optimizers",
         "ValueError: scheduler['adamw']: ",

@@ -478,7 +478,7 @@ def of_another_model() -> None:
 
 def several_in_fp16() -> None:
     model = gpt2().half()
-    one, two = adamw(model.transformer.parameters()), adamw(model.lm_head.parameters())
+    one, two = adamw(model.transformer.h.parameters()), adamw(model.transformer.ln_f.parameters())
     ZeroAccelerator(cpu=True).prepare(model, one, two)
 
 
