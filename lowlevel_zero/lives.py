@@ -84,7 +84,7 @@ def _retire(optimizer: ShardedOptimizer, name: str) -> None:
         group["params"] = []
     optimizer.optim.state.clear()
     optimizer.__dict__.clear()
-    optimizer._retired = (
+    optimizer.__dict__["_retired"] = (
         f"expected the optimizer that trains {name}, got a former one: a {type(optimizer).__name__} that was "
         "constructed later has taken its parameters, without their gradients and states. Call that one, and make "
         "schedulers from it; to go on with the former one's state, take its state_dict() before constructing the next"
@@ -105,8 +105,7 @@ def let_go(optimizer: ShardedOptimizer) -> None:
     if not optimizer.shard_group.progress.is_forked:
         with suppress(RuntimeError):  # others have gone
             optimizer.finish_gathers()
-            if optimizer._norm is not None:
-                _ = optimizer._norm.value
+            optimizer.get_grad_norm()  # its sum over the ranks may be under way
             release(optimizer.sharded_groups, optimizer.sharded_parameters.shard_groups)
     optimizer.sharded_groups.clear()  # whose parts know the list, and would wait for the garbage collector
 

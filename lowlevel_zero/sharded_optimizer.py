@@ -303,8 +303,8 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def whole_gradient(self, record: ShardedParameter, doing: str) -> Tensor | None:
         """What ``get_param_grad`` returns, for a call of another name; ranks that read different ones are told so."""
+        self._guard.enter(doing)
         call = f"{doing} of {record.common_name}"
-        self._guard.enter(call)
         self._finish_reductions(Call(call))
         (whole,) = rooms.whole_gradients([record], self.sharded_group_of(record))
         return None if whole is None else whole.to(record.p.dtype)

@@ -130,14 +130,16 @@ def _compiler_at_work() -> bool:
     return _compiling.seen or (dynamo is not None and any(dynamo.counters.get(kind) for kind in ("frames", "stats")))
 
 
-# ColossalAI scripts it when it is imported; it takes lengths of sequences, and no parameter.
-_SCRIPTED_BY_LIBRARIES = {"get_half_index"}
+# torch scripts its functional optimizers when they are imported, and ColossalAI a function of sequences' lengths.
+_SCRIPTED_BY_LIBRARIES = ("__torch__.torch.", "__torch__.colossalai.shardformer.layer.utils.")
+_MODULES = "__torch__.torch.nn."
 
 
 def _torchscript_at_work() -> bool:
     """Return whether this process has scripted or traced something, which asks no ``__torch_function__``."""
     compiled: Any = torch.jit._state._python_cu
-    return any(function.name not in _SCRIPTED_BY_LIBRARIES for function in compiled.get_functions())
+    names = (function.qualified_name for function in compiled.get_functions())
+    return any(_MODULES in name or not name.startswith(_SCRIPTED_BY_LIBRARIES) for name in names)
 
 
 class _Compiling:

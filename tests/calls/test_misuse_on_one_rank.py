@@ -192,7 +192,7 @@ RANKS = [
     Wrong(
         "get_param_grad for step",
         instead(lambda work: work.optimizer.get_param_grad(work.model[0].weight)),
-        different("get_param_grad"),
+        different("get_param_grad of 0.weight"),
         Right(nothing),
     ),
     Wrong(

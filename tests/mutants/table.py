@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "a late gradient is forgotten",
         BUCKETS,
-        "if position < self._next:\n            return False",
-        "if position < self._next:\n            self._records[index].p.grad = None\n            return False",
+        "            record.note_waiting()\n",
+        "            record.p.grad = None\n",
         RECOMPUTATION,
     ),
     Mutant(
@@ -307,8 +307,8 @@ MUTANTS = [
     Mutant(
         "what one rank has cleared isn't told",
         "communication/agreement.py",
-        "settings.digest, cleared, written)",
-        "settings.digest, (), written)",
+        "settings, *done = progress[2:]",
+        "settings, _, *done = progress[2:]",
         HANDLES,
     ),
     Mutant(

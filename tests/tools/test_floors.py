@@ -13,7 +13,7 @@ TALK = re.compile(
     r"|i?send|i?recv|(monitored_)?barrier|batch_isend_irecv|new_(sub)?groups?\w*|(init|destroy)_process_group)\("
 )
 # torch's own have these names too.
-TORCHS = {"_backend", "_buffers", "_modules", "_parameters", "_version"}
+TORCHS = {"_backend", "_buffers", "_modules", "_parameters", "_state", "_version"}
 
 
 def private_attributes(tree: ast.AST) -> set[str]:
