@@ -51,31 +51,33 @@ class Entry(NamedTuple):
     ranks: ShardGroup
 
     @property
+    def may_differ(self) -> bool:
+        """Whether ranks may have different values: the first one that shares it writes all of it, each reads all."""
+        return self.saved.kind in (BUFFER, UNTRAINED)
+
+    @property
     def split(self) -> EvenSplit:
-        """How its elements are shared out among the ranks that read them: each rank reads a buffer whole."""
+        """How its elements are shared out among the ranks that read them."""
         if self.record is not None:
             return self.record.split
-        return EvenSplit(self.saved.numel, 1 if self.saved.kind == BUFFER else self.ranks.size)
+        return EvenSplit(self.saved.numel, 1 if self.may_differ else self.ranks.size)
 
     def boxed(self, own: Tensor, rank: int) -> BoxedTensor:
         """Return the tensor of which ``own`` is part ``rank``."""
         return boxed(own, self.split, rank, self.saved.shape, self.saved.stride)
 
     def to_save(self) -> BoxedTensor:
-        """Return the part that this rank writes; it shares memory with the tensor, if that is dense.
-
-        Ranks may have different values of a buffer: the first rank of those that share it writes all of it.
-        """
+        """Return the part that this rank writes; it shares memory with the tensor, if that is dense."""
         if self.record is not None:
             return self.boxed(self.record.row, self.ranks.rank)
-        rank = self.ranks.group_rank if self.saved.kind == BUFFER else self.ranks.rank
+        rank = self.ranks.group_rank if self.may_differ else self.ranks.rank
         start, stop = self.split.span(rank)
         return self.boxed(flat_in_memory_order(self.tensor, _without_values(self.tensor))[start:stop], rank)
 
     def to_load(self, dtype: torch.dtype) -> BoxedTensor:
         """Return room for the part that this rank reads, in the dtype that was saved."""
         device = self.tensor.device if self.record is None else self.record.padded.device
-        rank = 0 if self.saved.kind == BUFFER else self.ranks.rank
+        rank = 0 if self.may_differ else self.ranks.rank
         return self.boxed(torch.empty(self.split.slice_size, dtype=dtype, device=device), rank)
 
 
@@ -256,7 +258,7 @@ class Contents:
             if entry.record is not None:
                 _put_row(entry.record, own, masters[entry.record], entry.ranks)
             elif entry.saved.numel:
-                flat = own if entry.saved.kind == BUFFER else _gathered(own, entry, self._device)
+                flat = own if entry.may_differ else _gathered(own, entry, self._device)
                 _overwrite(entry.tensor.detach(), flat.as_strided(entry.saved.shape, entry.saved.stride))
         for of, state in self.states_of.items():
             state.load_progress(objects.optimizers[of])
