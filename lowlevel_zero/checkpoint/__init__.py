@@ -9,6 +9,7 @@ optimizers              one optimizer or several, and their schedulers: checked,
 saving, storage         saving: agreed on, written beside, put in place by the first rank when all have written
 loading                 loading: read and checked beside what is there, then taken over
 folders                 where checkpoints are, and what crashes leave
+background              writes by a thread, whose failures nobody misses
 manifest, objects       the files that aren't tensors: sizes and checksums; settings and DCP's index as data, never run
 saved                   all of these together, for one checkpoint
 consolidate             a checkpoint as files that load without this package

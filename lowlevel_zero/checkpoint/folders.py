@@ -168,8 +168,8 @@ def publish(written: Path, path: Path) -> None:
         raise NotSynced(error.errno, f"{error.strerror}: the directory {path.parent} could not be synced") from error
 
 
-def prune(path: Path, keep: int, runs: Collection[str]) -> None:
-    """Leave the ``keep`` newest whole checkpoints of these runs beside and including ``path``, and no remains.
+def prune(path: Path, keep: int | None, runs: Collection[str]) -> None:
+    """Leave no remains beside ``path``, and of these runs' whole checkpoints the ``keep`` newest; None: all.
 
     Warns of what can't be removed, and goes on with the others.
     """
@@ -179,7 +179,7 @@ def prune(path: Path, keep: int, runs: Collection[str]) -> None:
         for each in _found_in(path.parent)
         if each.manifest is not None and not each.damage and set(each.manifest.runs[:1]) & set(runs)
     }
-    for each in sorted(serials, key=serials.__getitem__)[:-keep]:
+    for each in sorted(serials, key=serials.__getitem__)[: -keep if keep else 0]:
         with _warning_of_what_stays():
             remove(each)
 

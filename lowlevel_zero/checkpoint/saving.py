@@ -55,9 +55,10 @@ def save_checkpoint(
 ) -> Saving:
     """Save model, optimizer, scheduler and ``extra`` to the directory ``path``; every rank calls it, between steps.
 
-    Each rank writes its own slices, by ``torch.distributed.checkpoint``. It is written beside ``path`` and renamed
-    when all of it is on the disk; nothing that was there before is replaced or removed, but for what ``keep`` says. All
-    ranks must see the same file system. Names are the model's own, whatever wraps it or modules in it.
+    Each rank writes its own slices, by ``torch.distributed.checkpoint``. The checkpoint is written beside ``path`` and
+    renamed when all of it is on the disk. Nothing that was there before is replaced or removed, but for what ``keep``
+    says, and what saves have left that were broken off. All ranks must see the same file system. Names are the model's
+    own, whatever wraps it or modules in it.
 
     Args:
         path: the checkpoint, as in ``"run/step-100"``, where nothing is yet, or an empty directory.
@@ -74,9 +75,9 @@ def save_checkpoint(
         async_save: copy what is to be saved to the host and return; a thread writes it while training goes on. A
             further save or load waits for it, and so does the interpreter's end; wait yourself before
             ``destroy_process_group``, or it may be broken off, with an error.
-        keep: then remove the files of all but the ``keep`` newest of this run's checkpoints in ``path``'s directory,
-            and remains of saves that were broken off. This run's are those that were saved with these optimizers, or by
-            runs that these were loaded from. Other files in their directories stay, and so do symbolic links.
+        keep: then remove the files of all but the ``keep`` newest of this run's checkpoints in ``path``'s directory.
+            This run's are those that were saved with these optimizers, or by runs that these were loaded from. Other
+            files in their directories stay, and so do symbolic links.
 
     Returns:
         The save, with ``wait()``; it is over unless ``async_save``.

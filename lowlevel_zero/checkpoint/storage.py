@@ -25,7 +25,7 @@ ALONE = "destroy_process_group was called before all was written: call wait() fi
 class CommittingWriter(FileSystemWriter):
     """Writes a file a rank beside ``path``, and the first rank puts them in place when all have.
 
-    What that raises all ranks hear of, as of any rank's own error. The first rank makes the folder, and claims it.
+    An error of any rank is raised on all. The first rank makes the folder, and claims it.
 
     Args:
         path: where the checkpoint will be.
@@ -33,7 +33,7 @@ class CommittingWriter(FileSystemWriter):
         group: the ranks.
         manifest: what they write, but for ``files`` and ``serial``.
         own: further files of this rank's, by name.
-        keep: then leave so many checkpoints of these runs; None: all.
+        keep: how many checkpoints of these runs to leave then; None: all.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CommittingWriter(FileSystemWriter):
         self._claim: IO[bytes] | None = None
 
     def release(self) -> None:
-        """All is over: let go of the folder, which is no more, unless it could not be written: then it goes."""
+        """Remove the folder, unless it has been put in its place, and let go of it."""
         if self._claim is not None:
             shutil.rmtree(self._written, ignore_errors=True)
             self._claim.close()
@@ -105,8 +105,7 @@ class CommittingWriter(FileSystemWriter):
             raise RuntimeError(f"{error}; seen from rank 0: all ranks must see the same file system") from error
         _write_through(self._written / MANIFEST, manifest.to_text().encode())
         publish(self._written, self._path)
-        if self._keep is not None:
-            prune(self._path, self._keep, manifest.runs)
+        prune(self._path, self._keep, manifest.runs)
 
 
 def _write_through(path: Path, data: bytes) -> FileSum:

@@ -133,7 +133,8 @@ def test_pruning_removes_a_checkpoint_s_own_files_and_no_others(tmp_path: Path) 
     assert latest(tmp_path / "elsewhere") == tmp_path / "elsewhere"
 
 
-def test_remains_of_a_save_go_whatever_was_removed_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [1, None])
+def test_remains_of_a_save_go_whatever_was_removed_first(keep: int | None, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def save(rank: int, world_size: int) -> None:
@@ -147,10 +148,10 @@ def test_remains_of_a_save_go_whatever_was_removed_first(tmp_path: Path) -> None
                         if left == (other == file):
                             shutil.copy(other, run / name / other.name)
             (run / "step-9.0000000000000000.tmp").mkdir()
-        save_checkpoint(run / "step-2", *pair, keep=1)
+        save_checkpoint(run / "step-2", *pair, keep=keep)
 
     run_ranks(save, 2)
-    assert names_in(run) == {"step-2"}
+    assert names_in(run) == ({"step-2"} if keep else {"step-1", "step-2"})
 
 
 def test_what_looks_like_remains_and_is_not_stays(tmp_path: Path) -> None:
