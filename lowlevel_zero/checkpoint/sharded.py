@@ -36,6 +36,7 @@ _log = logging.getLogger("lowlevel_zero")
 # torch's loader refuses a name that a checkpoint lacks. So what plain optimizers don't have (loss scale, bucket plan)
 # has no name of its own: it is one more entry of the first group's "params", which is nobody's name.
 _MARK = "lowlevel_zero:"
+_GIVE = "give the state of its optimizer"
 
 
 class Sharded(Stateful):
@@ -65,19 +66,20 @@ class Sharded(Stateful):
         rank the model's persistent buffers become those of the first rank that shares them, as DDP makes them before
         a forward: torch saves each of ``model.state_dict()``'s tensors from any rank.
 
-        Raises:
+        Raises (on all ranks):
             TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
-            ValueError: a state's name has a dot in it.
+            ValueError: a state's name has a dot in it, or the model has another parameter of a trained one's name.
         """
         _share_buffers(self.optimizer)
         sharded = ShardedState(self.optimizer, _names(self.optimizer))
-        fp8 = self.optimizer.options.fp8_communication
-        settings = {**sharded.settings(), "present": sharded.present, FP8: fp8}
-        groups = settings.pop("param_groups")
-        own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()
-        self._own = f"{_MARK}{own}"
-        groups[0]["params"].append(self._own)
-        return {"state": {**sharded.tensors(), **sharded.room()}, "param_groups": groups}
+        with together(self.optimizer.shard_group, _GIVE):
+            fp8 = self.optimizer.options.fp8_communication
+            settings = {**sharded.settings(), "present": sharded.present, FP8: fp8}
+            groups = settings.pop("param_groups")
+            own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()
+            self._own = f"{_MARK}{own}"
+            groups[0]["params"].append(self._own)
+            return {"state": {**sharded.tensors(), **sharded.room()}, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -88,9 +90,9 @@ class Sharded(Stateful):
         Raises (on all ranks; nothing has been changed then):
             ValueError: it is of another class, or of other parameters, shapes or groups.
         """
-        settings = self._settings(state_dict["param_groups"])
         sharded = ShardedState(self.optimizer, _names(self.optimizer))
         with all_or_nothing(self.optimizer.shard_group, "load the state of its optimizer") as undo:
+            settings = self._settings(state_dict["param_groups"])
             sharded.check(settings, state_dict["state"])
             slices = sharded.slices({name: dict(each) for name, each in state_dict["state"].items()}, settings)
             sharded.load(slices, settings, undo)
@@ -114,20 +116,13 @@ class Sharded(Stateful):
             )
 
     def _settings(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """The settings of what was saved; plain ones of what another optimizer has saved, be it with groups or not."""
+        """Return the settings that were saved; of what another optimizer has saved, be it with groups, plain ones."""
         marks = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
         saved = [mark for mark in marks if mark is not self._own]
         named = [{**group, "params": [name for name in group["params"] if name not in marks]} for group in groups]
-        plain: dict[str, Any] = {
-            CLASS: None,
-            "loss_scale": None,
-            "plan": None,
-            "other_plans": [],
-            "states": {},
-            FP8: False,
-        }
+        plain: dict[str, Any] = {CLASS: None, "loss_scale": None, "plan": None, "other_plans": (), "states": {}}
         own = unpacked(base64.b64decode(saved[0].removeprefix(_MARK))) if saved else {}
-        return {**plain, **own, "param_groups": named}
+        return {**plain, FP8: False, **own, "param_groups": named}
 
 
 def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
@@ -138,7 +133,7 @@ def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
     for number, ranks in enumerate(store.shard_groups):
         own = {each: name for each, name in names.items() if store.shard_group_of(each) == number}
         buffers = {each: name for each, name in own.items() if not isinstance(each, Parameter)}
-        with together(ranks, "give the state of its optimizer") as lines:
+        with together(ranks, _GIVE) as lines:
             _check_trained(own, store.by_shard_group[number])
             lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in buffers.items()]
         with torch.no_grad():

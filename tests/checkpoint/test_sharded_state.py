@@ -12,7 +12,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded
 from tests.support.checkpoints import BEFORE, Training, differences
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, run_ranks_expecting
 
 
 def test_tensors_have_the_parameters_shapes_and_ranks_their_slices_without_padding() -> None:
@@ -86,6 +86,20 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     for one, two in run_ranks(load, 2):
         assert one.startswith("expected 1 param groups, got 3")
         assert two.startswith("expected 3 param groups, got 1")
+
+
+def test_a_state_that_can_not_be_saved_raises_on_all_ranks() -> None:
+    def give(rank: int, world_size: int) -> None:
+        model = nn.Linear(5, 4)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        if rank == 1:
+            optimizer.state[optimizer.sharded_parameters[model.weight].p32]["its.own"] = torch.zeros(())
+        Sharded(optimizer).state_dict()
+
+    first, second = run_ranks_expecting(give, 2)
+    assert second.message == "weight: expected states with no dot in their names, got 'its.own'"
+    assert "rank 1" in first.message
+    assert second.message in first.message
 
 
 def test_a_model_in_another_memory_order_is_refused_by_name() -> None:
