@@ -63,6 +63,10 @@ class ShardedOptimizer(Optimizer):
         """Whether a later optimizer has taken this one's parameters; whatever else is asked of it raises then."""
         return "_retired" in self.__dict__
 
+    def __repr__(self) -> str:
+        """Return the settings of the groups, as torch does, or that the optimizer is retired."""
+        return f"{type(self).__name__} (retired)" if self.is_retired else super().__repr__()
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:

@@ -107,8 +107,13 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             yield
 
     def teardown(self) -> None:
-        """As ``DDPStrategy`` does, but the optimizers' states stay with their slices."""
+        """As ``DDPStrategy`` does, but the optimizers' states stay with their slices, and gradients go.
+
+        The module moves to the host, which a sharded gradient can't.
+        """
         optimizers, self.optimizers = self.optimizers, []
+        if optimizers:
+            self.lightning_module.zero_grad()
         super().teardown()
         self.optimizers = optimizers
 

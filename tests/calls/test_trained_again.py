@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -166,6 +167,49 @@ def test_parameters_that_are_added_to_another_optimizer(subtests: pytest.Subtest
     check_each({way: Case(added_to_another, options) for way, options in WAYS.items()}, subtests)
 
 
+OPTIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp16, clipped": (torch.float16, {"initial_scale": 8.0, "clip_grad_norm": 0.1}),
+    "offload": (torch.bfloat16, {"cpu_offload": True, "partition_grad": True}),
+    "fp8": (torch.bfloat16, {"fp8_communication": True, "fp8_min_numel": 4, "overlap_allgather": True}),
+    "debug": (torch.float32, {"debug": True, "verify_every": 1}),
+    "two levels": (torch.bfloat16, {"partition_grad": True, "overlap_allgather": True}),
+    "experts": (torch.float32, {"partition_grad": True}),
+}
+
+
+def with_ranks(name: str, rank: int, model: nn.Sequential) -> dict[str, Any]:
+    """Keywords that name process groups."""
+    if name == "two levels":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        return {"dp_process_group": (mesh.get_group("outer"), mesh.get_group("inner"))}
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    return {"pg_to_param_list": {alone: list(model[1].parameters())}} if name == "experts" else {}
+
+
+def beside_a_fresh_model(rank: int, world_size: int, name: str) -> None:
+    dtype, options = OPTIONS[name]
+    model, fresh = net().to(dtype), net().to(dtype)
+    former = LowLevelZeroOptimizer(momentum(model), model=model, **options, **with_ranks(name, rank, model))
+    steps(Together(rank), model, former, range(2))
+    former.backward(loss_at(model, 2)(rank))
+    former.step()
+    former.backward(loss_at(model, 3)(rank))
+    fresh.load_state_dict(model.state_dict())
+    for each in (model, fresh):
+        optimizer = LowLevelZeroOptimizer(adamw(each), model=each, **options, **with_ranks(name, rank, each))
+        optimizer.zero_grad()
+        steps(Together(rank), each, optimizer, range(4, 6))
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert former.is_retired
+
+
+def test_whatever_the_options_it_trains_as_a_model_that_has_never_been_trained(subtests: pytest.Subtests) -> None:
+    for (name,), ran in run_cases(beside_a_fresh_model, 4, [(name,) for name in OPTIONS]):
+        with subtests.test(name):
+            ran.values()
+
+
 # ---- what a retired optimizer leaves, and says ----
 
 TOLD = r"trains 0\.weight, got a former one: a LowLevelZeroOptimizer that .* Call that one, and make schedulers from it"
@@ -203,6 +247,7 @@ def everything_raises(rank: int, world_size: int) -> list[str]:
     assert former.is_retired
     assert not later.is_retired
     assert not hasattr(later, "no_such_name")
+    assert repr(former) == "LowLevelZeroOptimizer (retired)"
     return public
 
 

@@ -66,7 +66,15 @@ def broken_off(module: pl.LightningModule, world_size: int, strategy: Callable[[
         del trainer
 
 
+class OnADevice(NoBuffers):
+    """Changes where the end of a fit moves it to the host, as a module does that is on a device."""
+
+    def cpu(self) -> OnADevice:
+        return self.double().float()
+
+
 FITS = {
+    "moved to the host": (OnADevice, three_trainers),
     "fit, validate, fit": (Net, one_trainer),
     "three trainers": (lambda: Net(adam=True), three_trainers),
     "a GAN": (Gan, three_trainers),
