@@ -211,18 +211,6 @@ class GroupMaker(NamedTuple):
         return ShardedGroup(number, group, records, gradients, reducer, gathers)
 
 
-def release(groups: Sequence[ShardedGroup], ranks: Sequence[ShardGroup]) -> None:
-    """The optimizer is gone: let others have the memory of bucket buffers, when nothing is under way any more.
-
-    Args:
-        groups: of the optimizer.
-        ranks: all of its shard groups, those included that have no parameters to train.
-    """
-    reducers = {each.number: each.reducer for each in groups}
-    for number, group in enumerate(ranks):
-        group.leave(reducers[number].under_way() if number in reducers else ())
-
-
 def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, options: ZeroOptions) -> None:
     """One line, on the first of all ranks, and one more where fp8 is rounded by the host."""
     ranks = parameters.shard_groups[0]

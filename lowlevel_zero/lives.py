@@ -12,9 +12,7 @@ from torch.distributed import get_process_group_ranks as ranks_of
 
 from .bookkeeping.sharded_parameter import hide_gradients
 from .communication.agreement import together
-from .communication.process_groups import is_alive
 from .communication.shard_group import ShardGroup
-from .construction import release
 from .sharded_optimizer import ShardedOptimizer
 
 _made = count()
@@ -105,8 +103,8 @@ def let_go(optimizer: ShardedOptimizer) -> None:
     if not optimizer.shard_group.progress.is_forked:
         with suppress(RuntimeError):  # others have gone
             optimizer.finish_gathers()
-            optimizer.get_grad_norm()  # its sum over the ranks may be under way
-            release(optimizer.sharded_groups, optimizer.sharded_parameters.shard_groups)
+        for group in optimizer.sharded_parameters.shard_groups:
+            group.leave()
     optimizer.sharded_groups.clear()  # whose parts know the list, and would wait for the garbage collector
 
 
@@ -117,4 +115,4 @@ def _key(group: ShardGroup) -> str:
 
 def _same_ranks(one: ShardGroup, other: ShardGroup) -> bool:
     """Return whether both have the same ranks, which can still talk within ``one``."""
-    return is_alive(one.group) and set(ranks_of(one.group)) == set(ranks_of(other.group))
+    return one.context.is_alive and set(ranks_of(one.group)) == set(ranks_of(other.group))

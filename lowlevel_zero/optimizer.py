@@ -153,10 +153,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     ) -> None:
         keywords = locals()
         ranks = rooms.data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
-        self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard)
+        patience = rooms.seconds_of(stall_timeout)
+        self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard, patience)
+        rooms.watch(self.shard_group, patience)
         with together(self.shard_group, CONSTRUCT) as agreed:
             self.options = ZeroOptions.chosen(keywords)
-            rooms.watch(self.shard_group, self.options.stall_timeout)
             scaling = LossScaler.chosen(keywords)
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             refuse_wrapped(optimizer)

@@ -8,6 +8,7 @@ from .diagnostics.debug_checks import checked as checked
 from .diagnostics.guards import Guard as Guard
 from .diagnostics.settings import Settings as Settings
 from .diagnostics.settings import described as described
+from .diagnostics.stall_report import seconds_of as seconds_of
 from .diagnostics.stall_report import watch as watch
 from .diagnostics.untrained import Untrained as Untrained
 from .diagnostics.verification import verify as verify

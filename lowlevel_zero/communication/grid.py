@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count, zip_longest
@@ -15,7 +16,7 @@ from torch import Tensor
 from .backends.backend import Backend
 from .backends.staged import Staged
 from .hierarchical import Nested, Replicated
-from .process_groups import backends_by_device, default_group, store_of, timeout_of, union_group
+from .process_groups import SHARE_OF_TIMEOUT, backends_by_device, default_group, store_of, timeout_of, union_group
 from .shard_group import ShardGroup, is_staged
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
@@ -24,6 +25,7 @@ Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGro
 _tries = count()
 
 _HOST = torch.device("cpu")
+_log = logging.getLogger("lowlevel_zero")
 _KEYWORDS = "dp_process_group, extra_dp_group"
 _REMEDY = (
     "make both by init_device_mesh(device_type, (outer size, inner size), mesh_dim_names=('outer', 'inner')) "
@@ -31,13 +33,14 @@ _REMEDY = (
 )
 
 
-def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool) -> ShardGroup:
+def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool, stall_timeout: float = 0.0) -> ShardGroup:
     """The shard group of the caller's process groups: of one level, or of two.
 
     Args:
         group: a process group; or the inner one of two; or both, ``(outer, inner)``. None: the default one.
         extra: the outer one of two; None: there is none, or it is in ``group``.
         hybrid_shard: of two levels, shard over the inner one, and have replicas on the outer one.
+        stall_timeout: seconds after which a rank logs which other one it waits for; 0: never.
 
     Raises (on all ranks of both groups):
         TypeError, ValueError: what isn't one or two process groups of a grid that this process belongs to.
@@ -50,7 +53,7 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool) ->
         return ShardGroup(group)
     if not (dist.is_available() and dist.is_initialized()):
         return ShardGroup()  # raises
-    outer, inner, grid = _met(group, extra)
+    outer, inner, grid = _met(group, extra, stall_timeout)
     # A level of one rank is none.
     if dist.get_world_size(outer) == 1:
         return ShardGroup(inner)
@@ -89,6 +92,8 @@ class GridGroup(ShardGroup):
     ) -> None:
         super().__init__(union_group([rank for row in grid for rank in row]))
         self.outer, self.inner = ShardGroup(outer), ShardGroup(inner)
+        for level in (self.outer, self.inner):
+            level.context.users.add(self)
         self._replicated = replicated
         everybody, self._backends_of_all = self.slice_ranks, self._backends
         self._backends, self.device_types = backends_by_device(inner), self.inner.device_types
@@ -155,7 +160,7 @@ class GridGroup(ShardGroup):
 # ---- from the caller's groups to a grid ----
 
 
-def _met(group: Any, extra: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[list[int]]]:
+def _met(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[list[int]]]:
     """The outer and the inner group, and global ranks, ``[outer][inner]``.
 
     The ranks tell each other through the store which groups they have. A collective would wait for whoever has other
@@ -170,33 +175,46 @@ def _met(group: Any, extra: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup, 
         raise
     row = dist.get_process_group_ranks(inner)
     store.set(str(me), json.dumps([row, dist.get_process_group_ranks(outer)]))
-    columns = [column for _, column in _told(store, row)]
+    columns = [column for _, column in _told(store, row, stall_timeout)]
     everybody = [rank for column in columns for rank in column]
-    groups_of = dict(zip(everybody, _told(store, everybody), strict=True))
+    groups_of = dict(zip(everybody, _told(store, everybody, stall_timeout), strict=True))
     _check_grid(columns, groups_of)
     return outer, inner, [list(ranks) for ranks in zip(*columns, strict=True)]
 
 
-def _told(store: Any, ranks: Sequence[int]) -> list[list[list[int]]]:
-    """Of each of ``ranks`` its inner group's and its outer group's ranks, in two requests.
+def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[list[list[int]]]:
+    """Return the ranks of the inner and of the outer group of each of ``ranks``, in two requests.
 
     Raises:
-        RuntimeError: what another rank can't go on for.
+        RuntimeError: another rank can't go on; it says why.
         TimeoutError: one didn't come.
     """
     keys, timeout = list(map(str, ranks)), timeout_of(default_group())
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        missing = next((key for key in keys if not store.check([key])), keys[-1])
+    patience = min(stall_timeout, SHARE_OF_TIMEOUT * timeout)
+    if patience > 0 and not _came(store, keys, patience):
+        _log.warning("rank %d has waited %.3g s for %s", dist.get_rank(), patience, _missing(store, keys))
+    if not _came(store, keys, timeout - patience):
         raise TimeoutError(
-            f"{_KEYWORDS}: expected rank {missing} to construct its LowLevelZeroOptimizer too, and didn't hear from "
-            f"it within {timeout:g} seconds: construct it on every rank"
-        ) from error
+            f"{_KEYWORDS}: expected all ranks, waited {timeout:g} seconds in vain for {_missing(store, keys)}: "
+            "construct it on every rank"
+        )
     told = list(map(json.loads, store.multi_get(keys)))
     for refusal in (each for each in told if isinstance(each, str)):
         raise RuntimeError(refusal)
     return told
+
+
+def _came(store: Any, keys: list[str], seconds: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _missing(store: Any, keys: Sequence[str]) -> str:
+    ranks = ", ".join(key for key in keys if not store.check([key]))
+    return f"rank {ranks} to construct its LowLevelZeroOptimizer. Not there yet: rank {ranks}"
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:

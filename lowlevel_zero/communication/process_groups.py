@@ -2,60 +2,157 @@
 
 Ranks find each other by a group's name, which must be the same on all of them. The names that torch makes up tell how
 many groups a rank has, so those made here are named after the caller's group instead.
+
+All that is made for a group ends with it: threads, groups beside it, shared memory. ``GroupContext`` owns them. Whoever
+uses them holds them weakly, so that an optimizer that outlives its process group keeps nothing of it.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any
-from weakref import WeakKeyDictionary
+from time import monotonic
+from typing import Any, Protocol, TypeGuard
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
 
-from .backends.backend import Alone, HostBackend
+from .backends.backend import HostBackend
 from .backends.memory_pool import Memory
 from .processes import Process
-from .runtime import runtime
-from .work import Work
+from .runtime import Threads, runtime
 
 _PREFIX = "lowlevel_zero/"
+_NEVER_SENT = 2**31 - 1  # a message's tag
+SHARE_OF_TIMEOUT = 0.4  # of a group's own, after which a rank has told what it waits for
+
+# Seconds that threads get to finish what peers may never do their part of: at a group's end, at that of the process;
+# and to end when broken off.
+_PATIENCE, _AT_EXIT, _AFTER_BREAK = 5.0, 10.0, 2.0
+
+
+class User(Protocol):
+    """Whoever begins collectives over a process group."""
+
+    def leave(self, threads: Threads) -> None:
+        """Begin no more; those of ``threads`` finish what is under way."""
 
 
 class GroupContext:
-    """What this process keeps for one process group, whoever uses it; it doesn't hold the group itself.
+    """What this process keeps for one process group, whoever uses it; it ends when the group is destroyed.
+
+    Args:
+        group: the process group, which it doesn't keep alive.
 
     Attributes:
+        threads: all that work for it.
+        users: whoever begins collectives over it.
         beside: by name, groups that were made beside it.
-        agreements: how the hosts agree, in one order for all optimizers; until they have met, each for itself.
+        agreements: how the hosts agree, in one order for all optimizers; None: they haven't met.
         pool: memory that all ranks see; or why there is none; None: nobody has asked.
-        abandoned: collectives under way that nobody will wait for.
         shard_groups: numbers those made of it, alike on all ranks.
         processes: of the default group: those of other ranks, by global rank.
         writing: what a thread is writing over the side group; None: nothing, as far as anybody has asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = ref(group)
+        self.threads = Threads()
+        self.users: WeakSet[User] = WeakSet()
         self.beside: dict[str, dist.ProcessGroup] = {}
-        self.agreements: HostBackend = Alone(0, 1)
+        self.agreements: HostBackend | None = None
         self.pool: Memory | str | None = None
-        self.abandoned: list[Work[Any]] = []
         self.shard_groups = count(1)
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process group hasn't been destroyed."""
+        return is_alive(self._group())
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: it has been destroyed.
+        """
+        group = self._group()
+        if not is_alive(group):
+            raise RuntimeError(
+                "expected the process group over which the optimizer was constructed, found it destroyed: construct "
+                "another optimizer after torch.distributed.init_process_group() or new_group()"
+            )
+        return group
+
+    def end(self) -> None:
+        """End all that was made for the group, which is being destroyed.
+
+        What is under way is finished first: peers may wait for it.
+        """
+        deadline, leaving = monotonic() + _PATIENCE, Threads()
+        for user in list(self.users):
+            user.leave(leaving)
+        self._end(leaving, deadline)
+        self.end_threads(deadline)
+        beside, self.beside = self.beside, {}
+        self.agreements = self.pool = None
+        for each in beside.values():
+            with suppress(RuntimeError):  # whatever has become of its peers
+                if is_alive(each):
+                    dist.destroy_process_group(each)
+
+    def end_threads(self, deadline: float) -> None:
+        """End all threads: when they have done what they are at, or, at the ``deadline``, by breaking that off."""
+        self._end(self.threads, deadline)
+
+    def _end(self, threads: Threads, deadline: float) -> None:
+        if not threads.end(deadline - monotonic()):
+            self._break_off()
+            threads.end(_AFTER_BREAK)
+
+    def _break_off(self) -> None:
+        """Have whoever waits for peers raise."""
+        self.threads.broken_off = True
+        own = self._group()
+        for group in (own, *self.beside.values()):
+            if group is not None and group.group_name.startswith(_PREFIX) and dist.get_backend(group) == "gloo":
+                peer = (group.rank() + 1) % group.size()
+                with suppress(RuntimeError):  # gloo has no other way: a wait in vain closes all connections of a group
+                    group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+class _Entry(str):
+    """A value in one of torch's maps by group: it is gone when torch forgets the group."""
 
 
 _contexts: WeakKeyDictionary[dist.ProcessGroup, GroupContext] = WeakKeyDictionary()
 
 
 def context_of(group: dist.ProcessGroup) -> GroupContext:
-    """The only context of ``group``: made when first asked for, and gone with the group."""
-    return _contexts.setdefault(group, GroupContext())
+    """The only context of ``group``: made when first asked for, and ended when the group is destroyed."""
+    context = _contexts.get(group)
+    if context is None:
+        context = _contexts[group] = GroupContext(group)
+        configs = dist.distributed_c10d._world.pg_backend_config
+        configs[group] = _Entry(configs[group])
+        finalize(configs[group], context.end).atexit = False
+    return context
+
+
+@atexit.register
+def _end_all_threads() -> None:
+    """Before the interpreter goes: a thread that came back from a wait afterwards would abort the process."""
+    deadline = monotonic() + _AT_EXIT
+    for context in list(_contexts.values()):
+        context.end_threads(deadline)
 
 
 # ---- what torch knows of a group ----
@@ -77,8 +174,8 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return "fake" in backends_by_device(group).values()
 
 
-def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` has not been destroyed."""
+def is_alive(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+    """Whether ``group`` is there, and has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -113,7 +210,7 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if dist.get_world_size(group) == 1 or is_fake(group) or group.group_name.startswith(_PREFIX):
         return group
-    return _group_beside(group, "side", "gloo", dist.get_process_group_ranks(group))
+    return beside(group, "side", "gloo")
 
 
 def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -132,7 +229,7 @@ def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if not devices or size == 1 or is_fake(group) or (splits and size < dist.get_world_size()):
         return group
     backends = ",".join(f"{device}:{backend}" for device, backend in devices.items())
-    return _group_beside(group, "data", backends, dist.get_process_group_ranks(group))
+    return beside(group, "data", backends)
 
 
 def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -143,7 +240,7 @@ def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if set(backends_by_device(group).values()) != {"gloo"}:
         return side_group(group)
-    return _group_beside(group, "buffers", "gloo", dist.get_process_group_ranks(group))
+    return beside(group, "buffers", "gloo")
 
 
 def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -152,30 +249,40 @@ def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         return default
     name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    return _group_beside(default, f"union/{name}", "gloo", members)
+    return beside(default, f"union/{name}", "gloo", members)
 
 
-def _group_beside(like: dist.ProcessGroup, name: str, backend: str, ranks: list[int]) -> dist.ProcessGroup:
-    """A group of ``ranks`` with the store and timeout of another, made when first asked for; ``name`` is theirs."""
+def beside(
+    group: dist.ProcessGroup, purpose: str, backend: str, ranks: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """The group beside another for one purpose: all its ranks make it when they first ask for it.
+
+    It has the other's store and timeout, and ends when that is destroyed.
+
+    Args:
+        group: the caller's.
+        purpose: names it; the same on all ranks.
+        backend: carries it.
+        ranks: its global ranks; None: those of ``group``.
+    """
     torchs: Any = dist.distributed_c10d
-    beside = context_of(like).beside
-    name = f"{_PREFIX}{name}/{like.group_name}"
-    if name in beside:
-        return beside[name]
-    made, _ = torchs._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        dist.Backend(runtime().backend(backend)),
-        store_of(like),
-        name,
-        timeout=timedelta(seconds=timeout_of(like)),
-        pg_tag=name,  # or torch would give it to who asks for any group of these ranks
-    )
-    assert isinstance(made, dist.ProcessGroup)
-    torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    beside[name] = made
-    return made
+    made = context_of(group).beside
+    name = f"{_PREFIX}{purpose}/{group.group_name}"
+    if name not in made:
+        members = list(dist.get_process_group_ranks(group) if ranks is None else ranks)
+        one, _ = torchs._new_process_group_helper(
+            len(members),
+            members.index(dist.get_rank()),
+            members,
+            dist.Backend(runtime().backend(backend)),
+            store_of(group),
+            name,
+            timeout=timedelta(seconds=timeout_of(group)),
+            pg_tag=name,  # or torch would give it to who asks for any group of these ranks
+        )
+        torchs._world.pg_group_ranks[one] = {rank: place for place, rank in enumerate(members)}
+        made[name] = one
+    return made[name]
 
 
 def start_alone() -> None:

@@ -17,11 +17,11 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from .backends.backend import PeerError
 from .failed_ranks import LostRank, explained
+from .process_groups import GroupContext
 from .work import Work
 
 REDUCTION, GATHER, NORM, EXCHANGE = "reduction", "gather", "sum of the norm", "exchange of updates"
@@ -84,7 +84,7 @@ class Progress:
     """How far this rank has come.
 
     Args:
-        group: the ranks.
+        context: of the process group over whose ranks it communicates.
 
     Attributes:
         step: steps that have ended.
@@ -94,9 +94,10 @@ class Progress:
         waits_for: what the host waits for now; None: nothing.
         missing: who isn't there yet, in words, where a stall has been reported; else empty.
         left: this rank begins no more: nobody is to miss it.
+        under_way: of each of the hosts' collectives that nobody has waited for yet, by kind and number, what does.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, context: GroupContext) -> None:
         self.step = 0
         self.micro_batch = 0
         self.waits = 0
@@ -104,9 +105,10 @@ class Progress:
         self.waits_for: Collective | None = None
         self.missing = ""
         self.left = False
+        self.under_way: dict[tuple[str, int], Callable[[], Any]] = {}
         self._thread = get_ident()
         self._process = os.getpid()
-        self._group = group
+        self._context = context
         self._queued: deque[Collective] = deque(maxlen=256)
         self._lost: LostRank | None = None
 
@@ -127,8 +129,14 @@ class Progress:
     def start(
         self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
     ) -> Work[T]:
-        """Begin one more collective of ``kind``, that of ``tensors``; its work's ``wait`` is the one below."""
+        """Begin one more collective of ``kind``, that of ``tensors``; its work's ``wait`` is the one below.
+
+        Raises:
+            LostRank: the process of another rank has ended.
+            RuntimeError: the process group has been destroyed, or this process is a fork.
+        """
         self.check_process(kind)
+        _ = self._context.group
         serial = self.begun[kind]
         self.begun[kind] = serial + 1
         collective = Collective(kind, serial, self.step, self.micro_batch, about)
@@ -140,6 +148,8 @@ class Progress:
             self._raise_if_lost(error, collective)
             raise
         on_device = bool(work.tensors) and not work.tensors[0].is_cpu
+        if not on_device:
+            self.under_way[kind, serial] = work.wait
         work.wait = partial(self.wait, collective, on_device, work.wait)
         return work
 
@@ -155,6 +165,7 @@ class Progress:
             raise LostRank(str(self._lost))
         before, self.waits_for, self._thread = self.waits_for, collective, get_ident()
         self.waits += 1
+        self.under_way.pop((collective.kind, collective.serial), None)
         try:
             return act()
         except RuntimeError as error:
@@ -169,7 +180,7 @@ class Progress:
 
     def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
         """Name whom this rank has lost, if ``error`` comes of that."""
-        lost = explained(error, self._group, f"{collective}. {self.missing}" if self.missing else collective)
+        lost = explained(error, self._context.group, f"{collective}. {self.missing}" if self.missing else collective)
         if lost is not None:
             self._lost = lost
             raise lost from error

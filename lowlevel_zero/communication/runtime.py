@@ -6,7 +6,6 @@ for each of them, so that nothing above this file knows the difference.
 
 from __future__ import annotations
 
-import atexit
 import mmap
 import sys
 import time
@@ -16,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
@@ -27,12 +26,39 @@ from .memory_file import MemoryAddress, OwnMemory, map_of
 from .pipes import OthersPipe, OwnPipe
 from .processes import Process, own_process
 
-# How long threads may take to finish what peers may never do their part of.
-_SECONDS_AT_EXIT = 10.0
-
 T = TypeVar("T")
 
 _Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+
+
+class Threads:
+    """The threads that work for one process group, or for another owner that ends them all.
+
+    A thread that came back from a wait, or out of a store, after the interpreter has gone would abort the process. One
+    that was the last to hold a process group would end that, too late. So their owner joins them.
+
+    Attributes:
+        broken_off: whoever waits for a peer is to raise.
+    """
+
+    def __init__(self) -> None:
+        self.broken_off = False
+        self._tasks: WeakKeyDictionary[Thread, SimpleQueue[Any]] = WeakKeyDictionary()
+
+    def start(self, thread: Thread, tasks: SimpleQueue[Any]) -> None:
+        """Start a thread that ends when it finds None in ``tasks``."""
+        self._tasks[thread] = tasks
+        thread.start()
+
+    def end(self, seconds: float) -> bool:
+        """Tell all threads to end after the tasks that they have; returns whether they have done so in time."""
+        deadline = time.monotonic() + seconds
+        threads = [thread for thread in list(self._tasks) if thread is not current_thread()]
+        for thread in threads:
+            self._tasks[thread].put(None)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
 
 class Worker:
@@ -42,10 +68,12 @@ class Worker:
 
     Args:
         name: of the thread.
+        threads: those of which it is one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: Threads) -> None:
         self._name = name
+        self._threads = threads
         self._tasks: _Tasks = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -53,8 +81,7 @@ class Worker:
         """Add a task; the future has what it returns or raises."""
         if self._thread is None:
             self._thread = Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True)
-            self._thread.start()
-            _join_at_exit(self._thread, self._tasks)
+            self._threads.start(self._thread, self._tasks)
             finalize(self, self._tasks.put, None).atexit = False
         done: Future[T] = Future()
         self._tasks.put(partial(carry_out, task, done))
@@ -64,14 +91,13 @@ class Worker:
 class Runtime:
     """The real system."""
 
-    def worker(self, name: str) -> Worker:
-        """A thread that carries out tasks."""
-        return Worker(name)
+    def worker(self, name: str, threads: Threads) -> Worker:
+        """A thread that carries out tasks, one of ``threads``."""
+        return Worker(name, threads)
 
-    def watch(self, thread: Thread, over: SimpleQueue[Any]) -> None:
-        """Start a thread that only looks, and ends when there is something in ``over``."""
-        thread.start()
-        _join_at_exit(thread, over)
+    def watch(self, thread: Thread, over: SimpleQueue[Any], threads: Threads) -> None:
+        """Start a thread that only looks, and ends when there is something in ``over``; one of ``threads``."""
+        threads.start(thread, over)
 
     def lock(self) -> Lock:
         """A lock among this process's threads, under which one may wait for other ranks."""
@@ -149,21 +175,3 @@ def _run(tasks: _Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task  # which may hold the object that this thread ends with
-
-
-_to_join: WeakKeyDictionary[Thread, SimpleQueue[Any]] = WeakKeyDictionary()
-
-
-def _join_at_exit(thread: Thread, tasks: SimpleQueue[Any]) -> None:
-    """Before the interpreter goes, tell ``thread`` so by None in ``tasks``, and let it finish."""
-    _to_join[thread] = tasks
-
-
-@atexit.register
-def _join_threads() -> None:
-    """One that came back from a wait, or out of a store, afterwards would abort the process."""
-    deadline = time.monotonic() + _SECONDS_AT_EXIT
-    for tasks in _to_join.values():
-        tasks.put(None)
-    for thread in list(_to_join):
-        thread.join(max(0.0, deadline - time.monotonic()))

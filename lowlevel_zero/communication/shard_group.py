@@ -9,7 +9,9 @@ who is missing. (Ranks in rows and columns: ``grid.py``.)
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 from weakref import proxy
@@ -40,7 +42,7 @@ from .process_groups import (
     timeout_of,
 )
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
-from .runtime import runtime
+from .runtime import Threads, runtime
 from .work import Chain, OnStream, OnThread, Work
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -57,7 +59,6 @@ class ShardGroup:
         group: the process group; None: the default one.
 
     Attributes:
-        group: the process group of all ranks.
         rank: which slice of each parameter is this process's.
         size: slices that a parameter is cut into.
         group_rank: this process's rank among all over which gradients are summed; the first's values are everybody's.
@@ -66,7 +67,7 @@ class ShardGroup:
         number: of the shard groups that were made of the process group, which it is; the same on all ranks.
         device_types: types of the devices whose tensors the group can carry.
         has_others: there are other ranks, and they are there.
-        hosts: what carries the hosts' own tensors and messages.
+        context: what this process keeps for the process group.
         backend: what carries buffers of a device, in fp8 if that is wanted and there are others.
         progress: how far this rank has come with what it began here; diagnostics put their own.
 
@@ -81,37 +82,57 @@ class ShardGroup:
                 "expected an initialised process group, got none: call torch.distributed.init_process_group() "
                 "first (or start the program with torchrun); one process alone needs it too, with world_size=1"
             )
-        self.group: dist.ProcessGroup = group if group is not None else default_group()
-        self.rank = self.group_rank = dist.get_rank(self.group)
+        group = group if group is not None else default_group()
+        self.rank = self.group_rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(
                 "dp_process_group: expected a group that this process belongs to, got one without it: "
                 "construct the optimizer on member ranks only"
             )
-        self.size = self.ranks = dist.get_world_size(self.group)
-        self.slice_ranks = dist.get_process_group_ranks(self.group)
-        self._backends = backends_by_device(self.group)
+        self.size = self.ranks = dist.get_world_size(group)
+        self.slice_ranks = dist.get_process_group_ranks(group)
+        self._backends = backends_by_device(group)
         self.device_types = sorted(self._backends)
-        self.has_others = self.size > 1 and not is_fake(self.group)
-        self._context = context_of(self.group)
-        self.number = next(self._context.shard_groups)
-        self.progress = Progress(self.group)
+        self.has_others = self.size > 1 and not is_fake(group)
+        self.context = context_of(group)
+        self.context.users.add(self)
+        self.number = next(self.context.shard_groups)
+        self.progress = Progress(self.context)
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # which would be a circle
         self._chains: dict[str, Chain] = {}
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
         self._parts: dict[str, int] = {}  # bytes of those of no rows, by purpose
-        self._data = self.group  # what carries tensors of devices that gloo doesn't
-        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(self._data)
-        self.hosts: HostBackend = Alone(self.rank, 1)
-        if self.has_others:
-            self._meet()
-            self.hosts = Pairwise(side_group(self.group), self.number)
+        self._owns_data = False  # devices' tensors have a group of their own
+        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(group)
+        self._hosts: HostBackend | None = None if self.has_others else Alone(self.rank, 1)
 
-    def _meet(self) -> None:
-        """Have the ranks know each other's processes; all come, and once is enough."""
-        if isinstance(self._context.agreements, Alone):
-            self._context.agreements = Pairwise(side_group(self.group))
-            know(dict(zip(self.slice_ranks, self.all_gather_object(runtime().own_process()), strict=True)))
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks, as long as it isn't destroyed."""
+        return self.context.group
+
+    @property
+    def hosts(self) -> HostBackend:
+        """What carries the hosts' own tensors and messages."""
+        if self._hosts is None:
+            self._hosts = self._messages()
+        return self._hosts
+
+    def _messages(self, number: int | None = None, buffers: bool = False) -> Pairwise:
+        """Messages between hosts: those of this number, and ``buffers`` over connections of their own."""
+        own = buffer_group(self.group) if buffers else None
+        number = self.number if number is None else number
+        return Pairwise(side_group(self.group), self.context.threads, number, own)
+
+    def _agreements(self) -> HostBackend:
+        """How hosts agree. When ranks first do, all come, and tell each other of their processes."""
+        if not self.has_others:
+            return self.hosts
+        if self.context.agreements is None:
+            self.context.agreements = self._messages(0)
+            processes = self.context.agreements.all_gather_object(runtime().own_process())
+            know(dict(zip(dist.get_process_group_ranks(self.group), processes, strict=True)))
+        return self.context.agreements
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
         """Choose how buffers travel; all ranks call it.
@@ -124,26 +145,34 @@ class ShardGroup:
         buffers when another's, or the caller's own collectives, are next. On NCCL the order of all optimizers' buffers
         must be the same on every rank, and if not ``own``, that of the caller's collectives among them.
         """
-        if self.size > 1:
-            self._data = data_group(self.group) if own else self.group
-            self._native = Native(self._data, sums_in_fp32)
         self.backend.cache_clear()
+        self._owns_data = own
+        make = partial(self._make_groups, shared, sums_in_fp32)
+        self.progress.start(AGREEMENT, None, (), Work, make).wait()
+
+    def _make_groups(self, shared: bool, sums_in_fp32: bool) -> None:
+        if self.size > 1:
+            self._native = Native(self._data(), sums_in_fp32)
         if self.on_gloo(_HOST):
             refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
-            if not self._context.agreements.exchange(refused, AGREED, MAXIMUM).wait():
+            if not self._agreements().exchange(refused, AGREED, MAXIMUM).wait():
                 self._share_memory()
             if shared and not self.hosts.shares_memory:
-                self.hosts = Pairwise(side_group(self.group), self.number, buffer_group(self.group))
+                self._hosts = self._messages(buffers=True)
 
     def _share_memory(self) -> None:
         """Go through shared memory, if all ranks can; alike on all."""
-        context = self._context
+        context = self.context
         if context.pool is None:
-            context.pool = open_pool(self.rank, self.size, timeout_of(self.group), context.agreements)
+            context.pool = open_pool(self._agreements(), timeout_of(self.group), context.threads)
             if isinstance(context.pool, Memory):
                 context.agreements = SharedMemory(self.rank, context.pool, 0)
         if isinstance(context.pool, Memory):
-            self.hosts = SharedMemory(self.rank, context.pool, self.number)
+            self._hosts = SharedMemory(self.rank, context.pool, self.number)
+
+    def _data(self) -> dist.ProcessGroup:
+        """What carries tensors of devices that gloo doesn't."""
+        return data_group(self.group) if self._owns_data else self.group
 
     # ---- which backend carries what ----
 
@@ -159,7 +188,9 @@ class ShardGroup:
     def _chain(self, device: torch.device) -> Chain:
         """Orders what comes second on ``device``: one for all of it."""
         if device.type not in self._chains:
-            self._chains[device.type] = OnThread() if self.on_gloo(device) else OnStream(streams_of([device]))
+            self._chains[device.type] = (
+                OnThread(self.context.threads) if self.on_gloo(device) else OnStream(streams_of([device]))
+            )
         return self._chains[device.type]
 
     def go_on(self) -> None:
@@ -173,7 +204,7 @@ class ShardGroup:
             return None
         if self.hosts.shares_memory:
             return "shared memory of one host"
-        pool = self._context.pool
+        pool = self.context.pool
         return f"pairwise messages over gloo ({pool if isinstance(pool, str) else f'{SWITCH}=0 is set on one of them'})"
 
     # ---- the data path: one flat buffer, [size, row], at a time; with ``fp8``, rows travel as ``fp8.py`` has it ----
@@ -265,7 +296,7 @@ class ShardGroup:
         for tensor in tensors:
             served = tensor.device if tensor.device.type in self.device_types else by_way_of
             carried.append(as_bytes(tensor).to(_HOST if self.on_gloo(tensor.device) else served))
-        for group, by_gloo in ((self.group, True), (self._data, False)):
+        for group, by_gloo in ((self.group, True), (self._data(), False)):
             if share := [data for data in carried if self.on_gloo(data.device) is by_gloo]:
                 dist._broadcast_coalesced(group, share, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
         for tensor, data in zip(tensors, carried, strict=True):
@@ -277,9 +308,14 @@ class ShardGroup:
 
         It travels beside the data path, so ranks may stand at different buffers when they call it.
         """
-        few, exchange = torch.tensor(values, dtype=torch.int64, device="cpu"), self._context.agreements.exchange
-        agreed: list[int] = self.progress.start(AGREEMENT, None, (few,), exchange, few, AGREED, MAXIMUM).wait().tolist()
+        few = torch.tensor(values, dtype=torch.int64, device="cpu")
+        agreed: list[int] = (
+            self.progress.start(AGREEMENT, None, (few,), Work, partial(self._maximum, few)).wait().tolist()
+        )
         return agreed
+
+    def _maximum(self, few: Tensor) -> Tensor:
+        return self._agreements().exchange(few, AGREED, MAXIMUM).wait()
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
         """Start the element-wise maximum over the ranks of a few bytes on the host.
@@ -299,7 +335,7 @@ class ShardGroup:
         if not self.has_others:
             return [mine] * self.ranks
         gather: Work[list[Any]] = self.progress.start(
-            AGREEMENT, None, (), Work, partial(self._context.agreements.all_gather_object, mine)
+            AGREEMENT, None, (), Work, lambda: self._agreements().all_gather_object(mine)
         )
         return gather.wait()
 
@@ -311,20 +347,31 @@ class ShardGroup:
 
     def trim(self, for_good: bool = False) -> None:
         """Nothing is under way on this rank: give memory back that buffers took."""
-        self.hosts.trim(for_good)
+        if self._hosts is not None:
+            self._hosts.trim(for_good)
 
-    def leave(self, under_way: Sequence[Work[Any]] = ()) -> None:
-        """The instance is gone; reductions that are still ``under_way``, and nobody waits for, are to travel.
+    def leave(self, threads: Threads | None = None) -> None:
+        """Begin no more: the optimizer has gone, or the process group is about to.
 
-        gloo stops reading from a peer when it has no tensor any more for what comes: all that comes after it, for
-        whichever optimizer, would never be read.
+        Others wait for reductions that are still under way here, and nobody else will finish them: a thread does, and
+        gives back what they take. One of ``threads``; None: of the process group's.
         """
         self.progress.left = True
-        kept = self._context.abandoned
-        kept[:] = [work for work in kept if not work.done()]
-        kept += [Work(work.done, work.done, work.tensors) for work in under_way]
-        if not under_way:
+        works, self.progress.under_way = self.progress.under_way, {}
+        if not works:
             self.trim(for_good=True)
+        elif not sys.is_finalizing():  # when no thread starts any more
+            worker = runtime().worker("lowlevel_zero leaving", threads or self.context.threads)
+            worker.submit(partial(_finish, list(works.values()), self))
+
+
+def _finish(waits: list[Callable[[], Any]], group: ShardGroup) -> None:
+    """Finish what is under way, until it turns out that another rank never will."""
+    with suppress(RuntimeError):
+        while waits:
+            waits.pop(0)()
+    waits.clear()
+    group.trim(for_good=True)
 
 
 def is_staged(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from ..streams import Streams
-from .runtime import runtime
+from .runtime import Threads, runtime
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -90,10 +90,14 @@ class OnStream:
 
 
 class OnThread:
-    """A thread waits for the first and starts the second. It ends when this object is gone and all has started."""
+    """A thread waits for the first and starts the second. It ends when this object is gone and all has started.
 
-    def __init__(self) -> None:
-        self._worker = runtime().worker("lowlevel_zero chaining")
+    Args:
+        threads: those of which it is one.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._worker = runtime().worker("lowlevel_zero chaining", threads)
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """One task after the other; an error is raised by the result's ``wait``."""

@@ -159,7 +159,7 @@ class CheckedProgress(Progress):
     """
 
     def __init__(self, group: ShardGroup, patience: float) -> None:
-        super().__init__(group.group)
+        super().__init__(group.context)
         self._published: defaultdict[str, int] = defaultdict(int)
         self.fingerprints = FingerprintStore(group, patience)
         self._buffers: deque[_Pending] = deque()

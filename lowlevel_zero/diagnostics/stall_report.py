@@ -16,22 +16,23 @@ import json
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from ..communication.process_groups import is_alive, is_fake, store_of, timeout_of
-from ..communication.progress import Collective
+from ..communication.process_groups import SHARE_OF_TIMEOUT, store_of, timeout_of
+from ..communication.progress import AGREEMENT, Collective
 from ..communication.runtime import runtime
 from ..communication.shard_group import ShardGroup
 
 _LEFT = 2**62  # the number of a question that nobody gets to: an answer to it holds for all
-_SHARE_OF_TIMEOUT = 0.4  # of a process group's own, after which the report must have come
 # Looks in the time after which a wait counts as a stall, and in which the others have to answer.
 _LOOKS, _PATIENCE = 10, 3
 _SLOWEST_LOOK, _FASTEST_LOOK = 5.0, 0.02
+_DEFAULT = 60.0  # seconds
 _SLOW = "All ranks have come: it is slow, or doesn't get through"
 
 _log = logging.getLogger("lowlevel_zero")
@@ -70,7 +71,7 @@ class Watch(Thread):
         super().__init__(name="lowlevel_zero watchdog", daemon=True)
         self.over = over = SimpleQueue[None]()
         self._group = ref(group, lambda _: over.put(None))
-        self._ranks, self._rank, self._size = group.group, group.group_rank, group.ranks
+        self._rank, self._size = group.group_rank, group.ranks
         self._store = store_of(group.group, f"stall/{group.number}")
         self._progress = group.progress
         self.timeout = timeout
@@ -89,12 +90,13 @@ class Watch(Thread):
                 break
         with suppress(RuntimeError):  # the process that holds the store has ended
             self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
+        del self._store  # whose last owner isn't to be a thread that nobody joins any more
 
     def _look(self, now: float) -> bool:
         """Answer who has asked, and ask if this rank has waited for too long; False: there is nothing to look at."""
         group = self._group()
         progress = self._progress = self._progress if group is None else group.progress  # which may change
-        if progress.left or group is None or not is_alive(self._ranks):
+        if progress.left or group is None:
             return False
         del group
         seen = (progress.waits_for is None, progress.waits, progress.step, *progress.begun.values())
@@ -175,11 +177,13 @@ def _key(place: Collective, name: str) -> str:
 
 
 def _missing(place: Collective, answers: Iterable[dict[str, Any] | None]) -> str:
-    """Who hasn't begun a collective, in words; empty: all have."""
+    """Name the ranks that haven't begun a collective; empty: all have."""
+    first = place.kind == AGREEMENT and place.serial == 0  # that of construction
+    silent = "it hasn't constructed its optimizer, or its process has" if first else "its process has"
     missing = []
     for rank, answer in enumerate(answers):
         if answer is None:
-            missing.append(f"rank {rank} (doesn't answer: its process has ended or stands still)")
+            missing.append(f"rank {rank} (doesn't answer: {silent} ended or stands still)")
         elif answer["begun"][place.kind] <= place.serial:
             missing.append(f"rank {rank} ({answer['is']})")
     return f"Not there yet: {'; '.join(missing)}" if missing else ""
@@ -188,11 +192,21 @@ def _missing(place: Collective, answers: Iterable[dict[str, Any] | None]) -> str
 _watches: WeakKeyDictionary[ShardGroup, Watch] = WeakKeyDictionary()
 
 
+def seconds_of(stall_timeout: object) -> float:
+    """Return the seconds that an option asks for which hasn't been checked yet, or those of its default."""
+    if isinstance(stall_timeout, (int, float)) and 0 <= stall_timeout < inf:
+        return stall_timeout
+    return _DEFAULT
+
+
 def watch(group: ShardGroup, timeout: float) -> Watch | None:
-    """Report what ``group`` waits for longer than so many seconds, or a share of its timeout; 0: nothing."""
-    if timeout <= 0 or group.ranks == 1 or is_fake(group.group):
+    """Report any wait in ``group`` that takes longer than ``timeout`` seconds, or than a share of its own timeout.
+
+    0: watch nothing.
+    """
+    if timeout <= 0 or not group.has_others:
         return None
     if group not in _watches:
-        _watches[group] = made = Watch(group, min(timeout, _SHARE_OF_TIMEOUT * timeout_of(group.group)))
-        runtime().watch(made, made.over)
+        _watches[group] = made = Watch(group, min(timeout, SHARE_OF_TIMEOUT * timeout_of(group.group)))
+        runtime().watch(made, made.over, group.context.threads)
     return _watches[group]

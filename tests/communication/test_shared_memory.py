@@ -27,6 +27,7 @@ from lowlevel_zero.communication.backends.pairwise import Pairwise
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.communication.memory_file import map_of
 from lowlevel_zero.communication.processes import own_process
+from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.covering import covering
 from tests.support.ranks import run_ranks, run_ranks_expecting
@@ -204,12 +205,12 @@ def test_a_killed_rank_is_an_error_to_the_others() -> None:
 
 
 def to(pipe: ControlPipe) -> PeerPipe:
-    return PeerPipe(own_process(), pipe.descriptor, timeout=1)
+    return PeerPipe(own_process(), pipe.descriptor, 1, Threads())
 
 
 def connected(own: ControlPipe) -> list[ControlPipe]:
     """Pipes of ranks 1 and 2, of this same process, which tell ``own``, rank 0's, what they have to say."""
-    others = [ControlPipe(rank, {}) for rank in (1, 2)]
+    others = [ControlPipe(rank, {}, Threads()) for rank in (1, 2)]
     for rank, other in enumerate(others, 1):
         own.peers[rank] = to(other)
         other.peers[0] = to(own)
@@ -217,7 +218,7 @@ def connected(own: ControlPipe) -> list[ControlPipe]:
 
 
 def test_a_pipe_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ControlPipe(0, {})
+    own = ControlPipe(0, {}, Threads())
     others = connected(own)
     looks = 0
     collect = own.collect
@@ -241,7 +242,7 @@ def test_a_pipe_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytes
 
 
 def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
-    own = ControlPipe(0, {})
+    own = ControlPipe(0, {}, Threads())
     others = connected(own)
     for count in (1, 400, 1024, 3000):
         for serial in range(count):
@@ -254,7 +255,7 @@ def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
 
 
 def test_a_block_is_used_again_when_all_have_said_that_they_have_finished_with_it() -> None:
-    own = Memory(ranks=3)
+    own = Memory(0, 3, Threads())
     others = connected(own.pipe)
     block, _ = own.take(5000, torch.uint8)
     block.readers.discard(0)
@@ -271,7 +272,7 @@ def test_a_block_is_used_again_when_all_have_said_that_they_have_finished_with_i
 
 
 def test_any_number_of_blocks_may_be_finished_with_at_a_time() -> None:
-    own = Memory(ranks=2)
+    own = Memory(0, 2, Threads())
     others = connected(own.pipe)
     blocks = [own.take(1, torch.uint8)[0] for _ in range(600)]
     for block in blocks:
@@ -390,7 +391,7 @@ def test_it_leaves_room_where_the_address_space_is_limited() -> None:
     ids=["host", "file", "token", "process"],
 )
 def test_only_the_very_process_s_memory_is_taken(changed: dict[str, Any], reason: str) -> None:
-    own = Memory()
+    own = Memory(0, 1, Threads())
     seen_by_another(own)
     before = descriptors()
     with pytest.raises((OSError, ValueError), match=reason):
@@ -411,7 +412,7 @@ def test_it_may_be_switched_from_optimizer_to_optimizer() -> None:
 
 
 def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Memory()
+    own = Memory(0, 1, Threads())
     with pytest.raises(MemoryError, match=f"{SWITCH}=0"):
         own.take(own.address.memory.size, torch.uint8)
 

@@ -26,6 +26,7 @@ from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, read_metadata, save_checkpoint
 from lowlevel_zero.communication import runtime
 from lowlevel_zero.communication.grid import GridGroup, shard_group
+from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.work import OnStream, OnThread, Work
 from lowlevel_zero.streams import Streams
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
@@ -328,7 +329,7 @@ def test_second_levels_start_in_the_order_of_first_ones_and_by_themselves() -> N
             told.set_result(None)
         return by_hand(second[value], 10 * value)
 
-    chain = OnThread()
+    chain = OnThread(Threads())
     pending = [chain.after(by_hand(first[at], at), start) for at in range(3)]
     first[2].set()
     first[1].set()
@@ -346,7 +347,7 @@ def test_an_error_of_either_level_is_raised_by_who_waits() -> None:
     def fail(value: int) -> Work[int]:
         raise RuntimeError(f"level {value}")
 
-    chain = OnThread()
+    chain = OnThread(Threads())
     done = Event()
     done.set()
     broken = chain.after(by_hand(done, 2), fail)
@@ -360,7 +361,7 @@ def test_an_error_of_either_level_is_raised_by_who_waits() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    chain = OnThread()
+    chain = OnThread(Threads())
     done = Event()
     done.set()
     assert chain.after(by_hand(done, 1), lambda value: by_hand(done, value)).wait() == 1
@@ -374,8 +375,10 @@ def test_the_thread_ends_with_its_owner() -> None:
 def test_the_thread_finishes_before_the_interpreter_goes() -> None:
     script = (
         "import time\n"
+        "from lowlevel_zero.communication.process_groups import context_of, default_group, start_alone\n"
         "from lowlevel_zero.communication.work import OnThread, Work\n"
-        "chain = OnThread()\n"
+        "start_alone()\n"
+        "chain = OnThread(context_of(default_group()).threads)\n"
         "slow = Work(lambda: time.sleep(0.3))\n"
         "chain.after(slow, lambda _: Work(print('started')))"
     )

@@ -30,7 +30,7 @@ class _Configs(dict[dist.ProcessGroup, str]):
     """Backends of groups, under the names of what they stand for."""
 
     def __setitem__(self, group: dist.ProcessGroup, config: str) -> None:
-        super().__setitem__(group, config.replace(PREFIX, ""))
+        super().__setitem__(group, config.replace(PREFIX, "") if PREFIX in config else config)
 
 
 @dataclass

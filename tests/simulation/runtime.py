@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from lowlevel_zero.communication.memory_file import MemoryAddress, OwnMemory
 from lowlevel_zero.communication.pipes import OthersPipe, OwnPipe
 from lowlevel_zero.communication.processes import Process
-from lowlevel_zero.communication.runtime import Runtime, Worker, carry_out
+from lowlevel_zero.communication.runtime import Runtime, Threads, Worker, carry_out
 
 from .groups import BACKENDS, PREFIX
 from .network import Network
@@ -127,11 +127,11 @@ class SimulatedRuntime(Runtime):
     def __init__(self, network: Network, rank: Rank, shares_memory: bool) -> None:
         self._network, self._rank, self._shares = network, rank, shares_memory
 
-    def worker(self, name: str) -> Worker:
+    def worker(self, name: str, threads: Threads) -> Worker:
         """An actor."""
         return SimulatedWorker(name, self._network, self._rank)
 
-    def watch(self, thread: Thread, over: SimpleQueue[Any]) -> None:
+    def watch(self, thread: Thread, over: SimpleQueue[Any], threads: Threads) -> None:
         """Nobody needs to look: a deadlock is told at once."""
 
     def lock(self) -> SimulatedLock:

@@ -88,12 +88,12 @@ def _work(rank: int, job: Job, case: tuple[Any, ...], rendezvous: Path) -> tuple
 def _leave(before: dict[str, Any], keeps_group: bool) -> Outcome:
     """End a case: with nothing left of it, but its group where that is wanted."""
     gc.collect()
+    if dist.is_initialized() and not keeps_group:
+        _end_group()
     deadline = time.monotonic() + PATIENCE
     while threading.active_count() > len(before["threads"]) and time.monotonic() < deadline:
         time.sleep(0.01)
         gc.collect()  # what held a thread's last task may have been let go by now
-    if dist.is_initialized() and not keeps_group:  # after the threads, which may be asking its store
-        _end_group()
     after = state()
     left = [f"{what}: {before[what]} became {now}" for what, now in after.items() if now != before[what]]
     if not left:

@@ -18,12 +18,12 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
-from threading import RLock, Thread
 from typing import NamedTuple, TypeAlias
 
 from ..processes import Process
-from ..runtime import runtime
+from ..runtime import Threads, runtime
 
 # A collective's kind and serial, the sender, offset and start; and offsets of finished blocks, 0 where there are fewer.
 _FINISHED = 12
@@ -48,13 +48,15 @@ class ControlPipe:
     Args:
         rank: this process's.
         readers: by offset of each block of its memory, the ranks that haven't finished with it.
+        threads: those that write what finds no room.
 
     Attributes:
         descriptor: of its own pipe.
         peers: the others', by rank.
     """
 
-    def __init__(self, rank: int, readers: Mapping[int, set[int]]) -> None:
+    def __init__(self, rank: int, readers: Mapping[int, set[int]], threads: Threads) -> None:
+        self._threads = threads
         self._own = runtime().own_pipe()
         self.descriptor = self._own.descriptor
         self.peers: dict[int, PeerPipe] = {}
@@ -81,8 +83,7 @@ class ControlPipe:
                 for at in range(_FINISHED):
                     finished[at] = peer.finished.popleft()
             record = _RECORD.pack(kind, self._rank, serial, offset, starts[rank] if starts else 0, *finished)
-            if not peer.pipe.write(record):
-                peer.write_later(record)
+            peer.write(record)
         return kind, serial
 
     def collect(self) -> None:
@@ -107,7 +108,7 @@ class ControlPipe:
         """Where the parts of a collective lie, by rank, once, when all have told.
 
         Raises:
-            RuntimeError: a sender has ended, or ``timeout`` seconds are over.
+            RuntimeError: a sender has ended, ``timeout`` seconds are over, or the process group ends.
         """
         deadline = runtime().now() + timeout
         while len(self._received.get(key, ())) < len(self.peers):
@@ -122,7 +123,7 @@ class ControlPipe:
                     f"expected gradients or parameters of rank {min(missing.intersection(ended))}, whose process has "
                     "ended"
                 )
-            if missing and runtime().now() > deadline:
+            if missing and (self._threads.broken_off or runtime().now() > deadline):
                 raise RuntimeError(f"expected gradients or parameters of ranks {sorted(missing)} within {timeout:g} s")
         return self._received.pop(key)
 
@@ -134,36 +135,30 @@ class PeerPipe:
         process: the other one.
         descriptor: of the pipe, in that process.
         timeout: seconds for which there may be no room.
+        threads: the one that waits for room is one of them.
 
     Attributes:
         process: as given.
-        pipe: what it reads.
         finished: offsets of its blocks that this process has finished with, and not told it.
     """
 
-    def __init__(self, process: Process, descriptor: int, timeout: float) -> None:
-        self.pipe = runtime().others_pipe(process, descriptor)
+    def __init__(self, process: Process, descriptor: int, timeout: float, threads: Threads) -> None:
+        self._pipe = runtime().others_pipe(process, descriptor)
         self.process = process
         self.finished: deque[int] = deque()
         self._timeout = timeout
-        self._unsent: deque[bytes] = deque()
-        self._lock = RLock()  # a finaliser may tell of blocks, whatever it interrupts
+        self._threads = threads
+        self._worker = runtime().worker("lowlevel_zero control pipe", threads)
 
-    def write_later(self, record: bytes) -> None:
-        """Have a thread write what there is no room for now."""
-        with self._lock:
-            self._unsent.append(record)
-            if len(self._unsent) == 1:  # else there is a thread
-                Thread(target=self._write_unsent, name="lowlevel_zero control pipe", daemon=True).start()
+    def write(self, record: bytes) -> None:
+        """Write a record, or have a thread write it when there is room."""
+        if not self._pipe.write(record):
+            self._worker.submit(partial(self._write_late, record))
 
-    def _write_unsent(self) -> None:
-        """Write what is left, for as long as the process lives and reads."""
+    def _write_late(self, record: bytes) -> None:
+        """Write a record, for as long as the process lives and reads."""
         deadline = runtime().now() + self._timeout
-        while runtime().now() < deadline and not self.process.has_ended():
-            self.pipe.wait_for_room(_LATE)
-            with self._lock:
-                while self._unsent and self.pipe.write(self._unsent[0]):
-                    self._unsent.popleft()
-                    deadline = runtime().now() + self._timeout
-                if not self._unsent:
-                    return
+        while not self._pipe.write(record):
+            if self._threads.broken_off or runtime().now() > deadline or self.process.has_ended():
+                return
+            self._pipe.wait_for_room(_LATE)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..memory_file import MemoryAddress
-from ..runtime import runtime
+from ..runtime import Threads, runtime
 from .backend import HostBackend
 from .control_pipe import ControlPipe, PeerPipe
 
@@ -52,6 +52,7 @@ class Memory:
     Args:
         rank: this process's.
         ranks: how many map it, this process too.
+        threads: those that its pipe may need.
 
     Attributes:
         map: all of its own.
@@ -64,11 +65,12 @@ class Memory:
         OSError: the system has no such thing, or no room for it.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, rank: int, ranks: int, threads: Threads) -> None:
+        self._threads = threads
         self._rank, self._everybody = rank, range(ranks)
         self._own = runtime().own_memory(ranks)
         self._readers: dict[int, set[int]] = {}
-        self.pipe = ControlPipe(rank, self._readers)
+        self.pipe = ControlPipe(rank, self._readers, threads)
         self.map = self._own.map
         self.maps: dict[int, mmap.mmap] = {}
         self.timeout = 0.0
@@ -87,7 +89,8 @@ class Memory:
         for turn in range(1, len(addresses)):
             of = (self._rank - turn) % len(addresses)
             self.maps[of] = runtime().others_memory(addresses[of].memory)
-            self.pipe.peers[of] = PeerPipe(addresses[of].memory.process, addresses[of].pipe, timeout)
+            process, pipe = addresses[of].memory.process, addresses[of].pipe
+            self.pipe.peers[of] = PeerPipe(process, pipe, timeout, self._threads)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
         """A block that nobody reads, until all ranks have finished with it; and so many elements, 1-D, in it.
@@ -161,9 +164,9 @@ class Memory:
         block.resident = True
 
 
-def open_pool(rank: int, size: int, timeout: float, ranks: HostBackend) -> Memory | str:
+def open_pool(ranks: HostBackend, timeout: float, threads: Threads) -> Memory | str:
     """Memory that every rank can see every other's of, else why not; alike on all, which all call it."""
-    own = _or_why_not(lambda: Memory(rank, size))
+    own = _or_why_not(lambda: Memory(ranks.rank, ranks.size, threads))
     addresses = ranks.all_gather_object(own if isinstance(own, str) else own.address)
     refusals = _refusals(addresses)
     if isinstance(own, str) or refusals:

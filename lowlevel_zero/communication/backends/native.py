@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import cast
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -27,16 +28,23 @@ class Native(Backend):
     """The backend's own collectives.
 
     Args:
-        group: the ranks.
+        group: the ranks; it isn't kept alive.
         sums_in_fp32: of 16-bit buffers each rank sums its row in fp32, from what the others hand it: as many bytes
             travel, and no sum is rounded more than once. (Megatron's way.)
     """
 
     def __init__(self, group: dist.ProcessGroup, sums_in_fp32: bool = False) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self._group = group
+        self._ref = ref(group)
         self._sums_in_fp32 = sums_in_fp32
         self._host_waits = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._ref()
+        if group is None:
+            raise RuntimeError("expected a process group to communicate over, found it destroyed")
+        return group
 
     def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
         """One collective into a fresh row."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..flat_buffers import in_rows, keep_own, lay_end_to_end, sum_rows
+from ..runtime import Threads
 from ..work import OnThread, Work
 from .backend import AGREED, BUFFERS, GATHER, HAND_OUT, KINDS, MAXIMUM, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
 
@@ -27,7 +28,8 @@ class Pairwise(HostBackend):
     """Messages from rank to rank.
 
     Args:
-        group: a gloo group. Its collectives aren't used.
+        group: a gloo group. Its collectives aren't used. It is held by its context alone.
+        threads: those that wait for what others wait for.
         number: of the optimizer whose messages these are.
         buffers: a gloo group over the same ranks, whose connections carry buffers, lest a few numbers wait behind them;
             None: ``group``, too.
@@ -38,11 +40,14 @@ class Pairwise(HostBackend):
 
     limits_all_reduce = all_reduce_only_reads = True
 
-    def __init__(self, group: dist.ProcessGroup, number: int = 0, buffers: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, threads: Threads, number: int = 0, buffers: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self._group, self._buffers = ref(group), ref(buffers or group)  # a group's context may have this
+        self._group, self._buffers = ref(group), ref(buffers or group)
+        self._ranks = dist.get_process_group_ranks(group)
         self._first_tag = KINDS * number
-        self._sums, self._maps = OnThread(), OnThread()
+        self._sums, self._maps = OnThread(threads), OnThread(threads)
         turns = range(1, self.size)
         self.peers = [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in turns]
         self._in_rounds = [peer for turn, peer in zip(turns, self.peers, strict=True) if turn & (turn - 1) == 0]
@@ -140,47 +145,45 @@ class Pairwise(HostBackend):
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: int, peers: Sequence[tuple[int, int]] | None = None
     ) -> list[_Message]:
         """Start sending the first and receiving into the second of a pair, a pair a turn; what is empty stays."""
-        works: list[_Message] = []
         group = self._buffers() if kind in BUFFERS else self._group()
-        tag = self._first_tag + kind
-        assert group is not None
+        if group is None:
+            raise RuntimeError("expected a process group to send messages over, found it destroyed")
+        tag, works = self._first_tag + kind, []
         for (to, of), (mine, theirs) in zip(self.peers if peers is None else peers, pairs, strict=True):
             if theirs.numel():
-                works.append(_Message.started(group.recv, theirs, group, of, tag))
+                works.append(_Message.started(group.recv, theirs, of, tag, self._ranks[of]))
             if mine.numel():
-                works.append(_Message.started(group.send, mine, group, to, tag))
+                works.append(_Message.started(group.send, mine, to, tag, self._ranks[to]))
         return works
 
 
 class _Message(NamedTuple):
-    """One that is under way, to or from a peer, which its errors name."""
+    """One that is under way, to or from a peer, which its errors name by its global rank."""
 
     work: dist.Work
-    group: dist.ProcessGroup
-    peer: int
+    rank: int
 
     @classmethod
-    def started(
-        cls, begin: Callable[..., dist.Work], tensor: Tensor, group: dist.ProcessGroup, peer: int, tag: int
-    ) -> _Message:
+    def started(cls, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, rank: int) -> _Message:
         """A tensor on its way."""
         try:
-            return cls(begin([tensor], peer, tag), group, peer)
+            return cls(begin([tensor], peer, tag), rank)
         except RuntimeError as error:
-            raise PeerError(dist.get_global_rank(group, peer), str(error)) from error
+            raise PeerError(rank, str(error)) from error
 
     def wait(self) -> None:
         """Return when it has gone, or come."""
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise PeerError(dist.get_global_rank(self.group, self.peer), str(error)) from error
+            raise PeerError(self.rank, str(error)) from error
 
 
-def _work(works: Sequence[_Message], make: Callable[[], T], *tensors: Tensor) -> Work[T]:
+def _work(works: list[_Message], make: Callable[[], T], *tensors: Tensor) -> Work[T]:
     def finish() -> T:
         for work in works:
             work.wait()
+        works.clear()  # each holds its connection, whoever keeps this
         return make()
 
     return Work(finish, lambda: all(each.work.is_completed() for each in works), tensors)

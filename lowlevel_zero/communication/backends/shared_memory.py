@@ -9,9 +9,9 @@ backward ahead of its peers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class SharedMemory(HostBackend):
 
     Args:
         rank: of this process.
-        memory: the ranks'.
+        memory: the ranks', which ends with their process group.
         number: of the optimizer whose buffers these are.
     """
 
@@ -44,9 +44,16 @@ class SharedMemory(HostBackend):
 
     def __init__(self, rank: int, memory: Memory, number: int) -> None:
         super().__init__(rank, len(memory.maps) + 1)
-        self._memory, self._pipe = memory, memory.pipe
+        self._pool = ref(memory)
         self._first_kind = KINDS * number
         self._handed_out: dict[int, Block] = {}
+
+    @property
+    def _memory(self) -> Memory:
+        memory = self._pool()
+        if memory is None:
+            raise RuntimeError("expected the shared memory of a process group, which has been destroyed")
+        return memory
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer in a block; each is handed to one reduction."""
@@ -113,9 +120,15 @@ class SharedMemory(HostBackend):
 
     def trim(self, for_good: bool = False) -> None:
         """Give back what idle blocks take, but for what the next step needs anyway."""
-        while for_good and any(peer.finished for peer in self._pipe.peers.values()):
-            self._pipe.tell(0)  # which blocks this process has finished with, for its peers to do the same
-        self._memory.trim(0 if for_good else KEPT)
+        memory = self._pool()
+        if memory is None:
+            return
+        for block in self._handed_out.values():  # of buffers that couldn't be filled: no peer knows of them
+            block.readers.clear()
+        self._handed_out.clear()
+        while for_good and any(peer.finished for peer in memory.pipe.peers.values()):
+            memory.pipe.tell(0)  # which blocks this process has finished with, for its peers to do the same
+        memory.trim(0 if for_good else KEPT)
 
     # ---- the one way of all of them ----
 
@@ -138,23 +151,26 @@ class SharedMemory(HostBackend):
             read: makes the result of the peers' parts, by rank in turn; those of no elements aren't there.
             block: where ``buffer`` lies, if that is known.
         """
+        memory = self._memory
         mine = block or self._handed_out.pop(buffer.data_ptr(), None)
         if mine is None:
-            mine, packed = self._memory.take(buffer.numel(), buffer.dtype)
+            mine, packed = memory.take(buffer.numel(), buffer.dtype)
             packed.copy_(buffer.view(-1))
-        key = self._pipe.tell(self._first_kind + kind, mine.offset, starts)
+        key = memory.pipe.tell(self._first_kind + kind, mine.offset, starts)
 
         def finish() -> T:
-            places = self._pipe.receive(key, self._memory.timeout)
+            memory = self._memory
+            places = memory.pipe.receive(key, memory.timeout)
             parts = {}
-            for of, memory in self._memory.maps.items():
+            for of, theirs in memory.maps.items():
                 if sizes[of]:
                     offset = places[of].offset + places[of].start
-                    parts[of] = torch.frombuffer(memory, dtype=buffer.dtype, count=sizes[of], offset=offset)
-            result = read(parts)
-            mine.readers.discard(self.rank)
-            for of, place in places.items():
-                self._pipe.peers[of].finished.append(place.offset)
-            return result
+                    parts[of] = torch.frombuffer(theirs, dtype=buffer.dtype, count=sizes[of], offset=offset)
+            try:
+                return read(parts)
+            finally:
+                mine.readers.discard(self.rank)
+                for of, place in places.items():
+                    memory.pipe.peers[of].finished.append(place.offset)
 
-        return Work(finish, partial(self._pipe.has, key), (buffer,))
+        return Work(finish, lambda: self._memory.pipe.has(key), (buffer,))

@@ -1,0 +1,275 @@
+"""Rounds in one process, each of which joins a process group, trains and leaves it: nothing of a round is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping import bucket_store
+from tests.support.grid import Grid
+from tests.support.ranks import run_ranks
+
+SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Round:
+    """A model and its optimizer in a process group of their own."""
+
+    def __init__(self, carrier: str, rank: int, world_size: int, rendezvous: Path, width: int = 40) -> None:
+        os.environ[SWITCH] = str(int("messages" not in carrier))
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        self.rank = rank
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        self.optimizer: LowLevelZeroOptimizer | None = self.wrap(carrier)
+        self.step()
+
+    def wrap(self, carrier: str, **options: Any) -> LowLevelZeroOptimizer:
+        """Shard over all ranks, over rows and columns, or with half of the model as experts of pairs."""
+        if "levels" in carrier:
+            options |= Grid.of(self.rank, (2, 2)).options("pair")
+        if "experts" in carrier:
+            pair = dist.new_group([self.rank % 2, self.rank % 2 + 2], use_local_synchronization=True)
+            options["pg_to_param_list"] = {pair: list(self.model[2:].parameters())}
+        sgd = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        return LowLevelZeroOptimizer(sgd, model=self.model, reduce_bucket_size=1000, **options)
+
+    def loss(self) -> Tensor:
+        return self.model(torch.ones(2, self.model[0].in_features)).square().mean()
+
+    def backward(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.backward(self.loss())
+
+    def step(self) -> None:
+        self.backward()
+        assert self.optimizer is not None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def drop(self) -> None:
+        self.optimizer = None
+
+    def destroy(self) -> None:
+        dist.destroy_process_group()
+
+
+# ---- how a round may end ----
+
+
+def drop_and_destroy(one: Round) -> None:
+    one.drop()
+    one.destroy()
+
+
+def destroy_and_drop(one: Round) -> None:
+    one.destroy()
+    one.drop()
+
+
+def between_backward_and_step(one: Round) -> None:
+    one.backward()
+    drop_and_destroy(one)
+
+
+def destroyed_between_backward_and_step(one: Round) -> None:
+    one.backward()
+    destroy_and_drop(one)
+
+
+def inside_no_sync(one: Round) -> None:
+    assert one.optimizer is not None
+    one.backward()
+    with one.optimizer.no_sync():
+        one.backward()
+        drop_and_destroy(one)
+
+
+def after_an_error_in_backward(one: Round) -> None:
+    """On every rank, in the midst of it: the last layers' reductions are under way."""
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    one.model[1].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        one.backward()
+    drop_and_destroy(one)
+
+
+def kept(one: Round) -> None:
+    """Whoever keeps the optimizer keeps nothing of the group."""
+    one.destroy()
+    KEPT.append(one.optimizer)
+
+
+KEPT: list[Any] = []
+ENDS = [
+    drop_and_destroy,
+    destroy_and_drop,
+    between_backward_and_step,
+    destroyed_between_backward_and_step,
+    inside_no_sync,
+    after_an_error_in_backward,
+    kept,
+]
+CARRIERS = {"shared memory": 2, "messages": 3, "levels": 4, "levels by messages": 4, "experts": 4}
+
+
+def held() -> tuple[Counter[str], int]:
+    """Descriptors of this process by kind, and its threads, those of gloo included."""
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            kinds.append(os.readlink(f"/proc/self/fd/{name}").partition(":")[0])
+        except FileNotFoundError:  # what listed them
+            continue
+    return Counter(kinds), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_nothing_is_left_of_a_round_however_it_ends(carrier: str, tmp_path: Path) -> None:
+    """Nobody looks for garbage meanwhile."""
+
+    def live(rank: int, world_size: int) -> list[tuple[Counter[str], int]]:
+        gc.collect()
+        gc.disable()
+        found = [held()]
+        for number, end in enumerate(ENDS):
+            end(Round(carrier, rank, world_size, tmp_path / str(number)))
+            found.append(held())
+        return found
+
+    for first, *others in run_ranks(live, CARRIERS[carrier], init=False, timeout=120):
+        assert dict(zip(ENDS, others, strict=True)) == dict.fromkeys(ENDS, first)
+
+
+def test_a_group_of_some_ranks_takes_what_was_made_for_it_along() -> None:
+    """Made and destroyed over and over, over the same ranks, while the default group stays."""
+
+    def live(rank: int, world_size: int) -> list[tuple[Counter[str], int]]:
+        found = []
+        for _ in range(4):
+            group = dist.new_group([0, 1])
+            model = nn.Linear(9, 9)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = LowLevelZeroOptimizer(sgd, model=model, dp_process_group=group)
+            optimizer.backward(model(torch.ones(9)).sum())
+            optimizer.step()
+            dist.destroy_process_group(group)
+            del group
+            found.append(held())
+            with pytest.raises(RuntimeError, match="process group over which .* was constructed, found it destroyed"):
+                optimizer.step()
+        return found
+
+    for first, *others in run_ranks(live, 2):
+        assert others == [first] * 3
+
+
+ROUNDS = """
+import sys
+from pathlib import Path
+from tests.communication.test_rounds import Round, destroy_and_drop
+carrier, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+for number in range(4):
+    destroy_and_drop(Round(carrier, rank, 2, folder / str(number)))
+"""
+
+
+@pytest.mark.parametrize("carrier", ["shared memory", "messages"])
+def test_a_process_ends_normally_after_four_rounds(carrier: str, tmp_path: Path) -> None:
+    """No thread is left that would come back from a wait when the interpreter has gone."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ROUNDS, carrier, str(rank), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=150)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+
+
+# ---- optimizers that are dropped with reductions under way, in a process group that stays ----
+
+WIDE = 900
+MIB = 2**20
+
+
+def resident() -> int:
+    """Bytes of memory that this process has, those that it shares included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def drop_in_the_midst(carrier: str, count: int) -> None:
+    """Drop optimizers of 12 MiB of gradients, each with reductions under way."""
+    os.environ[SWITCH] = str(int(carrier == "shared memory"))
+    for number in range(count):
+        model = nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(4)))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LowLevelZeroOptimizer(sgd, model=model, partition_grad=number % 2 == 1)
+        optimizer.backward(model(torch.ones(2, WIDE)).sum())
+        del optimizer
+
+
+@pytest.mark.parametrize("carrier", ["shared memory", "messages"])
+def test_dropped_optimizers_give_back_what_their_reductions_took(carrier: str) -> None:
+    def live(rank: int, world_size: int) -> float:
+        drop_in_the_midst(carrier, 4)
+        dist.barrier()
+        before = resident()
+        drop_in_the_midst(carrier, 10)
+        dist.barrier()
+        return (resident() - before) / MIB
+
+    assert max(run_ranks(live, 2, timeout=100)) < 60
+
+
+def test_blocks_of_buffers_that_could_not_be_filled_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(rank: int, world_size: int) -> list[int]:
+        os.environ[SWITCH] = "1"
+        model = nn.Linear(300, 300)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, partition_grad=True)
+        found = []
+        for step in range(40):
+            with monkeypatch.context() as patch:
+                if step % 2:
+                    patch.setattr(bucket_store, "pack", out_of_memory)
+                try:
+                    optimizer.backward(model(torch.ones(300)).sum())
+                    optimizer.step()
+                except MemoryError:
+                    pass
+            optimizer.zero_grad()
+            if step % 2 == 0:
+                dist.barrier()
+                found.append(sum(each.nbytes for each in optimizer.shard_group.held()))
+        return found
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    for found in run_ranks(live, 2):
+        assert max(found[10:]) - max(found[:10]) < 2 * MIB  # of the 5 that ten buffers take
