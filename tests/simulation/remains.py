@@ -19,9 +19,10 @@ def descriptors() -> int:
 
 
 def tensors(but: Iterable[object]) -> tuple[str, ...]:
-    """Those that have been made since ``gc.freeze`` and live on, without those in ``but``."""
-    known = {id(each) for each in _tensors_in(list(but))}
-    found = (each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in known)
+    """Those that have been made since ``gc.freeze`` and live on, without those that share memory with ``but``."""
+    known = {each.untyped_storage()._cdata for each in _tensors_in(list(but))}
+    made = (each for each in gc.get_objects() if isinstance(each, Tensor))
+    found = [each for each in made if each.untyped_storage()._cdata not in known]
     return tuple(sorted(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in found))
 
 
