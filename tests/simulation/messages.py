@@ -78,10 +78,12 @@ class Messages:
     Attributes:
         sent: by global rank, how many messages it has sent.
         hold: a global rank, and which one of the messages that it sends is held back; None: none is.
+        tells: works tell when they have ended, as the seed has it; else who has waited alone knows, as with gloo today.
     """
 
     def __init__(self, scheduler: Scheduler, dead: set[int], log: list[object], fail: Callable[[str], None]) -> None:
         self.scheduler, self._dead, self._log, self._fail = scheduler, dead, log, fail
+        self.tells = scheduler.random() < PROMPT
         self.sent: dict[int, int] = {}
         self.hold: tuple[int, int] | None = None
         self._held: list[Transfer] = []
@@ -189,11 +191,12 @@ class Message:
         receives: it is the receiver's.
     """
 
-    __slots__ = ("_channel", "_messages", "_receives", "_scheduler", "_transfer")
+    __slots__ = ("_channel", "_messages", "_receives", "_scheduler", "_transfer", "_waited")
 
     def __init__(self, messages: Messages, transfer: Transfer, channel: Channel, receives: bool) -> None:
         self._messages, self._scheduler = messages, messages.scheduler
         self._transfer, self._channel, self._receives = transfer, channel, receives
+        self._waited = False
 
     def __del__(self) -> None:
         """Let it be known, where a receiver has no other."""
@@ -213,6 +216,7 @@ class Message:
     def wait(self, timeout: Any = None) -> bool:
         """Return when it has gone, or come."""
         self._scheduler.wait(self._is_ready)
+        self._waited = True
         if self._transfer.broken:
             raise RuntimeError(self._transfer.broken)
         self._finish()
@@ -221,6 +225,8 @@ class Message:
     def is_completed(self) -> bool:
         """Whether it is seen to have ended, be it by an error, which ``wait`` raises: the seed says when that is."""
         self._scheduler.pause()
+        if not self._messages.tells:
+            return self._waited
         if self._is_ready() and (self._transfer.over or self._scheduler.random() < PROMPT):
             if not self._transfer.broken:
                 self._finish()
