@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..communication.process_groups import start_alone
 from ..optimizer import LowLevelZeroOptimizer
-from .checks import check_accelerator, check_apart, check_loss_scales, check_plain, checked_options
+from .checks import check_accelerator, check_loss_scales, check_plain, checked_options
 from .files import load_optimizer, save_sharded
 
 
@@ -46,10 +46,6 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         """As in accelerate; models come first, whatever their place, so that optimizers find them moved."""
         for each in args:
             check_plain(each)
-        optimizers = [getattr(each, "optimizer", each) for each in args if isinstance(each, Optimizer)]
-        if len(optimizers) > 1:
-            start_alone()
-            check_apart(optimizers, _joint([*self._models, *(each for each in args if isinstance(each, nn.Module))]))
         placed = zip(args, device_placement or len(args) * [None], strict=True)
         ready = [self.prepare_model(each, to) if isinstance(each, nn.Module) else each for each, to in placed]
         return super().prepare(*ready, device_placement=device_placement)
@@ -75,7 +71,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
                 "call prepare(model, optimizer), with an optimizer made from model.parameters()"
             )
         start_alone()
-        sharded = LowLevelZeroOptimizer(optimizer, model=_joint(models), **self.zero_options)
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        sharded = LowLevelZeroOptimizer(optimizer, model=model, **self.zero_options)
         self._optimizers = [each for each in self._optimizers if not each.optimizer.is_retired]
         check_loss_scales([*self._sharded(), sharded])
         return sharded
@@ -140,8 +137,3 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
             yield
         finally:
             self._optimizers = prepared
-
-
-def _joint(models: list[nn.Module]) -> nn.Module:
-    """Return the only one of ``models``, or a module that holds them all."""
-    return models[0] if len(models) == 1 else nn.ModuleList(models)

@@ -8,14 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import Optimizer
 
-from ..bookkeeping.module_names import parameter_names
-from ..communication.agreement import together
-from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 
 _KEYWORDS = inspect.signature(LowLevelZeroOptimizer).parameters.keys() - {"optimizer", "model"}
@@ -47,33 +42,6 @@ def check_plain(handed: object) -> None:
             f"model: expected the bare module, got {type(handed).__name__}, which would reduce or shard a second time: "
             "hand over the module that it wraps, and make the optimizer from that one's parameters"
         )
-
-
-def check_apart(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Raise ``ValueError`` on all ranks where two of ``optimizers``, prepared together, would train one parameter.
-
-    Each would be retired by the next one. Communicates where there are several: every rank calls it.
-    """
-    if len(optimizers) < 2:
-        return
-    with together(ShardGroup(), "prepare several optimizers"):
-        trained = [_trained(each) for each in optimizers]
-        names = parameter_names(trained, model)
-        owners: dict[Tensor, int] = {}
-        for at, parameters in enumerate(trained):
-            for p in parameters:
-                if owners.setdefault(p, at) != at:
-                    raise ValueError(
-                        f"{names[p]}: expected one optimizer that trains it, got optimizers {owners[p]} and {at} of "
-                        f"{len(optimizers)}: leave it to one of them; a weight that is tied belongs to both of its "
-                        "modules"
-                    )
-
-
-def _trained(optimizer: Optimizer) -> list[Tensor]:
-    if isinstance(optimizer, LowLevelZeroOptimizer):
-        return [record.p for record in optimizer.sharded_parameters]
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:

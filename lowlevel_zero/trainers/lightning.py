@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..checkpoint import load_checkpoint, read_rank_state, save_checkpoint
 from ..checkpoint.folders import on_first_rank
 from ..optimizer import LowLevelZeroOptimizer
-from .checks import check_apart, check_loss_scales, checked_options
+from .checks import check_loss_scales, checked_options
 from .files import place_for, put_in_place
 
 _FOLDER = "lowlevel_zero.folder"  # in a checkpoint's dict: where it was read from
@@ -66,7 +66,6 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
                 "return a torch optimizer over the module's parameters, or use strategy='ddp'"
             )
         module, zero = self.lightning_module, self.zero_options
-        check_apart(self.optimizers, module)
         self.optimizers = [LowLevelZeroOptimizer(each, model=module, **zero) for each in self.optimizers]
         check_loss_scales(self.optimizers)
 

@@ -1,7 +1,9 @@
 """Operations of the package on one rank: counted, and made to fail at the one that a fault asks for.
 
 An operation is a call of an operator of torch from a function of the package, or of torch where the package has called
-it (the wrapped optimizer's step, a backward). Views are none: they can't fail. The one that fails doesn't run.
+it (the wrapped optimizer's step, a backward). Views are none: they can't fail. Nor are the few bytes that hosts tell
+each other: no memory is too full for these, and a rank that can't agree can't tell the others so. The operation that
+fails doesn't run. Where a finalizer called it, Python swallows the error.
 """
 
 from __future__ import annotations
@@ -12,9 +14,21 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowlevel_zero.communication.progress import AGREEMENT, MESSAGE, Progress
+
 from .outcome import InjectedFault
 
 _PACKAGE, _BENEATH = "lowlevel_zero.", ("torch.", "contextlib")
+# Functions that make messages of a few bytes, by module, and kinds of collectives that carry them.
+_FEW = {
+    "lowlevel_zero.unused_parameters": {"_exchange"},
+    "lowlevel_zero.communication.shard_group": {"all_gather_object", "all_reduce_max"},
+    "lowlevel_zero.communication.backends.backend": {"all_gather_object", "exchange"},
+    "lowlevel_zero.communication.backends.pairwise": {"exchange", "_gathered", "run_rounds"},
+    "lowlevel_zero.communication.backends.shared_memory": {"exchange"},
+}
+_KINDS = {AGREEMENT, MESSAGE}
+_PROGRESS = {Progress.start.__code__, Progress.wait.__code__}
 
 
 class Operations:
@@ -57,7 +71,7 @@ class _Counted(TorchDispatchMode):
         """Count ``func`` if it is an operation of the package, and call it."""
         if not func.is_view:
             frame = _of_package(sys._getframe(1))
-            if frame is not None:
+            if frame is not None and not _is_for_few(frame):
                 self._operations.operate(str(func), frame)
         return func(*args, **(kwargs or {}))
 
@@ -72,3 +86,14 @@ def _of_package(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _is_for_few(frame: FrameType | None) -> bool:
+    """Whether it is in the midst of what hosts tell each other, or about to be."""
+    if frame is not None and frame.f_code.co_name in _FEW.get(frame.f_globals["__name__"], ()):
+        return True
+    while frame is not None:
+        if frame.f_code in _PROGRESS:
+            return getattr(frame.f_locals.get("collective"), "kind", frame.f_locals.get("kind")) in _KINDS
+        frame = frame.f_back
+    return False

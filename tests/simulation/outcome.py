@@ -91,6 +91,7 @@ class Outcome(Generic[T]):
         trace: digest of all hand-overs and of all that was sent, the same for the same seed.
         hand_overs: how often the scheduler chose who runs next.
         operations: by rank, how many operations of the package there were; empty unless they were counted.
+        failed: the place in the package that called the operation that a fault made fail; empty: none failed.
         messages: by rank, how many messages the rank sent.
         steps_of: by rank, how many hand-overs the rank made until its job ended.
         left: what was left behind; nothing is looked for after a deadlock, a mismatch, or a death.
@@ -103,6 +104,7 @@ class Outcome(Generic[T]):
     trace: str
     hand_overs: int
     operations: dict[int, int] = field(default_factory=dict)
+    failed: str = ""
     messages: dict[int, int] = field(default_factory=dict)
     steps_of: dict[int, int] = field(default_factory=dict)
     tracebacks: dict[int, str] = field(default_factory=dict)

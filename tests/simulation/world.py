@@ -201,6 +201,7 @@ class Simulation(Generic[T]):
         deadlock = None
         if self.scheduler.deadlock is not None:
             deadlock = {each.rank.number: stack for each, stack in self.scheduler.deadlock.items() if each.is_job}
+        counted = {each.number: each.operations for each in self.ranks if each.operations is not None}
         digest = hashlib.sha256(array("i", self.scheduler.trace).tobytes())
         digest.update(repr(self.network.log).encode())
         return Outcome(
@@ -210,7 +211,8 @@ class Simulation(Generic[T]):
             self.network.mismatch,
             digest.hexdigest()[:16],
             len(self.scheduler.trace),
-            {each.number: each.operations.count for each in self.ranks if each.operations is not None},
+            {rank: each.count for rank, each in counted.items()},
+            "".join(each.failed for each in counted.values()),
             dict(self.network.messages.sent),
             self._steps_of,
             self.tracebacks,

@@ -482,20 +482,6 @@ def several_in_fp16() -> None:
     ZeroAccelerator(cpu=True).prepare(model, one, two)
 
 
-def over_one_tied_weight() -> None:
-    """On one rank alone; nothing has changed then, so the optimizer of an earlier ``prepare`` trains on."""
-    accelerator = ZeroAccelerator(cpu=True)
-    model = gpt2()
-    _, former = accelerator.prepare(model, adamw(model.parameters()))
-    one, two = adamw(model.transformer.wte.parameters()), adamw(model.transformer.h.parameters())
-    if accelerator.process_index == 1:
-        two = adamw(model.lm_head.parameters())  # the embedding's weight
-    try:
-        accelerator.prepare(one, two)
-    finally:
-        assert not former.optimizer.is_retired
-
-
 def unseen() -> None:
     ZeroAccelerator()
 
@@ -519,7 +505,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "no optimizer": (without_an_optimizer, r"expected prepare(model, optimizer), got a model alone"),
     "another model": (of_another_model, "one that holds none of them"),
     "several in fp16": (several_in_fp16, "expected one optimizer where parameters are fp16"),
-    "tied": (over_one_tied_weight, "expected one optimizer that trains it, got optimizers 0 and 1 of 2"),
     "unseen": (
         unseen,
         "the 2 processes that were launched, got an Accelerator of 1: it goes by what torchrun sets",

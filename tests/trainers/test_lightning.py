@@ -286,12 +286,6 @@ MISTAKES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any], str,
         "ValueError",
         "precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or",
     ),
-    "one parameter of two": (
-        lambda: Own(lambda module: [sgd(module.parameters()), sgd(module.parameters())]),
-        {},
-        "ValueError",
-        "expected one optimizer that trains it, got optimizers 0 and 1 of 2",
-    ),
     "sharded already": (
         lambda: Own(lambda module: LowLevelZeroOptimizer(sgd(module.parameters()))),
         {},
