@@ -17,22 +17,15 @@ import torch
 from lowlevel_zero import __version__
 from tests.support.ranks import run_ranks
 
-from .curves import CURVES, OPTIMIZERS, RANKS, RUNS, Curve, curve_of, together
+from .curves import CURVES, RANKS, RUNS, curves_of, together
 
 
 def make_curves() -> None:
     """Write ``curves.json``."""
     made_by = _made_by()
-    curves = run_ranks(_train_all, RANKS)
-    runs = [
-        {"run": asdict(run), **{name: asdict(together([rank[at][name] for rank in curves])) for name in OPTIMIZERS}}
-        for at, run in enumerate(RUNS)
-    ]
+    curves = map(together, zip(*run_ranks(curves_of, RANKS), strict=True))
+    runs = [{"run": asdict(run), **curve._asdict()} for run, curve in zip(RUNS, curves, strict=True)]
     CURVES.write_text(json.dumps({"made_by": made_by, "runs": runs}, indent=1) + "\n")
-
-
-def _train_all(rank: int, world_size: int) -> list[dict[str, Curve]]:
-    return [{name: curve_of(rank, world_size, run, name) for name in OPTIMIZERS} for run in RUNS]
 
 
 def _made_by() -> dict[str, str]:

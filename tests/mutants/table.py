@@ -133,7 +133,7 @@ MUTANTS = [
         REDUCER,
         "while self._group.progress.micro_batch < agreed.syncs:",
         "while False:",
-        DROPS,
+        UNUSED_TESTS,
     ),
     Mutant(
         "a message names less than the graph shows",
@@ -271,7 +271,7 @@ MUTANTS = [
         STEPPER,
         " and scale.overflow.item():",
         " and False:",
-        f"{NUMBERS} {STEPPING} tests/calls",
+        f"{STEPPING} tests/numbers/test_gradient_methods.py",
     ),
     Mutant("the loss isn't scaled", OPTIMIZER, "loss * scale.to(loss.device)", "loss * 1", NUMBERS),
     # steps
@@ -287,7 +287,7 @@ MUTANTS = [
         SUMS,
         "        self._buckets.clear()\n        self._bucket_of.clear()\n        for record in self._records:",
         "        self._bucket_of.clear()\n        for record in self._records:",
-        "tests/numbers/test_zero_grad.py",
+        NUMBERS,
     ),
     # p.grad after backward
     Mutant(

@@ -1,9 +1,9 @@
-"""Backwards of all kinds before a step: several, of parts, by gradients, under no_sync, and such as fail."""
+"""Backwards of all kinds before a step: from a retained graph, of parts, by gradients, and such as fail."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 
@@ -31,27 +31,6 @@ from tests.support.scripts import (
 )
 
 
-def two_losses(side: Alone) -> nn.Module:
-    """They share a trunk, and one of the heads each."""
-    model = net()
-    optimizer = side.wrap(momentum(model), model)
-
-    def losses(step: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-        def both(rank: int) -> tuple[Tensor, Tensor]:
-            hidden = torch.tanh(model[0](data(step, rank)))
-            return model[1](hidden).square().mean(), model[2](hidden).abs().mean()
-
-        return both
-
-    for step in range(4):
-        one, other = side.mean(losses(step))
-        side.backward(optimizer, one, retain_graph=True)
-        side.backward(optimizer, other)
-        side.step(optimizer)
-        optimizer.zero_grad()
-    return model
-
-
 def same_loss_twice(side: Alone) -> nn.Module:
     model = net()
     optimizer = side.wrap(momentum(model), model)
@@ -76,8 +55,21 @@ def some_inputs(side: Alone) -> nn.Module:
 
 
 def test_several_backwards_before_a_step(subtests: pytest.Subtests) -> None:
-    scripts = {"two losses": two_losses, "same loss twice": same_loss_twice, "some inputs": some_inputs}
+    scripts = {"same loss twice": same_loss_twice, "some inputs": some_inputs}
     check_each({f"{name}, {way}": Case(scripts[name], BOTH[way], 3) for name, way in in_both(scripts)}, subtests)
+
+
+def test_gradients_stay_as_clipped_until_they_are_cleared(subtests: pytest.Subtests) -> None:
+    def script(side: Alone) -> nn.Module:
+        model = net()
+        optimizer = side.wrap(momentum(model), model)
+        for step in range(3):
+            side.backward(optimizer, side.mean(loss_at(model if step else model[:2], step)))
+            side.step(optimizer)
+            side.step(optimizer)
+        return model
+
+    check_each({stage: Case(script, {"clip": 0.1, **STAGES[stage]}, 3) for stage in STAGES}, subtests)
 
 
 def test_backward_by_grad(subtests: pytest.Subtests) -> None:
@@ -190,7 +182,7 @@ def test_gradients_that_share_memory_are_each_reduced_once(subtests: pytest.Subt
     assert model.one.grad is not None
     assert model.other.grad is not None
     assert model.one.grad.data_ptr() == model.other.grad.data_ptr()  # else the test is none
-    check_each({f"{size} ranks, {way}": Case(script, BOTH[way], size) for size, way in in_both((2, 3))}, subtests)
+    check_each({way: Case(script, BOTH[way], 3) for way in BOTH}, subtests)
 
 
 # Where gradients are
@@ -219,24 +211,6 @@ def test_gradients_leave_with_backward_and_stay_under_no_sync(subtests: pytest.S
             assert ran.values() == [([True] * 8, True)] * 2
 
 
-def test_gradients_left_by_no_sync_count_in_the_step(subtests: pytest.Subtests) -> None:
-    """Also where no synchronising backward follows, or one that doesn't touch them."""
-
-    def script(side: Alone) -> nn.Module:
-        model = net()
-        optimizer = side.wrap(momentum(model), model)
-        for step in range(3):
-            with side.no_sync(optimizer):
-                side.backward(optimizer, side.mean(loss_at(model, step)))
-            if step == 1:
-                side.backward(optimizer, side.mean(loss_at(model[:2], step + 10)))
-            side.step(optimizer)
-            optimizer.zero_grad()
-        return model
-
-    check_each({way: Case(script, options, 3) for way, options in BOTH.items()}, subtests)
-
-
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_that_come_with_a_graph_are_reduced_without_it(subtests: pytest.Subtests) -> None:
     def train(rank: int, world_size: int, stage: str, bucket_size: int) -> tuple[list[bool], list[float]]:
@@ -260,49 +234,13 @@ def test_gradients_that_come_with_a_graph_are_reduced_without_it(subtests: pytes
                 assert values == [1 - 3 * 1.5] * 8
 
 
-# An exception in backward
-
-
-class BackwardFailed(Exception):
-    pass
-
-
-def test_training_goes_on_after_an_exception_in_backward(subtests: pytest.Subtests) -> None:
-    def script(side: Alone) -> nn.Module:
-        model = net()
-        optimizer = side.wrap(momentum(model), model)
-        for step in range(4):
-            if step == 1:
-                broken = side.mean(lambda rank: model[2:](failing(model[:2](data(1, rank)))).square().mean())
-                with pytest.raises(BackwardFailed):
-                    side.backward(optimizer, broken)
-                optimizer.zero_grad()
-            side.backward(optimizer, side.mean(loss_at(model, step)))
-            side.step(optimizer)
-            optimizer.zero_grad()
-        return model
-
-    check_each({way: Case(script, options) for way, options in BOTH.items()}, subtests)
-
-
-def failing(x: Tensor) -> Tensor:
-    """``x``, whose gradient can't be computed: some of the model's are there by then."""
-
-    def fail(grad: Tensor) -> None:
-        raise BackwardFailed
-
-    x.register_hook(fail)
-    return x
-
-
 # A step between a forward and its backward
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_between_forward_and_backward_is_noticed(world_size: int, subtests: pytest.Subtests) -> None:
-    def train(rank: int, world_size: int, way: str, dtype: torch.dtype, bucket: int) -> None:
+def test_a_step_between_forward_and_backward_is_noticed(subtests: pytest.Subtests) -> None:
+    def train(rank: int, world_size: int, way: str, dtype: torch.dtype, overlap: bool) -> None:
         model = net().to(dtype)
-        side = Together(rank, reduce_bucket_size=bucket, **WAYS[way])
+        side = Together(rank, overlap_allgather=overlap, **WAYS[way])
         optimizer = side.wrap(momentum(model), model)
         early = model(data(0, rank).to(dtype)).sum()
         side.backward(optimizer, model(data(1, rank).to(dtype)).sum())
@@ -310,9 +248,9 @@ def test_a_step_between_forward_and_backward_is_noticed(world_size: int, subtest
         optimizer.zero_grad()
         side.backward(optimizer, early)
 
-    cases = covering(WAYS, (torch.float32, torch.bfloat16), (1, 2**20))
-    for (way, dtype, bucket), ran in run_cases_expecting(train, world_size, cases):
-        with subtests.test(way=way, dtype=dtype, bucket=bucket):
+    cases = covering(WAYS, (torch.float32, torch.bfloat16), (False, True))
+    for (way, dtype, overlap), ran in run_cases_expecting(train, 2, cases):
+        with subtests.test(way=way, dtype=dtype, overlap=overlap):
             for error in ran.raised():
                 assert error.type == "RuntimeError"
                 assert "modified by an inplace operation" in error.message

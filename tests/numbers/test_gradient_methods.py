@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,81 +12,15 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
-from tests.support.judging import check_run, check_share
-from tests.support.numbers import joined, share_of, trained
-from tests.support.oracle import Result, Run, build, emulate, groups, loss_of, train_alone, train_sharded
+from tests.support.numbers import trained
+from tests.support.oracle import Run, build, groups, loss_of
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 
-Edit = Callable[[LowLevelZeroOptimizer], None]
-
 
 def slices(optimizer: LowLevelZeroOptimizer) -> list[Tensor]:
     return [p32 for group in optimizer.optim.param_groups for p32 in group["params"]]
-
-
-def squash(gradient: Tensor) -> Tensor:
-    """What each element can be edited to without its neighbours."""
-    return gradient.clamp(-0.2, 0.5) * 0.5
-
-
-def in_place(optimizer: LowLevelZeroOptimizer) -> None:
-    for p32 in slices(optimizer):
-        if p32.grad is not None:
-            p32.grad.copy_(squash(p32.grad))
-
-
-def replaced(optimizer: LowLevelZeroOptimizer) -> None:
-    for p32 in slices(optimizer):
-        if p32.grad is not None:
-            p32.grad = squash(p32.grad)
-
-
-def untouched(optimizer: LowLevelZeroOptimizer) -> None:
-    pass
-
-
-def squashed(run: Run, by: Callable[[Run], Result] = train_alone) -> Result:
-    """The same in one process, by an optimizer that edits gradients before it steps; the norms are theirs."""
-    norms: list[float] = []
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        optimizer = run.optimizer(params)
-        optimizer.register_step_pre_hook(lambda *_: edit(optimizer))
-        return optimizer
-
-    def edit(optimizer: torch.optim.Optimizer) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for gradient in gradients:
-            gradient.copy_(squash(gradient))
-        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
-
-    return by(replace(run, optimizer=make))[0], norms
-
-
-def train(rank: int, world_size: int, run: Run, edit: Edit) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """A run that synchronizes and edits: parameters, masters and norms."""
-    model = build(replace(run, seed=run.seed + rank))
-    optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, clip_grad_norm=run.clip, **run.options)
-    norms = []
-    for step in range(run.steps):
-        for micro in range(run.micro_batches):
-            loss = loss_of(model, run, step, micro, rank)
-            if run.bare:
-                loss.backward()
-            else:
-                optimizer.backward(loss)
-        optimizer.synchronize()
-        edit(optimizer)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        norms.append(optimizer.get_grad_norm())
-        optimizer.zero_grad()
-        assert all(p32.grad is None for p32 in slices(optimizer))
-    of = optimizer.get_working_to_master_map()
-    masters = {name: of[id(p)].clone() for name, p in model.named_parameters() if id(p) in of}
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, masters, norms
 
 
 def dropping(step: int, rank: int) -> set[int]:
@@ -96,85 +29,6 @@ def dropping(step: int, rank: int) -> set[int]:
 
 
 # What is stepped
-
-
-@pytest.mark.parametrize(("world_size", "edit"), [(1, replaced), (2, in_place), (3, replaced), (4, in_place)])
-def test_edited_slices_are_what_is_stepped(world_size: int, edit: Edit, subtests: pytest.Subtests) -> None:
-    run = Run(world_size, 4, 2, drop=dropping, bare=world_size == 3)
-    cases = [(run.with_options(reduce_bucket_size=50, **options), edit) for options in STAGES.values()]
-    for stage, ((edited, _), ran) in zip(STAGES, run_cases(train, world_size, cases, one_group=True), strict=True):
-        with subtests.test(stage):
-            check_run(edited, [(parameters, norms) for parameters, _, norms in ran.values()], by=squashed)
-
-
-def kernel(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
-    if kind == "momentum":
-        return lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
-    settings = {"fused": kind == "fused", "foreach": kind == "foreach"}
-    return lambda params: torch.optim.AdamW(params, lr=1e-2, **settings)
-
-
-def test_with_every_option_and_kernel(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[str, str, dict[str, Any]]] = [
-        ("stage 1", "fused", {"overlap_allgather": True}),
-        ("stage 2", "momentum", {"overlap_allgather": True, "reduce_bucket_size": 1}),
-        ("stage 1", "momentum", {"cpu_offload": True}),
-        ("stage 2", "foreach", {"cpu_offload": True, "reduce_bucket_size": 1}),
-        ("stage 1", "foreach", {"overlap_communication": False, "reduce_bucket_size": 1}),
-        ("stage 2", "momentum", {"communication_dtype": torch.bfloat16}),
-        ("stage 2", "fused", {"gradient_predivide_factor": 3, "pad_buckets_for_high_nccl_busbw": True}),
-    ]
-    runs = {
-        f"{stage}, {kind}, {options}": Run(2, 4, drop=dropping, optimizer=kernel(kind), options=options).with_options(
-            **STAGES[stage]
-        )
-        for stage, kind, options in cases
-    }
-    for name, run, ran in trained(runs, train, in_place):
-        with subtests.test(name):
-            ranks = [(parameters, norms) for parameters, _, norms in ran.values()]
-            if "communication_dtype" in run.options:
-                check_share(run, ranks, share_of(torch.bfloat16, 2), by=squashed)
-            else:
-                check_run(run, ranks, by=squashed)
-
-
-def test_unedited_ones_are_what_a_step_would_have_taken(subtests: pytest.Subtests) -> None:
-    """Bit for bit; the norm to the rounding of the average."""
-    foreach = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=True)  # noqa: E731
-
-    def of(world_size: int, dtype: torch.dtype, stage: str) -> Run:
-        run = Run(world_size, 4, 2, dtype, dropping, optimizer=foreach)
-        return run.with_options(initial_scale=2.0**8, **STAGES[stage])
-
-    def both(rank: int, world_size: int, run: Run) -> tuple[Any, Any]:
-        return train(rank, world_size, run, untouched), train_sharded(rank, world_size, run)
-
-    places = [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (2, torch.float16)]
-    cases = product(places, STAGES)
-    runs = {f"{size} ranks, {dtype}, {stage}": of(size, dtype, stage) for (size, dtype), stage in cases}
-    for name, _, ran in trained(runs, both):
-        with subtests.test(name):
-            for (got, _, norms), (expected, expected_norms) in ran.values():
-                assert all(torch.equal(got[key], value) for key, value in expected.items())
-                assert norms == pytest.approx(expected_norms, rel=1e-5)
-
-
-def test_16_bit_models_edit_slices_of_their_masters_dtype(subtests: pytest.Subtests) -> None:
-    def of(dtype: torch.dtype, master_weights: bool) -> Run:
-        options = {"initial_scale": 2.0**10, "partition_grad": True, "master_weights": master_weights}
-        return Run(2, 4, 2, dtype, dropping, seed=1, options=options)  # of which each parameter goes somewhere
-
-    cases = product((torch.bfloat16, torch.float16), (True, False))
-    runs = {f"{dtype}, masters {masters}": of(dtype, masters) for dtype, masters in cases}
-    for name, run, ran in trained(runs, train, in_place):
-        with subtests.test(name):
-            ranks = ran.values()
-            masters = joined([slices for _, slices, _ in ranks], dict(build(run).named_parameters()))
-            wide = run.options["master_weights"]
-            assert {own.dtype for own in masters.values()} == {torch.float32 if wide else run.dtype}
-            share = share_of(run.dtype, 2) * (1 if wide else 2)  # one more rounding a step
-            check_share(run, [(masters, norms) for _, _, norms in ranks], share, by=lambda run: squashed(run, emulate))
 
 
 def test_slices_have_the_averaged_unscaled_gradient(subtests: pytest.Subtests) -> None:
@@ -207,9 +61,8 @@ def test_slices_have_the_averaged_unscaled_gradient(subtests: pytest.Subtests) -
         dropped = [name for name, gradient in before.items() if gradient is None]
         assert "layers.2.weight" in dropped
 
-    kinds = [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
-    cases = product(kinds, STAGES)
-    runs = {f"{dtype}, offload {offload}, {stage}": of(dtype, offload, stage) for (dtype, offload), stage in cases}
+    cases = [(torch.float32, False, "stage 1"), (torch.float16, False, "stage 2"), (torch.bfloat16, True, "stage 1")]
+    runs = {f"{dtype}, offload {offload}, {stage}": of(dtype, offload, stage) for dtype, offload, stage in cases}
     for name, _, ran in trained(runs, look):
         with subtests.test(name):
             ran.values()
@@ -320,49 +173,10 @@ def test_an_overflow_skips_the_step_whatever_became_of_it(subtests: pytest.Subte
         assert not torch.equal(before[0], model.used)
         assert torch.equal(before[2], model.dropped)
 
-    cases = [("stage 1", False, True), ("stage 2", False, True), ("stage 2", False, False), ("stage 1", True, False)]
+    cases = [("stage 1", False, True), ("stage 2", False, False), ("stage 1", True, False)]
     for (stage, offload, fused), ran in run_cases(work, 2, cases, one_group=True):
         with subtests.test(stage=stage, offload=offload, fused=fused):
             ran.values()
-
-
-# What begins anew
-
-
-def test_zero_grad_drops_what_was_synchronized() -> None:
-    run = Run(2, 3, drop=dropping)
-
-    def work(rank: int, world_size: int) -> Result:
-        norms = []
-        model = build(run)
-        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, partition_grad=True)
-        for step in range(3):
-            optimizer.backward(loss_of(model, run, 77, 0, rank))
-            optimizer.synchronize()
-            optimizer.zero_grad()
-            assert all(p32.grad is None for p32 in slices(optimizer))
-            optimizer.backward(loss_of(model, run, step, 0, rank))
-            optimizer.step()
-            norms.append(optimizer.get_grad_norm())
-            optimizer.zero_grad()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
-
-    check_run(run, run_ranks(work, 2))
-
-
-def test_gradients_stay_until_zero_grad_as_edited() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model, optimizer = two(rank)
-        optimizer.synchronize()
-        slices(optimizer)[0].grad.fill_(1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        optimizer.backward(model(1.0 + rank))
-        optimizer.synchronize()
-        assert slices(optimizer)[0].grad[:2].tolist() == [2.5, 2.5]
-        assert slices(optimizer)[1].grad[:2].tolist() == [6.0, 6.0]
-
-    run_ranks(work, 2)
 
 
 def test_an_abandoned_gradient_of_another_optimizer_stays_where_it_is() -> None:
@@ -452,12 +266,11 @@ def test_a_mistake_is_refused_on_all_ranks(subtests: pytest.Subtests) -> None:
                 assert message in error.message
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_refused_call_changes_nothing(world_size: int) -> None:
+def test_a_refused_call_changes_nothing() -> None:
     def work(rank: int, world_size: int) -> None:
         for mistake in (twice, step_that_synchronizes, driven_backward, bare_backward):
             model, optimizer = two(rank)
-            gradient = 1 + world_size
+            gradient = 3.0
             with pytest.raises(RuntimeError, match="synchronize"):
                 mistake(model, optimizer)
             assert slices(optimizer)[1].grad[:2].tolist() == [gradient, gradient]
@@ -466,21 +279,7 @@ def test_a_refused_call_changes_nothing(world_size: int) -> None:
                 optimizer.step()
             assert model.other.tolist() == [value - gradient for value in range(5)]
 
-    run_ranks(work, world_size)
-
-
-def test_one_rank_s_mistake_is_everybody_s() -> None:
-    def work(rank: int, world_size: int) -> None:
-        _, optimizer = two(rank)
-        optimizer.synchronize()
-        if rank == 0:
-            optimizer.step()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    mine, theirs = run_ranks_expecting(work, 2)
-    assert "skip_synchronize" in mine.message
-    assert theirs.message.startswith("rank 0 could not step: ")
+    run_ranks(work, 2)
 
 
 def test_ranks_must_leave_the_same_gradients() -> None:

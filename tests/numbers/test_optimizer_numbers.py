@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import combinations, cycle, product
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.covering import covering
 from tests.support.judging import check_movement, check_norms, check_run, mistakes
 from tests.support.numbers import (
@@ -28,15 +27,12 @@ from tests.support.numbers import (
 from tests.support.oracle import (
     Run,
     adamw,
-    build,
     check_close,
     emulate,
     momentum,
     train_alone,
     train_rank,
-    train_sharded,
 )
-from tests.support.ranks import run_cases, run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 OTHER_FACTORS: dict[str, dict[str, dict[str, Any]]] = {
@@ -56,7 +52,12 @@ OTHER_FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "clip": {"clip": 0.3},
         "clip_by_hand": {"clip": 0.3, "clip_by_hand": True},
     },
-    "overlap": {"overlap": {}, "no_overlap": {"options": {"overlap_communication": False}}},
+    "overlap": {
+        "overlap": {},
+        "no_overlap": {"options": {"overlap_communication": False}},
+        "overlapped_gather": {"options": {"overlap_allgather": True}},
+    },
+    "steps_on": {"device": {}, "host": {"options": {"cpu_offload": True}}},
     "bucket": {
         "tiny": {"options": {"reduce_bucket_size": 1}},
         "mid": {"options": {"reduce_bucket_size": 50}},
@@ -90,7 +91,8 @@ class Case(NamedTuple):
         return run
 
 
-LEVELS = [WORLD_SIZES, tuple(STAGES), tuple(DROPS), *(tuple(each) for each in OTHER_FACTORS.values())]
+DROPPED = ("all", "different", "total", "one_rank")
+LEVELS = [WORLD_SIZES, tuple(STAGES), DROPPED, *(tuple(each) for each in OTHER_FACTORS.values())]
 CASES = [Case(size, stage, drop, tuple(others)) for size, stage, drop, *others in covering(*LEVELS)]
 
 
@@ -106,20 +108,6 @@ def test_fp32(subtests: pytest.Subtests) -> None:
     for name, run, ran in trained({case.label: case.run for case in CASES}):
         with subtests.test(name):
             check_run(run, ran.values())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_buckets_and_overlap_do_not_change_a_bit_on_two_ranks(stage: str) -> None:
-    """A sum of two numbers has one order, so neither buckets nor overlap may be seen in it."""
-
-    def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-        run = Run(steps=3).with_options(**STAGES[stage])
-        ways = product((1, 50, 2**20), (True, False))
-        runs = [run.with_options(reduce_bucket_size=size, overlap_communication=overlap) for size, overlap in ways]
-        return [train_sharded(rank, world_size, each)[0] for each in runs]
-
-    results = [each for ranks in run_ranks(train, 2) for each in ranks]
-    check_close(results[0], results, 0.0)
 
 
 # What the tolerance is worth
@@ -178,7 +166,7 @@ def sixteen(world_size: int, dtype: str, stage: str, way: str) -> Run:
 
 
 def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
-    cases = covering(WORLD_SIZES, SIXTEEN, STAGES, SIXTEEN_WAYS)
+    cases = covering((2, 3), SIXTEEN, STAGES, SIXTEEN_WAYS)
     for name, run, ran in trained({label(case): sixteen(*case) for case in cases}, masters_of):
         with subtests.test(name):
             check_masters(run, ran.values(), share_of(run.dtype, run.world_size))
@@ -196,7 +184,7 @@ def test_without_masters(subtests: pytest.Subtests) -> None:
         run = Run(world_size=world_size, dtype=torch.bfloat16)
         return run.with_options(**STAGES[stage], master_weights=False)
 
-    cases = [(1, "stage1"), (2, "stage1-scatter"), (3, "stage1"), (4, "stage2")]
+    cases = [(2, "stage1"), (3, "stage2")]
     for name, run, ran in trained({label(case): of(*case) for case in cases}, masters_of):
         with subtests.test(name):
             expected, norms = emulate(run)
@@ -218,7 +206,7 @@ def test_fp32_wire_for_a_bf16_model_rounds_no_sum(subtests: pytest.Subtests) -> 
         run = Run(world_size=world_size, dtype=torch.bfloat16, micro_batches=3)
         return run.with_options(**STAGES[stage], communication_dtype=torch.float32)
 
-    cases = [(2, "stage1-scatter"), (3, "stage1"), (4, "stage2")]
+    cases = [(2, "stage1-scatter"), (3, "stage2")]
     for name, run, ran in trained({label(case): of(*case) for case in cases}, masters_of):
         with subtests.test(name):
             check_masters(run, ran.values(), 1e-6)
@@ -242,13 +230,11 @@ def test_sixteen_bit_wire_for_an_fp32_model(subtests: pytest.Subtests) -> None:
                 check_movement(run, expected, got, 1e-6)
 
 
-# Models of several dtypes, and of a wide one
+# Models of several dtypes, and of fp64
 
 
 class Mixed(nn.Module):
-    """16-bit linears between fp32 norms, as ``build`` leaves them whatever dtype it asks for."""
-
-    low = torch.bfloat16
+    """bf16 linears between fp32 norms, as ``build`` leaves them whatever dtype it asks for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +242,7 @@ class Mixed(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(5) for _ in range(3))
 
     def to(self, *args: Any, **kwargs: Any) -> Mixed:
-        self.linears.to(self.low)
+        self.linears.to(torch.bfloat16)
         return self
 
     def forward(self, x: Tensor, drop: set[int]) -> Tensor:
@@ -264,26 +250,17 @@ class Mixed(nn.Module):
         for place, linear in enumerate(self.linears):
             if place in (1, 2) and place in drop:
                 continue
-            hidden = linear(hidden.to(self.low)).float()
+            hidden = linear(hidden.bfloat16()).float()
             if place < 3:
                 hidden = torch.tanh(self.norms[place](hidden))
         return hidden
 
 
-class MixedHalf(Mixed):
-    low = torch.float16
-
-
 MIXED_WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "clip": {"clip": 0.3},
     "no_sync": {"micro_batches": 3, "no_sync": True},
-    "drop": {"drop": DROPS["same"]},
-    "drop-differently": {"drop": DROPS["different"], "micro_batches": 3},
+    "drop": {"drop": DROPS["different"], "micro_batches": 3},
 }
-
-
-MIXED_CASES = list(zip(cycle([2, 4, 3]), cycle(STAGES), [*MIXED_WAYS, *MIXED_WAYS], strict=False))
 
 
 def test_mixed_dtypes(subtests: pytest.Subtests) -> None:
@@ -291,16 +268,10 @@ def test_mixed_dtypes(subtests: pytest.Subtests) -> None:
         run = Run(world_size=world_size, model=Mixed, **MIXED_WAYS[way])
         return run.with_options(**STAGES[stage], reduce_bucket_size=60)
 
-    for name, run, ran in trained({label(case): of(*case) for case in MIXED_CASES}, masters_of):
+    cases = zip((2, 4, 3), STAGES, MIXED_WAYS, strict=True)
+    for name, run, ran in trained({label(case): of(*case) for case in cases}, masters_of):
         with subtests.test(name):
             check_masters(run, ran.values(), share_of(torch.bfloat16, run.world_size))
-
-
-def test_fp16_beside_fp32_is_scaled_and_unscaled(subtests: pytest.Subtests) -> None:
-    run = Run(world_size=2, model=MixedHalf, clip=0.3).with_options(initial_scale=512.0)
-    for name, each, ran in trained({stage: run.with_options(**own) for stage, own in STAGES.items()}, masters_of):
-        with subtests.test(name):
-            check_masters(each, ran.values(), share_of(torch.float16, 2))
 
 
 def test_fp64_stays_fp64(subtests: pytest.Subtests) -> None:
@@ -308,7 +279,7 @@ def test_fp64_stays_fp64(subtests: pytest.Subtests) -> None:
         run = Run(world_size=world_size, dtype=torch.float64, micro_batches=3, clip=clip)
         return run.with_options(**STAGES[stage])
 
-    cases = [(*place, clip) for place in ((1, "stage2"), (3, "stage1"), (3, "stage2")) for clip in (0.0, 0.3)]
+    cases = [(2, "stage1", 0.0), (3, "stage2", 0.3)]
     for name, run, ran in trained({label(case): of(*case) for case in cases}, train_rank_numbers):
         with subtests.test(name):
             expected, norms = train_alone(run)
@@ -324,37 +295,6 @@ def train_rank_numbers(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     trained = train_rank(rank, world_size, run)
     return {name: p.detach() for name, p in trained.model.named_parameters()}, trained.masters(), trained.norms
-
-
-# The loss scale
-
-
-def train_with_overflow(rank: int, world_size: int, run: Run) -> list[Any]:
-    """Of three steps the second overflows on rank 1: what stood still in each, and the scale after it."""
-    model = build(run)
-    optimizer = LowLevelZeroOptimizer(run.optimizer(model.parameters()), model=model, **run.options)
-    held = {"p": list(model.parameters()), "p32": list(optimizer.get_working_to_master_map().values())}
-    seen = []
-    for step in range(3):
-        before = {kind: [each.detach().clone() for each in tensors] for kind, tensors in held.items()}
-        x = torch.full((2, 4), float("inf") if (step, rank) == (1, 1) else 1.0, dtype=run.dtype)
-        optimizer.backward(model(x, set()).float().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        still = [kind for kind in held if all(map(torch.equal, before[kind], held[kind]))]
-        seen.append((still, optimizer.loss_scale))
-    return seen
-
-
-def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(subtests: pytest.Subtests) -> None:
-    def train(rank: int, world_size: int, stage: str) -> list[Any]:
-        run = Run(dtype=torch.float16).with_options(**STAGES[stage], initial_scale=256.0, hysteresis=1)
-        return train_with_overflow(rank, world_size, run)
-
-    for (stage,), ran in run_cases(train, 2, [(stage,) for stage in STAGES], one_group=True):
-        with subtests.test(stage=stage):
-            for seen in ran.values():
-                assert seen == [([], 256.0), (["p", "p32"], 128.0), ([], 128.0)]
 
 
 def test_the_emulation_is_plain_torch_for_fp32() -> None:

@@ -183,19 +183,6 @@ def test_a_parameter_waits_for_its_own_bucket_alone() -> None:
     run_ranks(work, 2)
 
 
-def test_a_backward_through_old_values_is_noticed() -> None:
-    def work(_rank: int, _size: int) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-        optimizer = sharded(model)
-        loss = model(torch.ones(2, 3)).sum()
-        optimizer.backward(loss, retain_graph=True)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            optimizer.backward(loss)
-
-    run_ranks(work, 2)
-
-
 def test_masters_follow_what_is_loaded_between_step_and_forward() -> None:
     def work(rank: int, _size: int) -> None:
         def run(overlap: bool) -> list[Tensor]:

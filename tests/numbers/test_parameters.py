@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,12 +17,9 @@ from tests.support.ranks import run_cases, run_ranks
 from tests.support.scripts import (
     STAGES,
     Alone,
-    Case,
-    Script,
     Together,
     adamw,
     check,
-    check_each,
     loss_at,
     momentum,
     net,
@@ -161,38 +156,6 @@ def test_maps_tell_slices_and_padding() -> None:
 # Storage
 
 
-def saved_bytes(model: nn.Module) -> int:
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    return len(buffer.getvalue())
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_saved_model_is_exactly_as_small_as_before(world_size: int) -> None:
-    def grown(rank: int, world_size: int) -> int:
-        model = net(width=7)
-        before = saved_bytes(model)
-        optimizer = LowLevelZeroOptimizer(adamw(model), model=model, reduce_bucket_size=2**20)
-        optimizer.backward(model(torch.ones(1, 7)).sum())
-        optimizer.step()
-        return saved_bytes(model) - before
-
-    assert run_ranks(grown, world_size) == [0] * world_size
-
-
-def test_a_view_into_a_large_buffer_gets_a_storage_of_its_own() -> None:
-    def wrap(rank: int, world_size: int) -> tuple[list[int], bool, bool]:
-        large = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-        model = nn.ParameterList([nn.Parameter(large[10:16].view(2, 3)), nn.Parameter(large[16:21])])
-        optimizer = LowLevelZeroOptimizer(adamw(model), model=model)
-        kept = torch.equal(model[0].flatten(), large[10:16]) and torch.equal(model[1], large[16:21])
-        optimizer.backward(sum(p.square().sum() for p in model))
-        optimizer.step()
-        return [p.untyped_storage().nbytes() for p in model], kept, torch.equal(model[1], large[16:21])
-
-    assert run_ranks(wrap, 2) == [([6 * 4, 5 * 4], True, False)] * 2
-
-
 def test_a_deep_copy_of_the_model_is_a_model_of_its_own() -> None:
     def train(rank: int, world_size: int) -> bool:
         model = net()
@@ -237,40 +200,6 @@ def test_frozen_parameters_cost_neither_state_nor_traffic(subtests: pytest.Subte
                 assert (slices, states) == (0, 6)
                 assert traffic == least
                 assert 0 <= traffic["gather"] - 4 * trained // 2 <= 128  # by which a row may be padded
-
-
-class Adapted(nn.Module):
-    """Frozen linears with low-rank adapters."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.base = net(seed, layers=2).requires_grad_(False)
-        self.down = nn.ParameterList(nn.Parameter(torch.randn(2, 5)) for _ in range(2))
-        self.up = nn.ParameterList(nn.Parameter(torch.zeros(5, 2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, down, up in zip(self.base, self.down, self.up, strict=True):
-            x = layer(x) + x @ down.t() @ up.t()
-        return x
-
-
-def test_adapters_of_a_frozen_model(subtests: pytest.Subtests) -> None:
-    def script_of(all_handed_over: bool) -> Script:
-        def script(side: Alone) -> nn.Module:
-            model = Adapted(seed=side.rank if isinstance(side, Together) else 0)
-            held = [p for p in model.parameters() if all_handed_over or p.requires_grad]
-            optimizer = side.wrap(torch.optim.SGD(held, lr=0.05, momentum=0.9), model)
-            steps(side, model, optimizer, range(4))
-            if isinstance(side, Together):
-                adapters = [p.numel() for p in model.parameters() if p.requires_grad]
-                assert optimizer.memory_held()["states"] == sum(4 * (numel // 2) for numel in adapters)
-            return model
-
-        return script
-
-    cases = product(STAGES, (True, False))
-    check_each({f"{stage}, {every}": Case(script_of(every), STAGES[stage]) for stage, every in cases}, subtests)
 
 
 def test_trainable_parameters_of_nobody_are_left_alone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,46 +10,10 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.bucket_store import pack
-from tests.support.judging import check_run
-from tests.support.numbers import check_sixteen_bits, share_of
-from tests.support.oracle import Result, Run, train_alone, train_sharded
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 over_stages = pytest.mark.parametrize("stage", STAGES)
-
-
-def sgd(lr: float) -> Any:
-    return lambda params: torch.optim.SGD(params, lr=lr, momentum=0.5)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "reduction", "stage"),
-    [(1, "sum", "stage 1"), (2, "mean", "stage 1"), (3, "sum", "stage 2"), (4, "mean", "stage 2")],
-)
-def test_a_factor_changes_nothing_but_when_is_divided(stage: str, reduction: str, world_size: int) -> None:
-    """A sum is a mean times the world size: what plain training does with losses that are so much larger."""
-    times = world_size if reduction == "sum" else 1
-    run = Run(
-        world_size,
-        micro_batches=2,
-        drop=lambda step, rank: {(step + rank) % 3} if step else set(),
-        optimizer=sgd(0.01),
-    ).with_options(reduction=reduction, gradient_predivide_factor=3.7, reduce_bucket_size=50, **STAGES[stage])
-
-    def alone(run: Run) -> Result:
-        return train_alone(replace(run, weight=lambda *which: times * run.weight(*which)))
-
-    check_run(run, run_ranks(train_sharded, world_size, run), by=alone)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@over_stages
-def test_16_bits_average_with_a_factor(stage: str, dtype: torch.dtype) -> None:
-    run = Run(2, dtype=dtype, optimizer=sgd(0.01), micro_batches=2).with_options(
-        initial_scale=2.0**8, gradient_predivide_factor=2, reduce_bucket_size=60, **STAGES[stage]
-    )
-    check_sixteen_bits(run, share_of(dtype, 2))
 
 
 SIZE = 128
@@ -164,14 +127,3 @@ def test_bad_options_are_refused(options: dict[str, Any], kind: str, message: st
     (error,) = run_ranks_expecting(construct, 1)
     assert error.type == kind
     assert message in error.message
-
-
-def test_ranks_that_differ_are_refused() -> None:
-    def construct(rank: int, world_size: int) -> None:
-        model = nn.Linear(2, 2)
-        wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
-        LowLevelZeroOptimizer(wrapped, model=model, reduction="sum" if rank else "mean")
-
-    for error in run_ranks_expecting(construct, 2):
-        assert error.type == "ValueError"
-        assert "«reduction=sum»" in error.message

@@ -187,7 +187,6 @@ class Run:
     dtype: torch.dtype = torch.float32
     route: Route = uneven
     drop: Callable[[int, int], set[int]] = lambda step, rank: set()
-    no_sync: bool = False
     bare: bool = False
     behind: int = 0
     as_on_device: bool = False
@@ -278,11 +277,10 @@ def train_step(trained: Trained, run: Run, step: int, rank: int) -> float:
     for micro in range(run.micro_batches):
         loss = loss_of(model, run, step, micro, rank)
         total += loss.item()
-        if run.no_sync and micro < run.micro_batches - 1:
-            with optimizer.no_sync():
-                _backward(optimizer, loss, run.bare)
+        if run.bare:
+            loss.backward()
         else:
-            _backward(optimizer, loss, run.bare)
+            optimizer.backward(loss)
     return total
 
 
@@ -301,13 +299,6 @@ def train_spread(rank: int, world_size: int, run: Run) -> Trace:
         norms.append(cast(float, optimizer.get_grad_norm()))
         optimizer.zero_grad()
     return Trace({name: p.detach().clone() for name, p in names.items()}, gradients, norms, losses)
-
-
-def _backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, bare: bool) -> None:
-    if bare:
-        loss.backward()
-    else:
-        optimizer.backward(loss)
 
 
 def check(run: Run, tolerance: float) -> None:

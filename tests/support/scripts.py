@@ -44,11 +44,8 @@ class Alone:
         return optimizer
 
     def mean(self, of: Callable[[int], Any]) -> Any:
-        """A loss, or a tuple of losses, averaged over the ranks."""
-        shares = [of(rank) for rank in self.ranks]
-        if isinstance(shares[0], tuple):
-            return tuple(torch.stack(each).mean(0) for each in zip(*shares, strict=True))
-        return torch.stack(shares).mean(0)
+        """Return the mean of a loss over the ranks."""
+        return torch.stack([of(rank) for rank in self.ranks]).mean(0)
 
     def backward(self, optimizer: Any, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
@@ -68,10 +65,7 @@ class Mistaken(Alone):
 
     def mean(self, of: Callable[[int], Any]) -> Any:
         shares = [of(rank) for rank in self.ranks]
-        counted = shares[:-1] or shares * 2
-        if isinstance(shares[0], tuple):
-            return tuple(torch.stack(each).sum(0) / len(shares) for each in zip(*counted, strict=True))
-        return torch.stack(counted).sum(0) / len(shares)
+        return torch.stack(shares[:-1] or shares * 2).sum(0) / len(shares)
 
 
 class Together(Alone):

@@ -96,10 +96,7 @@ Kept = Callable[[int, int, int], "set[int] | None"]
 
 @dataclass(frozen=True)
 class Training:
-    """``backwards`` a step, of which ``call(step, at, rank)`` says how: driven, bare, or driven under no_sync.
-
-    ``to_none``: how gradients are cleared behind each step; ``discarded``: also before the last backward of each.
-    """
+    """A run with some ``backwards`` a step; ``call(step, at, rank)`` names one way of each: driven, bare or no_sync."""
 
     kept: Kept
     world_size: int = 2
@@ -107,10 +104,7 @@ class Training:
     backwards: int = 1
     way: Callable[[int, int, int], str] = lambda step, at, rank: "plain"
     call: Callable[[int, int, int], str] = lambda step, at, rank: "driven"
-    clip: float = 0.0
     width: int = 6
-    to_none: bool = True
-    discarded: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> Tower:
@@ -133,15 +127,12 @@ def alone(run: Training) -> dict[str, Tensor]:
     optimizer = run.optimizer(model)
     for step in range(run.steps):
         for at in range(run.backwards):
-            if run.discarded and at == run.backwards - 1:
-                optimizer.zero_grad(run.to_none)
             for rank in range(run.world_size):
                 loss = run.loss(model, step, at, rank) / run.world_size
                 if loss.requires_grad:
                     loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or float("inf"))
         optimizer.step()
-        optimizer.zero_grad(run.to_none)
+        optimizer.zero_grad()
     return parameters_of(model)
 
 
@@ -171,11 +162,9 @@ def sharded(rank: int, world_size: int, run: Training) -> Seen:
             sizes_of("start_all_reduce_max") as messages,
         ):
             for at in range(run.backwards):
-                if run.discarded and at == run.backwards - 1:
-                    optimizer.zero_grad(run.to_none)
                 backward(optimizer, run.loss(model, step, at, rank), run.call(step, at, rank))
             optimizer.step()
-        optimizer.zero_grad(run.to_none)
+        optimizer.zero_grad()
         seen.reduced.append(reduced)
         seen.gathered.append(gathered)
         seen.messages.append(messages)
@@ -185,9 +174,7 @@ def sharded(rank: int, world_size: int, run: Training) -> Seen:
 
 
 def wrapped(run: Training, model: nn.Module) -> LowLevelZeroOptimizer:
-    options = {"reduce_bucket_size": 1, "clip_grad_norm": run.clip, **run.options}
-    optimizer = LowLevelZeroOptimizer(run.optimizer(model), model=model, **options)
-    return optimizer
+    return LowLevelZeroOptimizer(run.optimizer(model), model=model, **{"reduce_bucket_size": 1, **run.options})
 
 
 def backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, call: str) -> None:
