@@ -10,21 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_cases
 from tests.support.scripts import (
-    STAGES,
     WAYS,
     Alone,
     Case,
     Script,
     Together,
     adamw,
-    check,
     check_each,
     loss_at,
     momentum,
@@ -75,10 +72,7 @@ def test_step_hooks_run_once_a_step(subtests: pytest.Subtests) -> None:
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-    "warmup": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4),
     "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0),
 }
 
@@ -124,27 +118,6 @@ def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests:
             assert ran.values() == [[True] * 5] * 2
 
 
-def test_training_goes_on_after_loading_the_own_state(subtests: pytest.Subtests) -> None:
-    def script_of(load_on: str) -> Script:
-        def script(side: Alone) -> nn.Module:
-            model = net()
-            optimizer = side.wrap(adamw(model), model)
-            for step in range(4):
-                if step == 2:
-                    loader = optimizer.optim if load_on == "inner" and isinstance(side, Together) else optimizer
-                    loader.load_state_dict(loader.state_dict())
-                side.backward(optimizer, side.mean(loss_at(model, step)))
-                side.step(optimizer)
-                optimizer.zero_grad()
-            return model
-
-        return script
-
-    check_each(
-        {f"{on}, {stage}": Case(script_of(on), STAGES[stage]) for on, stage in product(EITHER, STAGES)}, subtests
-    )
-
-
 def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(subtests: pytest.Subtests) -> None:
     def live(rank: int, world_size: int, way: str, used: bool) -> tuple[bool, bool, bool]:
         model = net()
@@ -168,34 +141,3 @@ def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along
     for (way, used), ran in run_cases(live, 2, product(WAYS, (True, False))):
         with subtests.test(way=way, used=used):
             assert ran.values() == [(True, True, True)] * 2
-
-
-def test_optimizers_one_after_another_leave_no_process_groups_behind() -> None:
-    """Each group holds threads and sockets."""
-
-    def live(rank: int, world_size: int) -> list[int]:
-        groups = []
-        for step in range(4):
-            model = net()
-            optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
-            optimizer.backward(loss_at(model, step)(rank))
-            optimizer.step()
-            del optimizer
-            groups.append(len(dist.distributed_c10d._world.pg_map))
-        return groups
-
-    for first, *later in run_ranks(live, 2):
-        assert later == [first] * 3
-
-
-def test_a_disabled_grad_scaler_is_none() -> None:
-    def script(side: Alone) -> nn.Module:
-        model = net()
-        optimizer = side.wrap(momentum(model), model)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        side.backward(optimizer, scaler.scale(side.mean(loss_at(model, 0))))
-        scaler.step(optimizer)
-        scaler.update()
-        return model
-
-    check(script)

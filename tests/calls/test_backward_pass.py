@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -37,75 +36,6 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def by_method(optimizers: list[LowLevelZeroOptimizer], loss: Tensor) -> None:
-    for at, optimizer in enumerate(optimizers):
-        optimizer.backward(loss, retain_graph=at == 0)
-
-
-def by_context(optimizers: list[LowLevelZeroOptimizer], loss: Tensor) -> None:
-    for at, optimizer in enumerate(optimizers):
-        with optimizer.backward_pass(loss) as scaled:
-            scaled.backward(retain_graph=at == 0)
-
-
-def nested(optimizers: list[LowLevelZeroOptimizer], loss: Tensor) -> None:
-    """One backward for all."""
-    with ExitStack() as contexts:
-        for optimizer in optimizers:
-            contexts.enter_context(optimizer.backward_pass(loss))
-        loss.backward()
-
-
-def train(
-    rank: int, world_size: int, run: Callable[..., None], dtype: torch.dtype, options: dict[str, Any]
-) -> list[Tensor]:
-    model = Net(dtype)
-    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model, reduce_bucket_size=1, **options)
-    for step in range(5):
-        run([optimizer], loss_of(model, step, rank))
-        assert all(each.reducer.buckets.is_open is False for each in optimizer.sharded_groups)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_trains_as_backward_does(world_size: int, subtests: pytest.Subtests) -> None:
-    kinds: list[tuple[torch.dtype, dict[str, Any]]] = [
-        (torch.float32, {}),
-        (torch.float16, {"partition_grad": True, "initial_scale": 1024.0}),
-    ]
-    cases = [(run, *kind) for kind in kinds for run in (by_method, by_context)]
-    ran = [each.values() for _, each in run_cases(train, world_size, cases)]
-    for (dtype, _), expected, got in zip(kinds, ran[::2], ran[1::2], strict=True):
-        with subtests.test(str(dtype)):
-            for one, other in zip(expected, got, strict=True):
-                assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
-
-
-def train_parts(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Two optimizers of one model, beside plain torch."""
-    model, plain = Net(), Net()
-    parts: list[Any] = [list(layer.parameters()) for layer in (model.layers[0], model.layers[1:])]
-    optimizers = [LowLevelZeroOptimizer(sgd(part), model=model, reduce_bucket_size=1) for part in parts]
-    alone = sgd(plain.parameters())
-    for step in range(5):
-        nested(optimizers, loss_of(model, step, rank))
-        torch.stack([loss_of(plain, step, each) for each in range(world_size)]).mean().backward()
-        for optimizer in (*optimizers, alone):
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()], [p.detach().clone() for p in plain.parameters()]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_one_backward_for_two_optimizers(world_size: int) -> None:
-    ((_, ran),) = run_cases(train_parts, world_size, [()])
-    for got, expected in ran.values():
-        for p, q in zip(got, expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 def from_the_loss_itself(optimizer: LowLevelZeroOptimizer, loss: Tensor) -> None:

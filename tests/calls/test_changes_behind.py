@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 from tests.support.misuse import Doing, Refused, Right, Work, Wrong, try_out
 
@@ -69,7 +68,6 @@ MODELS = [
         then_train(lambda model: nn.utils.parametrizations.weight_norm(model[0])),
         Right(),
     ),
-    Wrong("pruning", then_train(lambda model: prune.l1_unstructured(model[0], "weight", 0.5)), Right()),
     Wrong(
         "a parametrization that moves its parameter",
         then_train(lambda model: nn.utils.parametrizations.orthogonal(model[0])),
@@ -79,11 +77,6 @@ MODELS = [
         "model.half()",
         lambda work: convert(work, torch.float16),
         Refused(RuntimeError, f"0.weight: {MOVED} .torch.float16", ends=True),
-    ),
-    Wrong(
-        "model.double()",
-        lambda work: convert(work, torch.float64),
-        Refused(RuntimeError, f"0.weight: {MOVED} .torch.float64", ends=True),
     ),
     Wrong("model.double() and back", then_train(lambda model: model.double().float()), Right()),
     Wrong("model.share_memory()", then_train(lambda model: model.share_memory()), Right()),
@@ -109,12 +102,6 @@ def give_a_gradient(work: Work) -> None:
     work.optimizer.step()
 
 
-def replace_a_gradient(work: Work) -> None:
-    work.backward()
-    work.model[0].weight.grad = torch.full((4, 3), 0.5)
-    work.optimizer.step()
-
-
 def double_under_no_sync(work: Work) -> None:
     with work.no_sync():
         work.backward()
@@ -124,11 +111,6 @@ def double_under_no_sync(work: Work) -> None:
 
 def misshape_a_gradient(work: Work) -> None:
     work.model[0].weight.grad = torch.ones(3, 4)
-
-
-def sparse_gradient(work: Work) -> None:
-    work.model[0].weight.grad = torch.ones(4, 3).to_sparse()
-    work.optimizer.step()
 
 
 def reset_state(work: Work) -> None:
@@ -159,21 +141,15 @@ def a_tensor_learning_rate(work: Work) -> None:
 
 EDITS = [
     Wrong("p.data, in place", edit_data, Right()),
-    Wrong("p.data of 16 bits, and then update_master_params", edit_and_tell, Right(), None, {}, torch.bfloat16, 2e-2),
+    Wrong("p.data of 16 bits, and then update_master_params", edit_and_tell, Right(), {}, torch.bfloat16, 2e-2),
     Wrong(
         "p.data, assigned",
         then_train(lambda model: setattr(model[0].weight, "data", torch.zeros(4, 3))),
         Right(),
     ),
     Wrong("p.grad before any backward", give_a_gradient, Right()),
-    Wrong(
-        "p.grad after a backward",
-        replace_a_gradient,
-        Refused(RuntimeError, "0.weight: .* assigned by hand.*copy_"),
-    ),
     Wrong("p.grad under no_sync", double_under_no_sync, Right()),
     Wrong("p.grad of another shape", misshape_a_gradient, Refused(RuntimeError, "size|shape")),
-    Wrong("p.grad that is sparse", sparse_gradient, Refused(RuntimeError, "0.weight: expected a dense gradient")),
     Wrong("state, cleared", reset_state, Right()),
     Wrong("a tensor for a learning rate", a_tensor_learning_rate, Right()),
     Wrong(
@@ -196,7 +172,6 @@ EDITS = [
 TABLES = {"models": MODELS, "edits": EDITS}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("table", TABLES)
-def test_changes(table: str, world_size: int, subtests: pytest.Subtests) -> None:
-    try_out(TABLES[table], world_size, subtests)
+def test_changes(table: str, subtests: pytest.Subtests) -> None:
+    try_out(TABLES[table], 2, subtests)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.loss_scaler import LossScaler
 from lowlevel_zero.options import ZeroOptions
-from tests.support.ranks import run_cases_expecting, run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases_expecting, run_ranks
 
 
 def net() -> nn.Sequential:
@@ -31,23 +30,9 @@ def wrap(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
     return LowLevelZeroOptimizer(adam(model), model=model, **options)
 
 
-def test_without_a_process_group() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        wrap(net())
-
-    (error,) = run_ranks_expecting(rank, 1, init=False)
-    assert error.type == "RuntimeError"
-    assert "init_process_group" in error.message
-
-
 BAD_OPTIONS: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"partition_grad": "False"}, TypeError, "partition_grad: expected True or False, got str 'False'"),
-    ({"partition_grad": 1}, TypeError, "partition_grad: expected True or False, got int 1"),
-    ({"overlap_communication": None}, TypeError, "overlap_communication: expected True or False, got NoneType"),
     ({"cpu_offload": {"device": "cpu"}}, TypeError, "cpu_offload: expected True or False, got dict"),
-    ({"fp8_communication": "e4m3"}, TypeError, "fp8_communication: expected True or False, got str 'e4m3'"),
-    ({"debug": "yes"}, TypeError, "debug: expected True or False, got str 'yes'"),
-    ({"verbose": 2}, TypeError, "verbose: expected True or False, got int 2"),
     ({"reduce_bucket_size": "25MB"}, TypeError, "reduce_bucket_size: expected an int"),
     ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm: expected a number >= 0"),
     ({"communication_dtype": "bf16"}, TypeError, "communication_dtype: expected a torch.dtype or None, got str"),
@@ -55,20 +40,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"initial_scale": "dynamic"}, ValueError, "initial_scale .* got 'dynamic'"),
     ({"backward_context": "fp8"}, TypeError, "backward_context: expected a callable"),
     ({"fp8_min_numel": -1}, ValueError, "fp8_min_numel: expected 0 or more"),
-    ({"reduction": "average"}, ValueError, "reduction: expected 'mean' or 'sum'"),
     ({"gradient_predivide_factor": 0}, ValueError, "gradient_predivide_factor: expected a finite number above 0"),
-    ({"stall_timeout": -1}, ValueError, "stall_timeout: expected a number of seconds >= 0"),
-    ({"verify_every": 0.5}, TypeError, "verify_every: expected an int"),
     ({"max_skipped_steps": -1}, ValueError, "max_skipped_steps: expected at least 0 steps"),
-    ({"dp_process_group": 3}, TypeError, "dp_process_group.* expected process groups, got int 3"),
     ({"dp_process_group": [0, 1]}, TypeError, "dp_process_group.* expected process groups, got int 0"),
-    ({"extra_dp_group": 3}, ValueError, "extra_dp_group: expected dp_process_group beside it"),
-    ({"hybrid_shard": True}, ValueError, "hybrid_shard"),
     ({"pg_to_param_list": {"experts": []}}, TypeError, "pg_to_param_list: expected process groups"),
-    ({"pg_to_param_list": [1]}, TypeError, "pg_to_param_list"),
     ({"reduce_bucket_size": 0}, ValueError, "reduce_bucket_size: expected at least 1 element, got 0"),
-    ({"reduce_bucket_size": 1.5}, TypeError, "reduce_bucket_size: expected an int"),
-    ({"clip_grad_norm": -1.0}, ValueError, "clip_grad_norm: expected a number >= 0"),
     ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm"),
     ({"communication_dtype": torch.int32}, ValueError, "communication_dtype"),
     ({"initial_scale": 2.0, "min_scale": 4.0}, ValueError, "min_scale"),
@@ -78,7 +54,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"growth_interval": 0}, ValueError, "growth_interval"),
     ({"hysteresis": -1}, ValueError, "hysteresis"),
     ({"stall_timeout": float("inf")}, ValueError, "stall_timeout"),
-    ({"stall_timeout": None}, TypeError, "stall_timeout"),
     ({"verify_every": -1}, ValueError, "verify_every: expected at least 0 steps"),
     ({"verify_every": True}, TypeError, "verify_every: expected an int"),
     ({"max_skipped_steps": 2.5}, TypeError, "max_skipped_steps: expected an int"),
@@ -88,8 +63,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[BaseException], str]] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_bad_option(world_size: int) -> None:
+def test_a_bad_option() -> None:
     """All in one go: none leaves anything behind."""
 
     def rank(rank: int, world_size: int) -> None:
@@ -99,7 +73,7 @@ def test_a_bad_option(world_size: int) -> None:
                 LowLevelZeroOptimizer(adam(model), model=model, **options)
             assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
-    run_ranks(rank, world_size)
+    run_ranks(rank, 2)
 
 
 def test_a_bare_backward_of_an_fp16_model() -> None:
@@ -144,19 +118,8 @@ def other_shape(rank: int) -> Any:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2 if rank == 0 else 5))
 
 
-def other_order(rank: int) -> Any:
-    first, second = nn.Linear(3, 4), nn.Linear(4, 3)
-    return nn.Sequential(first, second) if rank == 0 else nn.Sequential(second, first)
-
-
 def other_count(rank: int) -> Any:
     return nn.Sequential(*[nn.Linear(3, 3) for _ in range(2 if rank == 0 else 3)])
-
-
-def other_frozen(rank: int) -> Any:
-    model = net()
-    model[1].weight.requires_grad_(rank == 0)
-    return model
 
 
 def other_buffer(rank: int) -> Any:
@@ -167,9 +130,7 @@ def other_buffer(rank: int) -> Any:
 
 DIFFERENCES = [
     (other_shape, ("1.weight", "(2, 4)", "(5, 4)")),
-    (other_order, ("0.weight", "(4, 3)", "(3, 4)")),
     (other_count, ("2.weight",)),
-    (other_frozen, ("1.weight", "frozen")),
     (other_buffer, ("seen", "(2,)")),
 ]
 
@@ -208,34 +169,6 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         [id(p) for group in optimizer.param_groups for p in group["params"]],
         len(optimizer.state),
     ]
-
-
-def test_a_process_group_that_this_rank_is_not_in() -> None:
-    def rank(rank: int, world_size: int) -> str:
-        first = dist.new_group([0])
-        if rank == 0:
-            wrap(net(), dp_process_group=first)
-            return "built"
-        with pytest.raises(ValueError, match="dp_process_group"):
-            wrap(net(), dp_process_group=first)
-        return "refused"
-
-    assert run_ranks(rank, 2) == ["built", "refused"]
-
-
-def test_a_subgroup_trains_on_its_own() -> None:
-    def rank(rank: int, world_size: int) -> Tensor:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        model = net()
-        optimizer = wrap(model, dp_process_group=pairs[rank // 2])
-        optimizer.backward(model(torch.full((1, 3), float(1 + rank))).sum())
-        optimizer.step()
-        return model[0].weight.detach().clone()
-
-    weights = run_ranks(rank, 4)
-    assert torch.equal(weights[0], weights[1])
-    assert torch.equal(weights[2], weights[3])
-    assert not torch.equal(weights[0], weights[2])
 
 
 def test_every_option_is_a_documented_keyword_with_the_same_default() -> None:

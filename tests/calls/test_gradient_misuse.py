@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,27 +86,17 @@ def save(g: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "data_ptr": (lambda g: g.data_ptr(), MEMORY),
-    "data_ptr of a detached one": (lambda g: g.detach().data_ptr(), MEMORY),
-    "memory of its storage": (lambda g: g.untyped_storage().data_ptr(), "data pointer"),
     "storage": (lambda g: g.storage(), MEMORY),
-    "__dlpack__": (lambda g: g.__dlpack__(), MEMORY),
     "from_dlpack": (lambda g: torch.from_dlpack(g), MEMORY),
-    "numpy's from_dlpack": (lambda g: np.from_dlpack(g), MEMORY),
     "to_dlpack": (lambda g: torch.utils.dlpack.to_dlpack(g), NO_POINTER),  # type: ignore[attr-defined]
     "pickle": (pickle.dumps, COPIES),
     "save": (save, COPIES),
     "copy": (copy.copy, COPIES),
     "data": (lambda g: set_data(g, torch.ones(5, 3)), DATA),
-    "data of itself": (lambda g: set_data(g, g.data), DATA),
     "vector_to_parameters": (lambda g: torch.nn.utils.vector_to_parameters(torch.ones(15), [g]), DATA),
     "resize_": (lambda g: g.resize_(15), SHAPE_KEPT),
-    "t_": (lambda g: g.t_(), SHAPE_KEPT),
     "set_": (lambda g: g.set_(torch.ones(5, 3)), SHAPE_KEPT),
-    "unsqueeze_": (lambda g: g.unsqueeze_(0), SHAPE_KEPT),
     "all_reduce": (lambda g: dist.all_reduce(g), COLLECTIVE + "allreduce_"),
-    "broadcast": (lambda g: dist.broadcast(g, 0), COLLECTIVE + "broadcast_"),
-    "reduce": (lambda g: dist.reduce(g, 0), COLLECTIVE + "reduce_"),
-    "all_reduce of .data": (lambda g: dist.all_reduce(g.data, async_op=True), COLLECTIVE + "allreduce_"),
     "all_gather": (
         lambda g: dist.all_gather([torch.empty(5, 3) for _ in range(dist.get_world_size())], g),
         COLLECTIVE + "allgather_",
@@ -116,7 +105,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "all_gather_object": (lambda g: dist.all_gather_object([None] * dist.get_world_size(), g), COPIES),
     "add_ of another shape": (lambda g: g.add_(torch.ones(3, 5)), SHAPE),
     "copy_ of another shape": (lambda g: g.copy_(torch.ones(15)), SHAPE),
-    "mul_ of another shape": (lambda g: g.data.mul_(torch.ones(2, 5, 3)), SHAPE),
     "_foreach_add_ of another shape": (lambda g: torch._foreach_add_([g], [torch.ones(2)]), SHAPE),
     "out of another shape": (lambda g: torch.add(torch.ones(2, 2), 1, out=g), ""),  # torch warns, or raises
 }
@@ -137,9 +125,8 @@ def refused(rank: int, world_size: int, name: str) -> None:
     steps_on(model, optimizer, rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_each_wrong_use_is_told_its_own_cause_and_changes_nothing(world_size: int, subtests: pytest.Subtests) -> None:
-    for (name,), ran in run_cases(refused, world_size, [(name,) for name in REFUSED], one_group=True):
+def test_each_wrong_use_is_told_its_own_cause_and_changes_nothing(subtests: pytest.Subtests) -> None:
+    for (name,), ran in run_cases(refused, 2, [(name,) for name in REFUSED], one_group=True):
         with subtests.test(name):
             ran.values()
 
@@ -334,7 +321,7 @@ def an_overflow_is_edited(rank: int, world_size: int) -> None:
 
 
 INF = float("inf")
-WORKS = [
+USES = [
     a_slice_is_read,
     the_wrapped_optimizer_steps,
     a_handle_is_kept,
@@ -347,14 +334,11 @@ WORKS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_that_are_used_wrongly(world_size: int, subtests: pytest.Subtests) -> None:
-    works = {1: WORKS[::2], 2: WORKS, 3: WORKS[1::2]}[world_size]
-
+def test_gradients_that_are_used_wrongly(subtests: pytest.Subtests) -> None:
     def work(rank: int, world_size: int, name: str) -> None:
-        next(each for each in works if each.__name__ == name)(rank, world_size)
+        next(use for use in USES if use.__name__ == name)(rank, world_size)
 
-    for (name,), ran in run_cases(work, world_size, [(each.__name__,) for each in works], one_group=True):
+    for (name,), ran in run_cases(work, 2, [(use.__name__,) for use in USES], one_group=True):
         with subtests.test(name):
             ran.values()
 

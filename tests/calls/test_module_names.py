@@ -68,8 +68,8 @@ def test_wrappers_do_not_show_in_names(wrapping: str) -> None:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_a_state_dict_loads_into_what_is_wrapped_otherwise(wrapping: str) -> None:
-    for other in WRAPPINGS.values():
-        source, target = other(build()), WRAPPINGS[wrapping](build())
+    for other in ("plain", "all, twice"):
+        source, target = WRAPPINGS[other](build()), WRAPPINGS[wrapping](build())
         target.load_state_dict(state_dict_for(target, source.state_dict()))
         for name, value in by_name(source).items():
             assert torch.equal(by_name(target)[name], value), name

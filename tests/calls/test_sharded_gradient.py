@@ -7,7 +7,6 @@ import gc
 import io
 import logging
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -124,33 +123,6 @@ def one_collective(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def edits(rank: int, world_size: int) -> None:
-    """Each alone, so some parameters of a bucket at a time."""
-    model, optimizer = sharded(rank)
-    alone = Alone(world_size)
-    alone.backward(0)
-    for one in (model, alone.model):
-        first: Any = one[0].weight.grad
-        second: Any = one[2].bias.grad
-        first.mul_(0.5)
-        first.div_(2)
-        first.mul_(torch.tensor(3.0))
-        second.clamp_(max=0.01)
-        second.clamp_(-0.02)
-        second.mul_(-2)
-        torch._foreach_mul_([first, second], 0.5)
-        torch._foreach_zero_([one[2].weight.grad])
-    for p, q in zip(model.parameters(), alone.model.parameters(), strict=True):
-        assert isinstance(p.grad, ShardedGradient)
-        assert q.grad is not None
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-        torch.testing.assert_close(p.grad.norm(), q.grad.norm())
-    for each in (optimizer, alone.optimizer):
-        each.step()
-        each.zero_grad()
-    steps_on(model, optimizer, alone, rank)
-
-
 def a_list_from_before(rank: int, world_size: int) -> None:
     """As older versions of torch clip: by a list that was made when nobody knew what all ranks leave out."""
     model, alone = net(), net()
@@ -224,92 +196,7 @@ def the_optimizer_goes(rank: int, world_size: int) -> None:
     second.step()
 
 
-def with_a_graph(rank: int, world_size: int) -> None:
-    """Second micro-batches that keep the graph of gradients."""
-    model, optimizer = sharded(rank)
-    alone = Alone(world_size)
-    alone.backward(0)
-    with warnings.catch_warnings(), optimizer.backward_pass(loss := loss_at(model, 1, rank)):
-        warnings.filterwarnings("ignore", ".*create_graph")  # torch says so once a process
-        loss.backward(create_graph=True)
-    alone.backward(1)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 0.01))
-    for each in (optimizer, alone.optimizer):
-        each.step()
-        each.zero_grad()
-    steps_on(model, optimizer, alone, rank)
-
-
 # ---- what is dropped ----
-
-
-def some_dropped(rank: int, world_size: int) -> None:
-    """As in torch, their parameters aren't stepped: neither momentum nor weight decay moves them."""
-    model, optimizer = sharded(rank)
-    alone = Alone(world_size)
-    alone.backward(0)
-    for step in range(1, 4):
-        for one in (model, alone.model):
-            one[0].weight.grad = None
-            if step == 2:
-                one[2].weight.grad = None
-        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == pytest.approx(
-            torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 1.0).item()
-        )
-        for each in (optimizer, alone.optimizer):
-            each.step()
-        assert (model[0].weight.grad is None) == (alone.model[0].weight.grad is None)
-        for one in (model, alone.model):
-            one.zero_grad()
-        optimizer.backward(loss_at(model, step, rank))
-        alone.backward(step)
-    alone.check(model)
-
-
-def between_micro_batches(rank: int, world_size: int) -> None:
-    """Those before it don't count; those of a part of the model don't either."""
-    model, optimizer = sharded(rank, partition_grad=True)
-    alone = Alone(world_size)
-    alone.backward(0)
-    model.zero_grad()
-    alone.model.zero_grad()
-    for step in (1, 2):
-        loss_at(model, step, rank).backward()
-        alone.backward(step)
-    for one in (model, alone.model):
-        one[0].zero_grad()
-    with optimizer.no_sync():
-        optimizer.backward(loss_at(model, 3, rank))
-    alone.backward(3)
-    for one in (model, alone.model):
-        one[2].bias.grad = None
-    optimizer.backward(loss_at(model, 4, rank))
-    alone.backward(4)
-    for p, q in zip(model.parameters(), alone.model.parameters(), strict=True):
-        assert isinstance(p.grad, ShardedGradient)
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-    for each in (optimizer, alone.optimizer):
-        each.step()
-        each.zero_grad()
-    steps_on(model, optimizer, alone, rank)
-
-
-def a_failed_backward(rank: int, world_size: int) -> None:
-    """Gradients don't look dropped after it, and ``zero_grad`` begins the step anew."""
-    model, optimizer = sharded(rank)
-
-    def fail(_: Tensor) -> None:
-        raise KeyError("mine")
-
-    handle = model[2].weight.register_hook(fail)
-    with pytest.raises(KeyError, match="mine"):
-        optimizer.backward(loss_at(model, 1, rank))
-    handle.remove()
-    assert sum(isinstance(p.grad, ShardedGradient) for p in model.parameters()) == 4
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    steps_on(model, optimizer, Alone(world_size), rank)
 
 
 def old_gradients(rank: int, world_size: int) -> None:
@@ -411,31 +298,24 @@ def after_synchronize(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-WORKS = [
+USES = [
     looks,
     one_collective,
-    edits,
     a_list_from_before,
     copies,
     the_optimizer_goes,
-    with_a_graph,
-    some_dropped,
-    between_micro_batches,
-    a_failed_backward,
     old_gradients,
     a_grad_scaler,
     after_synchronize,
+    dropped_on_one_rank,
+    clipped_where_one_rank_lacks_all,
 ]
-ALONE_IN_IT = [dropped_on_one_rank, clipped_where_one_rank_lacks_all]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_after_backward(world_size: int, subtests: pytest.Subtests) -> None:
-    works = {1: WORKS, 2: [*WORKS[::2], *ALONE_IN_IT], 3: [*WORKS[1::2], *ALONE_IN_IT]}[world_size]
-
+def test_gradients_after_backward(subtests: pytest.Subtests) -> None:
     def work(rank: int, world_size: int, name: str) -> None:
-        next(each for each in works if each.__name__ == name)(rank, world_size)
+        next(use for use in USES if use.__name__ == name)(rank, world_size)
 
-    for (name,), ran in run_cases(work, world_size, [(each.__name__,) for each in works], one_group=True):
+    for (name,), ran in run_cases(work, 3, [(use.__name__,) for use in USES], one_group=True):
         with subtests.test(name):
             ran.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -77,23 +76,6 @@ def look_up_sparsely(work: Work) -> None:
     optimizer.backward(nn.functional.embedding(torch.tensor([1, 2]), table, sparse=True).sum())
 
 
-def wrap_again(work: Work) -> None:
-    LowLevelZeroOptimizer(work.optimizer.optim)
-
-
-def train_by_two(work: Work) -> None:
-    work.optimizer.zero_grad()
-    another = LowLevelZeroOptimizer(adam(work.model), model=work.model)
-    work.backward()
-    another.step()
-
-
-def scale_by_a_grad_scaler(work: Work) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(work.loss()).backward()
-    scaler.step(work.optimizer)
-
-
 def schedule_another_optimizer(work: Work) -> None:
     another = adam(net())
     scheduler = torch.optim.lr_scheduler.StepLR(another, 1, gamma=0.1)
@@ -105,21 +87,6 @@ def schedule_another_optimizer(work: Work) -> None:
 def not_a_number(work: Work) -> None:
     work.optimizer.param_groups[0]["lr"] = "0.1"
     work.steps(3)
-
-
-def copy_the_model(work: Work) -> None:
-    another = copy.deepcopy(work.model)
-    another(torch.ones(2, 3)).sum().backward()
-    torch.optim.SGD(another.parameters(), lr=1.0).step()
-
-
-def save_the_model(work: Work) -> None:
-    buffer = io.BytesIO()
-    torch.save(work.model, buffer)
-    buffer.seek(0)
-    another = torch.load(buffer, weights_only=False)
-    another(torch.ones(2, 3)).sum().backward()
-    assert another[0].weight.grad is not None
 
 
 NO_COPY = Refused(TypeError, "got the LowLevelZeroOptimizer itself .*state_dict.*save_checkpoint")
@@ -162,18 +129,6 @@ OBJECTS = [
         construct(lambda model: torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])),
         Refused(TypeError, "LBFGS"),
     ),
-    Wrong(
-        "an optimizer that shards already",
-        lambda work: LowLevelZeroOptimizer(work.optimizer, model=work.model),
-        Refused(TypeError, "wrap each optimizer once"),
-    ),
-    Wrong("an optimizer that another one wraps", wrap_again, Refused(TypeError, "SGD .* wrap each optimizer once")),
-    Wrong(
-        "two optimizers over one model",
-        train_by_two,
-        Refused(RuntimeError, "expected the optimizer that trains 0.weight, got a former one", ends=True),
-    ),
-    Wrong("a GradScaler", scale_by_a_grad_scaler, Refused(RuntimeError, "GradScaler.*optimizer.backward.loss.")),
     Wrong("a scheduler of another optimizer", schedule_another_optimizer, Right()),
     Wrong("a string for a learning rate", not_a_number, Refused(TypeError, "bad operand type", ends=True)),
     Wrong(
@@ -182,11 +137,6 @@ OBJECTS = [
         Refused(RuntimeError, "outside of torch.inference_mode"),
     ),
     Wrong("a float for a loss", lambda work: work.optimizer.backward(0.5), Refused(TypeError, "loss: .* got float")),
-    Wrong(
-        "a list of losses",
-        lambda work: work.optimizer.backward([work.loss()]),
-        Refused(TypeError, "loss: expected a tensor, got list"),
-    ),
     Wrong(
         "a loss of several numbers",
         lambda work: work.optimizer.backward(work.model(torch.ones(2, 3))),
@@ -218,16 +168,6 @@ OBJECTS = [
         lambda work: work.optimizer.add_param_group({"lr": 1.0}),
         Refused(TypeError, "param_group: expected a dict with 'params', got \\['lr'\\]"),
     ),
-    Wrong(
-        "parameters for a param group",
-        lambda work: work.optimizer.add_param_group(list(net().parameters())),
-        Refused(TypeError, "param_group: expected a dict with 'params', got list"),
-    ),
-    Wrong(
-        "a param group of known parameters",
-        lambda work: work.optimizer.add_param_group({"params": work.model[0].weight}),
-        Refused(ValueError, "0.weight: .* got one it has"),
-    ),
     Wrong("no state dict", lambda work: work.optimizer.load_state_dict(None), Refused(TypeError, "got NoneType")),
     Wrong(
         "a model's state dict",
@@ -251,25 +191,16 @@ OBJECTS = [
     ),
     Wrong("a parameter that is no leaf", construct(no_leaf), Refused(ValueError, r"param_groups.0..'params'..1.*leaf")),
     Wrong("parameters that share memory", construct(sharing_memory), Refused(ValueError, "2.bias.* 0.bias.*tie")),
-    Wrong("copy.copy", lambda work: copy.copy(work.optimizer), NO_COPY),
     Wrong("copy.deepcopy", lambda work: copy.deepcopy(work.optimizer), NO_COPY),
-    Wrong("copy.deepcopy beside its model", lambda work: copy.deepcopy((work.model, work.optimizer)), NO_COPY),
-    Wrong("pickle", lambda work: pickle.dumps(work.optimizer), NO_COPY),
-    Wrong("torch.save", lambda work: torch.save({"optimizer": work.optimizer}, io.BytesIO()), NO_COPY),
     Wrong(
         "pickle of its scheduler",
         lambda work: pickle.dumps(torch.optim.lr_scheduler.StepLR(work.optimizer, 1)),
         NO_COPY,
     ),
-    Wrong("copy.deepcopy of its model", copy_the_model, Right(nothing)),
-    Wrong("torch.save of its model", save_the_model, Right(nothing)),
     Wrong("copy.deepcopy of the wrapped optimizer", lambda work: copy.deepcopy(work.optimizer.optim), Right(nothing)),
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_wrong_objects(
-    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+def test_wrong_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     monkeypatch.chdir(tmp_path)  # some save
-    try_out(OBJECTS, world_size, subtests)
+    try_out(OBJECTS, 2, subtests)

@@ -119,13 +119,6 @@ def one_step(work: Work) -> None:
     work.optimizer.step()
 
 
-def forget_zero_grad(work: Work) -> None:
-    work.backward()
-    work.optimizer.step()
-    work.backward(3)
-    work.optimizer.step()
-
-
 @dataclass(frozen=True)
 class Refused:
     """The call raises on every rank, and has changed nothing: training goes on as if it hadn't been made.
@@ -160,7 +153,6 @@ class Wrong:
         what: is done wrong.
         do: does it, on every rank; ``work.odd`` tells the one that does what others don't.
         must: what must happen.
-        by_itself: what must happen where there is only one rank; None: the same.
         options: of the optimizer.
         dtype: of the model.
         tolerance: of the parameters in the end.
@@ -169,10 +161,14 @@ class Wrong:
     what: str
     do: Doing
     must: Refused | Right
-    by_itself: Refused | Right | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     tolerance: float = 2e-6
+
+    @property
+    def ends(self) -> bool:
+        """Whether training can't go on."""
+        return isinstance(self.must, Refused) and self.must.ends
 
 
 def try_out(wrongs: Iterable[Wrong], world_size: int, subtests: pytest.Subtests, timeout: float = 30.0) -> None:
@@ -180,25 +176,17 @@ def try_out(wrongs: Iterable[Wrong], world_size: int, subtests: pytest.Subtests,
 
     Those after which training goes on follow each other in one process group, the others have one of their own.
     """
-    cases = [(wrong, _must(wrong, world_size)) for wrong in wrongs]
-    assert len({wrong.what for wrong, _ in cases}) == len(cases), "expected each record to have a name of its own"
-    going_on = [case for case in cases if not _ends(case[1])]
-    ending = [case for case in cases if _ends(case[1])]
+    wrongs = list(wrongs)
+    assert len({wrong.what for wrong in wrongs}) == len(wrongs), "expected each record to have a name of its own"
+    going_on = [(wrong,) for wrong in wrongs if not wrong.ends]
+    ending = [(wrong,) for wrong in wrongs if wrong.ends]
     tried = run_cases(_try_rank, world_size, going_on, timeout=timeout, one_group=True)
     tried += run_cases(_try_rank, world_size, ending, timeout=timeout)
-    for (wrong, must), ran in tried:
+    for (wrong,), ran in tried:
         with subtests.test(wrong.what):
             got = ran.values()
-            if not _ends(must):
-                _check(wrong, _plainly(wrong, must, world_size), got)
-
-
-def _must(wrong: Wrong, world_size: int) -> Refused | Right:
-    return wrong.by_itself if wrong.by_itself is not None and world_size == 1 else wrong.must
-
-
-def _ends(must: Refused | Right) -> bool:
-    return isinstance(must, Refused) and must.ends
+            if not wrong.ends:
+                _check(wrong, _plainly(wrong, world_size), got)
 
 
 def _check(wrong: Wrong, expected: dict[str, Tensor], got: list[dict[str, Tensor]]) -> None:
@@ -209,7 +197,8 @@ def _check(wrong: Wrong, expected: dict[str, Tensor], got: list[dict[str, Tensor
             assert difference <= wrong.tolerance, f"{name} differs from plain torch's by {difference:.3g}"
 
 
-def _try_rank(rank: int, world_size: int, wrong: Wrong, must: Refused | Right) -> dict[str, Tensor]:
+def _try_rank(rank: int, world_size: int, wrong: Wrong) -> dict[str, Tensor]:
+    must = wrong.must
     work = Work(rank, world_size, wrong.options, wrong.dtype)
     work.steps(*BEFORE)
     if isinstance(must, Right):
@@ -220,16 +209,16 @@ def _try_rank(rank: int, world_size: int, wrong: Wrong, must: Refused | Right) -
             wrong.do(work)
         pattern = must.others if told_of_another else must.says
         assert re.search(str(pattern), str(caught.value)), f"no {pattern!r} in {caught.value!r}"
-    if not _ends(must):
+    if not wrong.ends:
         work.optimizer.zero_grad()
         work.steps(*AFTER)
     return work.values()
 
 
-def _plainly(wrong: Wrong, must: Refused | Right, world_size: int) -> dict[str, Tensor]:
+def _plainly(wrong: Wrong, world_size: int) -> dict[str, Tensor]:
     work = Work(None, world_size, {}, wrong.dtype)
     work.steps(*BEFORE)
-    (must.plain or wrong.do)(work)
+    (wrong.must.plain or wrong.do)(work)
     work.optimizer.zero_grad()
     work.steps(*AFTER)
     return work.values()
