@@ -1,32 +1,25 @@
-"""Construction: what must hold beforehand, on this rank and between ranks, and the parts that a step is made of."""
+"""Construction: what must hold beforehand, on this rank and between ranks; then slices are taken."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import rooms
-from .bookkeeping.bucket_store import BucketStore, Reduction, StepOnDevice
 from .bookkeeping.checks import check_group, check_optimizer, check_parameters
-from .bookkeeping.gather_store import GatherStore
-from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.module_names import own_names, parameter_names
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.sharding import Sharding, convert
-from .bookkeeping.step_observer import StepObserver
-from .bookkeeping.step_state import StepState
 from .communication.agreement import agree_apart, together
 from .communication.shard_group import ShardGroup
 from .options import ZeroOptions
-from .reducer import Reducer
-from .streams import Streams
+from .sharded_group import ShardedGroup
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -37,7 +30,7 @@ ADD_GROUP = "add a param group"
 
 
 def check(optimizer: Optimizer, model: nn.Module | None, group: ShardGroup, options: ZeroOptions) -> dict[Tensor, str]:
-    """Raise for what can't be sharded over the ranks of ``group``; else the names of the parameters in all groups."""
+    """Return the names of the parameters in all groups; raise for one that can't be sharded over ``group``'s ranks."""
     check_optimizer(optimizer, model)
     names = parameter_names((group["params"] for group in optimizer.param_groups), model)
     trained = [p for p in names if p.requires_grad]
@@ -54,9 +47,9 @@ def add_group(
     model: nn.Module | None,
     scaled: bool,
 ) -> dict[Tensor, str]:
-    """Add a group to the wrapped ``optimizer`` and check it, on all ranks alike; the names of all parameters.
+    """Add a group to the wrapped ``optimizer``, check it on all ranks, and return the names of all parameters.
 
-    ``scaled``: losses are, as they have to be where parameters are fp16.
+    ``scaled``: losses are scaled, which fp16 parameters require.
     """
     group = parameters.shard_groups[0]
     with together(group, ADD_GROUP) as agreed:
@@ -81,7 +74,7 @@ def add_group(
 
 
 def connected(groups: Sequence[ShardGroup], options: ZeroOptions) -> list[ShardGroup]:
-    """The shard groups, ready for collectives: those that compare ranks before each, where the caller chose so."""
+    """Return the shard groups, ready for collectives; with ``debug`` they compare the ranks before each one."""
     groups = [rooms.checked(each, options) for each in groups]
     for group in groups:
         group.connect(sums_in_fp32=options.reduce_scatter_with_fp32_accumulation, own=options.own_communicator)
@@ -96,7 +89,7 @@ def shard(
     doing: str,
     model: nn.Module | None = None,
 ) -> Sharding:
-    """Move parameters that are new over padded storages, and start all ranks alike; then slices may be taken."""
+    """Move new parameters to padded storages and broadcast rank 0's values; then slices may be taken."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
         sharding = Sharding(optimizer, parameters, options, names, partial(rooms.slice_multiple, optimizer))
@@ -115,10 +108,10 @@ def describe(
     number_of: Callable[[Tensor], int] = lambda _: 0,
     number: int = 0,
 ) -> Iterator[str]:
-    """What has to be alike in the shard group of this ``number``, a line each: parameters, their states, and buffers.
+    """Yield a line for all that the ranks of the shard group ``number`` must have in common.
 
-    The optimizer's class and the settings of its groups have to be on all ranks: they are the first group's. So has
-    the type of the device that is trained on.
+    These are parameters, their states, and buffers. What all ranks must have in common, the optimizer's class, the
+    settings of its groups and the type of the device, is among the lines of shard group 0.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if number == 0:
@@ -137,82 +130,14 @@ def describe(
 
 
 def _described(value: object) -> str:
-    """A state, or a tensor by what has to be alike; which of a rank's devices it is on may differ."""
+    """Describe a state or a tensor as far as ranks must agree on it; the index of its device may differ."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"on {value.device.type}, {tuple(value.shape)} {value.dtype}"
 
 
-# ---- what a step is made of: parameters by the ranks that share them ----
-
-# Collectives of several groups come in their order on every rank, and none waits for another's in the midst of a
-# backward: each rank belongs to one group of every number, so whatever the groups, nobody waits in a circle.
-
-
-class ShardedGroup(NamedTuple):
-    """The parameters that one shard group shares, with what takes their gradients to new values.
-
-    Attributes:
-        number: its place among the shard groups; 0 is that of all data-parallel ranks.
-        group: the ranks.
-        records: the parameters.
-        gradients: what reductions leave.
-        reducer: turns backwards into that.
-        gathers: brings stepped slices back.
-    """
-
-    number: int
-    group: ShardGroup
-    records: Sequence[ShardedParameter]
-    gradients: GradientStore
-    reducer: Reducer
-    gathers: GatherStore
-
-
-class GroupMaker(NamedTuple):
-    """What all groups of an optimizer have in common.
-
-    Attributes:
-        parameters: the records.
-        options: the caller's choices.
-        streams: what all of it happens on.
-        stepping: where shards and masters are.
-        state: of the optimizer's step.
-        observer: is told of each bucket buffer.
-    """
-
-    parameters: ParameterStore
-    options: ZeroOptions
-    streams: Streams
-    stepping: StepOnDevice
-    state: StepState
-    observer: StepObserver
-
-    def extend(self, groups: list[ShardedGroup]) -> None:
-        """Take records that are new into the plans and hooks of ``groups``, and add groups that had none before."""
-        known = {each.number for each in groups}
-        for each in groups:
-            each.reducer.extend()
-        new = [
-            number for number, records in enumerate(self.parameters.by_shard_group) if records and number not in known
-        ]
-        groups += map(self._new_group, new)
-        groups.sort(key=lambda each: each.number)
-
-    def _new_group(self, number: int) -> ShardedGroup:
-        parameters, options = self.parameters, self.options
-        group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
-        gradients = GradientStore(records, self.stepping.bucket_type(), self.state, self.streams)
-        how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.observer)
-        buckets = BucketStore(records, how, self.stepping.bucket_type())
-        reducer = Reducer(parameters, options, gradients, buckets, number, self.state)
-        wide = options.pad_buckets_for_high_nccl_busbw
-        gathers = GatherStore(group, self.streams, self.stepping, options.overlap_allgather, wide)
-        return ShardedGroup(number, group, records, gradients, reducer, gathers)
-
-
 def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, options: ZeroOptions) -> None:
-    """One line, on the first of all ranks, and one more where fp8 is rounded by the host."""
+    """Log one line on the first rank, and a warning where fp8 is rounded by the host."""
     ranks = parameters.shard_groups[0]
     if ranks.group_rank == 0:
         way = ranks.describe_backend(parameters.records[0].padded.device)

@@ -23,7 +23,6 @@ from .communication.agreement import CONSTRUCT, Call, together
 from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
     ADD_GROUP,
-    GroupMaker,
     add_group,
     check,
     connected,
@@ -31,9 +30,12 @@ from .construction import (
     log_start,
     shard,
 )
+from .experts.assignment import assign, data_parallel_group, make_groups
 from .lives import let_go, refuse_wrapped, register, retire_former
 from .loss_scaler import LossScaler
+from .offload.step_on_host import StepOnHost
 from .options import MAX_NORM, BackwardContext, ZeroOptions
+from .sharded_group import GroupMaker
 from .sharded_optimizer import ShardedOptimizer
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
@@ -152,7 +154,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         own_communicator: bool = True,
     ) -> None:
         keywords = locals()
-        ranks = rooms.data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
+        ranks = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
         patience = rooms.seconds_of(stall_timeout)
         self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard, patience)
         rooms.watch(self.shard_group, patience)
@@ -162,13 +164,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
             refuse_wrapped(optimizer)
             names = check(optimizer, model, self.shard_group, self.options)
-            assignment = rooms.assign(pg_to_param_list, self.shard_group, names, model)
+            assignment = assign(pg_to_param_list, self.shard_group, names, model)
             lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
             agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
             agreed += assignment.in_common(names, self.options)
         # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
         self.options = replace(self.options, verbose=bool(self.shard_group.all_reduce_max([verbose])[0]))
-        groups = connected(rooms.make_groups(self.shard_group, assignment.groups, lines[1:]), self.options)
+        groups = connected(make_groups(self.shard_group, assignment.groups, lines[1:]), self.options)
         self.shard_group = groups[0]
         retire_former([p for p in names if p.requires_grad], names, self.shard_group)
         self.sharded_parameters = ParameterStore(groups, assignment.number_of)
@@ -209,7 +211,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         parameters, options = self.sharded_parameters, self.options
         self.sharded_groups = []
         self._observer: StepObserver = rooms.BadNumbers(parameters, self.sharded_groups, options, self.scaler)
-        stepping = rooms.StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
+        stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer)
         self._maker.extend(self.sharded_groups)
 

@@ -12,13 +12,9 @@ from .diagnostics.stall_report import seconds_of as seconds_of
 from .diagnostics.stall_report import watch as watch
 from .diagnostics.untrained import Untrained as Untrained
 from .diagnostics.verification import verify as verify
-from .experts.assignment import assign as assign
-from .experts.assignment import data_parallel_group as data_parallel_group
-from .experts.assignment import make_groups as make_groups
 from .gradients.edits import check_edits as check_edits
 from .gradients.edits import refuse as refuse
 from .gradients.of_optimizer import OptimizerGradients as OptimizerGradients
-from .offload.step_on_host import StepOnHost as StepOnHost
 from .optim.elementwise import check_steps_slices as check_steps_slices
 from .optim.modes import switch as switch
 from .optim.quantised import slice_multiple as slice_multiple

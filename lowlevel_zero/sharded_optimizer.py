@@ -18,9 +18,9 @@ from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import Call, WrittenOnSome
 from .communication.shard_group import ShardGroup
-from .construction import ShardedGroup
 from .loss_scaler import LossScaler
 from .options import ZeroOptions
+from .sharded_group import ShardedGroup
 from .stepper import GlobalNorm
 from .streams import Streams
 

@@ -21,8 +21,8 @@ from .bookkeeping.gather_store import PART
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
-from .construction import ShardedGroup
 from .partition import ELEMENTWISE
+from .sharded_group import ShardedGroup
 
 # Their fused kernels take a gradient's scale and a flag to leave everything as it is. (SGD's leaves a first momentum
 # unset when the flag is up.)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..construction import ShardedGroup
 from ..optim.quantised import is_quantised
 from ..optimizer import LowLevelZeroOptimizer
+from ..sharded_group import ShardedGroup
 from ..state.values import (
     at_least_fp32,
     copied_state,

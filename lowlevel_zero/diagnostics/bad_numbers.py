@@ -13,9 +13,9 @@ from torch import Tensor
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_observer import StepObserver
-from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..options import ZeroOptions
+from ..sharded_group import ShardedGroup
 from ..streams import streams_of
 
 _log = logging.getLogger("lowlevel_zero")

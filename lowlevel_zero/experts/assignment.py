@@ -19,13 +19,13 @@ _KEYWORD = "pg_to_param_list"
 
 
 class Assignment(NamedTuple):
-    """What isn't shared by all data-parallel ranks, and by whom it is.
+    """Says which parameters fewer ranks share than all data-parallel ones, and which ranks share them.
 
     Attributes:
-        groups: the process groups of the shard groups 1, 2, …: in the order in which the optimizer has their
-            parameters, so alike on all ranks. Shard group 0 is that of what all share.
-        number_of: the shard groups' numbers by their parameters, and by buffers and frozen parameters in modules that
-            are theirs alone.
+        groups: the process groups of the shard groups 1, 2, …, in the order in which the optimizer has their
+            parameters, which is the same on all ranks. All data-parallel ranks are shard group 0.
+        number_of: the number of the shard group by parameter. Buffers and frozen parameters of a module that is one
+            group's alone have its number, too.
     """
 
     groups: Sequence[dist.ProcessGroup]
@@ -33,15 +33,15 @@ class Assignment(NamedTuple):
 
     @property
     def numbers(self) -> range:
-        """Of the shard groups."""
+        """Return the numbers of the shard groups."""
         return range(1 + len(self.groups))
 
     def of(self, tensor: Tensor) -> int:
-        """The number of a parameter's or buffer's shard group."""
+        """Return the number of a parameter's or buffer's shard group."""
         return self.number_of.get(tensor, 0)
 
     def in_common(self, parameters: Iterable[Tensor], options: ZeroOptions) -> list[str]:
-        """What has to be alike on all ranks where shard groups differ, a line each."""
+        """Return the lines that all ranks must have in common where their shard groups differ."""
         dtypes = {options.forced_dtype or p.dtype for p in parameters if p.requires_grad}
         present = {dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}
         count = len(self.groups)
@@ -52,10 +52,10 @@ NOTHING_APART = Assignment((), {})
 
 
 def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> Any:
-    """The group of all data-parallel ranks; None: the default one. Raises nothing: there is nobody to agree with yet.
+    """Return the group of all data-parallel ranks; None: the default one. It raises nothing: no ranks can agree yet.
 
-    It is the ``given`` one, else that of the mapping's groups which has the others' ranks, if all parameters that are
-    to be trained are listed under one: ColossalAI's callers name it so.
+    The group is the ``given`` one. Without it, if all trainable parameters are listed in the mapping, the group is the
+    mapping's one that has the ranks of all others: ColossalAI's callers pass it so.
     """
     if given is not None or not isinstance(pg_to_param_list, Mapping) or not isinstance(optimizer, Optimizer):
         return given
@@ -75,7 +75,7 @@ def _covering_group(pg_to_param_list: Mapping[Any, Any], optimizer: Optimizer) -
 
 
 def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], model: nn.Module | None) -> Assignment:
-    """Read the mapping.
+    """Read ``pg_to_param_list`` and return which shard group has which parameter.
 
     Args:
         pg_to_param_list: lists of parameters by process group; None: ``dp`` shares them all.
@@ -84,7 +84,7 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
         model: whose parameters may be listed too.
 
     Raises:
-        TypeError, ValueError: it isn't such a mapping, or not one of these parameters and ranks.
+        TypeError, ValueError: it isn't such a mapping, or has other parameters or ranks than these.
     """
     if pg_to_param_list is None:
         return NOTHING_APART
@@ -150,7 +150,7 @@ def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
 
 
 def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> None:
-    """Enter buffers and frozen parameters of a module whose other parameters are all of one shard group."""
+    """Add buffers and frozen parameters of each module whose other parameters are all of one shard group."""
     for module in model.modules() if model is not None else ():
         parameters = list(module.parameters())
         numbers = {number_of.get(p, 0) for p in parameters if p.requires_grad or p in number_of}
@@ -167,12 +167,12 @@ def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> Non
 def make_groups(
     dp: ShardGroup, groups: Sequence[dist.ProcessGroup], lines: Sequence[Iterable[str]]
 ) -> list[ShardGroup]:
-    """All shard groups, ``dp`` first; all its ranks call it, with as many ``groups``.
+    """Return all shard groups, ``dp`` first. Every rank of ``dp`` calls it, with the same number of ``groups``.
 
     Args:
         dp: the data-parallel ranks.
-        groups: those of the further ones.
-        lines: what has to be alike in each of these groups.
+        groups: the process groups of the further ones.
+        lines: for each of these groups, the lines that its ranks must have in common.
 
     Raises (on all ranks):
         ValueError: the groups of one number don't part the data-parallel ranks, or lines differ in one.

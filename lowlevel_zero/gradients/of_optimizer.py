@@ -17,8 +17,8 @@ from ..state.values import Slice, whole_slices
 from .sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
-    from ..construction import ShardedGroup
     from ..optimizer import LowLevelZeroOptimizer
+    from ..sharded_group import ShardedGroup
 
 Edit: TypeAlias = Callable[[Tensor], object]
 

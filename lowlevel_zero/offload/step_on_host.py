@@ -40,61 +40,61 @@ class HostBucket(Bucket):
         self.row, self._arrived = self._copies.down(self.row)
 
     def keep_own_row(self) -> None:
-        """Let all rows go: this rank's has memory of its own on the host."""
+        """Let go of all rows; this rank's own one was copied to the host."""
         self.rows = None
 
     def hold_for_step(self, row: Tensor) -> None:
-        """Keep it, and measure it when asked: it may be edited before."""
+        """Keep the row, which may be edited; its norm is measured when asked for."""
         super().hold_for_step(row)
         self._arrived = Mark()
         self._norm = None
 
     @property
     def measured(self) -> Tensor:
-        """The row's norm, which is where the parameters are."""
+        """Return the row's norm, on the parameters' device."""
         return _l2_norm(self.row).to(self._device) if self._norm is None else self._norm
 
     def sums(self) -> Tensor:
-        """Start the H2D copy, unless all rows are where the parameters are; the host must leave the row alone."""
+        """Return the sums on the parameters' device; the host must not write the row while its H2D copy runs."""
         if self.rows is not None:
             return self.rows
         self._arrived.wait()
         return self._copies.up(self.row, self._device)
 
     def fetch(self, part: Tensor) -> Tensor:
-        """One H2D copy."""
+        """Copy ``part`` of the row to the parameters' device, and wait for it."""
         self._arrived.synchronize()
         return self._copies.up(part, self._device, asynchronous=False)
 
     def to_step(self) -> Tensor:
-        """The host waits for the D2H copy."""
+        """Return the row on the host, once the D2H copy has ended."""
         self._arrived.synchronize()
         return self.row
 
 
 class StepOnHost(StepOnDevice):
-    """Masters and shards are on the host.
+    """Keeps masters and shards on the host.
 
     Args:
-        streams: those of the device where parameters are.
+        streams: the streams of the parameters' device.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
     def bucket_type(self) -> NewBucket:
-        """What makes buckets whose rows rest on the host."""
+        """Return the constructor of buckets whose rows rest on the host."""
         return partial(HostBucket, self)
 
     def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
-        """One H2D copy, in ``like``'s dtype; the masters are free again at once."""
+        """Return the masters in ``like``'s dtype and on its device by one H2D copy; masters may be written at once."""
         sizes = [master.numel() for master in masters]
         row = self._buffer(sum(sizes), like.dtype)
         lay_end_to_end(row, masters)
         return self.up(row, like.device).split_with_sizes(sizes)
 
     def down(self, row: Tensor) -> tuple[Tensor, Mark]:
-        """Start copying a row to the host, beside what the current stream does next; and when that has arrived."""
+        """Start copying a row to the host on a stream of its own; return the copy, and the mark of its end."""
         with self._streams.beside():
             host = self._copy_down(row)
             self._streams.keep([row])
@@ -102,7 +102,7 @@ class StepOnHost(StepOnDevice):
 
     @staticmethod
     def up(row: Tensor, device: torch.device, asynchronous: bool = True) -> Tensor:
-        """Copy a row to a device; ``asynchronous``: beside what the host does next."""
+        """Copy a row to a device; with ``asynchronous`` the host goes on meanwhile."""
         return torch.empty(row.shape, dtype=row.dtype, device=device).copy_(row, non_blocking=asynchronous)
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -113,6 +113,6 @@ class StepOnHost(StepOnDevice):
 
 
 def _l2_norm(row: Tensor) -> Tensor:
-    """0-d, fp32 at least."""
+    """Return the L2 norm of a row: 0-d, fp32 at least."""
     norm: Tensor = torch.linalg.vector_norm(row, dtype=torch.promote_types(row.dtype, torch.float32))
     return norm

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.sharded_parameter import ShardedParameter, follow_edits
 from ..bookkeeping.sharding import SCALARS
-from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..optim.probe import NoProbe, first_states
+from ..sharded_group import ShardedGroup
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
 from .global_names import from_all_ranks, of_all_ranks

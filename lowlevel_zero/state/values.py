@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import SCALARS
 from ..communication.shard_group import ShardGroup
-from ..construction import ShardedGroup
+from ..sharded_group import ShardedGroup
 
 # Bytes of a message that brings many slices: what is held beside them.
 MESSAGE_BYTES = 64 * 2**20

@@ -17,9 +17,9 @@ from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import slice_state
 from ..communication.agreement import Alike, agree, together
 from ..communication.shard_group import ShardGroup
-from ..construction import ShardedGroup
 from ..loss_scaler import LossScaler
 from ..optim.quantised import flat_state
+from ..sharded_group import ShardedGroup
 from ..sharded_optimizer import ShardedOptimizer
 from .loading import (
     CLASS,
