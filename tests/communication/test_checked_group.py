@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.diagnostics.debug_checks import CheckedProgress, check
 from tests.support.judging import check_run
 from tests.support.numbers import trained
-from tests.support.oracle import Result, Run, check_close, train_rank, train_sharded
+from tests.support.oracle import Run
 from tests.support.ranks import Raised, run_ranks, run_ranks_expecting
 
 FAR = 50.0  # seconds that nobody waits for: what differs is seen when it is called
@@ -69,27 +68,6 @@ def test_legal_training_is_as_ever(subtests: pytest.Subtests) -> None:
             check_run(run, ran.values())
 
 
-@pytest.mark.usefixtures("forecasting")
-def test_legal_training_with_unused_parameters_detected_is_as_ever() -> None:
-    run = Run(steps=3, drop=drop, micro_batches=2).with_options(reduce_bucket_size=30, debug=True)
-    check_run(run, run_ranks(train_sharded, 2, run))
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_legal_training_over_two_levels_is_as_ever(hybrid: bool) -> None:
-    run = Run(world_size=4, steps=2, drop=drop).with_options(reduce_bucket_size=30, debug=True, hybrid_shard=hybrid)
-
-    def live(rank: int, world_size: int) -> Result:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        levels = mesh.get_group("outer"), mesh.get_group("inner")
-        trained = train_rank(rank, world_size, run.with_options(dp_process_group=levels))
-        assert isinstance(trained.optimizer.shard_group.progress, CheckedProgress)
-        trained.optimizer.verify()
-        return {name: p.detach().clone() for name, p in trained.model.named_parameters()}, trained.norms
-
-    check_run(run, run_ranks(live, 4))
-
-
 def test_who_looks_at_gradients_alone_is_an_error_on_all_at_once() -> None:
     """The others step, and don't agree on anything before."""
 
@@ -105,40 +83,6 @@ def test_who_looks_at_gradients_alone_is_an_error_on_all_at_once() -> None:
     assert "expected the same call on every rank" in message
     assert "rank 0 came to «agreement (step 1, in get_working_grads_by_group_id)" in message
     assert "rank 1 to «agreement (step 1, in step)" in message
-
-
-@pytest.mark.parametrize("lacking", [0, None], ids=["detected", "all used"])
-def test_hosts_meet_in_every_step(lacking: int | None) -> None:
-    def live(rank: int, world_size: int) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = net()
-        optimizer = wrap(model)
-        for step in range(5):
-            some = rank == lacking and step > 0
-            optimizer.backward(loss_of(model[:1] if some else model))
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    first, second = run_ranks(live, 2)
-    check_close(first, [second], 0.0)
-
-
-def test_a_rank_that_steps_twice_is_an_error_on_all_at_once() -> None:
-    def live(rank: int, world_size: int) -> None:
-        model = net()
-        optimizer = wrap(model)
-        optimizer.backward(loss_of(model))
-        optimizer.step()
-        if rank == 1:
-            optimizer.step()
-        optimizer.verify()
-
-    message = refused(run_ranks_expecting(live, 3, timeout=20.0))
-    assert "expected the same call on every rank" in message
-    assert "ranks 0, 2" in message or "rank 0 came to" in message
-    assert "in verify)" in message
-    assert "rank 1 to «agreement (step 2, in step)" in message
 
 
 def test_a_rank_with_another_bucket_is_an_error_on_all() -> None:
@@ -201,15 +145,6 @@ def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("LOWLEVEL_ZERO_DEBUG", "1")
     assert run_ranks(live, 2) == [True, True]
     assert run_ranks(live, 1) == [False]
-
-
-def test_ranks_must_agree_on_it() -> None:
-    def live(rank: int, world_size: int) -> None:
-        wrap(net(), debug=rank == 0)
-
-    for error in run_ranks_expecting(live, 2):
-        assert error.type == "ValueError"
-        assert "debug=True" in error.message
 
 
 def test_the_store_does_not_fill() -> None:

@@ -163,27 +163,6 @@ def test_sums_are_those_of_messages_bit_for_bit_and_in_fp32(world_size: int, sub
 # ---- what else there is to it ----
 
 
-def test_sixteen_bit_rows_are_summed_in_fp32(subtests: pytest.Subtests) -> None:
-    def reduce(rank: int, world_size: int, dtype: torch.dtype, large: float) -> Tensor:
-        wire = torch.full((world_size, 5), large if rank == 0 else 1.0, dtype=dtype)
-        return ShardGroup().reduce_scatter(wire).wait()
-
-    # Above these only even numbers can be held.
-    for (dtype, large), ran in run_cases(reduce, 3, [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]):
-        with subtests.test(dtype=dtype):
-            for total in ran.values():
-                assert total.tolist() == [large + 2] * 5
-
-
-def test_reductions_may_be_taken_in_another_order_than_they_were_started() -> None:
-    def reduce(rank: int, world_size: int) -> list[float]:
-        group = ShardGroup()
-        pending = [group.reduce_scatter(torch.full((world_size, 2), float(at + rank))) for at in range(4)]
-        return [each.wait()[0].item() for each in reversed(pending)]
-
-    assert run_ranks(reduce, 2) == [[7.0, 5.0, 3.0, 1.0]] * 2
-
-
 def assorted(rank: int) -> list[Tensor]:
     """One of each: dtypes that a byte offset suits or not, 0-d, empty, transposed, expanded memory formats."""
     return [

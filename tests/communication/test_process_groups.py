@@ -253,37 +253,6 @@ def test_it_has_the_callers_timeout_and_ends_with_all_groups() -> None:
 # ---- an order for each ----
 
 
-@over_ways
-def test_two_optimizers_may_go_in_another_order_on_each_rank(tmp_path: Path) -> None:
-    """A GAN's, say: backwards and all that they send; and a checkpoint of one is written meanwhile."""
-
-    def play(rank: int, partition_grad: bool, turned: bool) -> list[Tensor]:
-        pairs = []
-        for _ in range(2):
-            model = net()
-            pairs.append((model, made(model, partition_grad=partition_grad, reduce_bucket_size=100)))
-        for step in range(3):
-            saving = None
-            if step == 1 and partition_grad:
-                saving = save_checkpoint(tmp_path / f"{partition_grad} {turned}", *pairs[0], async_save=True)
-            for model, optimizer in reversed(pairs) if turned and rank % 2 else pairs:
-                optimizer.backward(loss_of(model, step, rank))
-            for _, optimizer in pairs:
-                optimizer.step()
-            for _, optimizer in pairs:
-                optimizer.zero_grad()
-            if saving is not None:
-                saving.wait()
-        return [p.detach().clone() for model, _ in pairs for p in model.parameters()]
-
-    def all_of(rank: int, world_size: int) -> list[list[list[Tensor]]]:
-        return [[play(rank, stage_2, turned) for turned in (False, True)] for stage_2 in (False, True)]
-
-    for stages in run_ranks(all_of, 3):
-        for straight, turned in stages:
-            assert all(torch.equal(one, other) for one, other in zip(straight, turned, strict=True))
-
-
 # ---- a communicator of our own ----
 
 

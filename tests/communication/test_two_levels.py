@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,142 +16,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, accessors
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from lowlevel_zero.communication import runtime
-from lowlevel_zero.communication.grid import GridGroup, shard_group
+from lowlevel_zero.communication.grid import shard_group
 from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.work import OnStream, OnThread, Work
 from lowlevel_zero.streams import Streams
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
 from tests.support.grid import Grid, group_among
-from tests.support.judging import check_run, check_share
-from tests.support.oracle import Result, Run, train_rank, train_sharded
+from tests.support.judging import check_run
+from tests.support.oracle import Result, Run, train_sharded
 from tests.support.ranks import run_cases_expecting, run_ranks
-
-
-def drop_on_one_rank(step: int, rank: int) -> set[int]:
-    return {0, 1, 2, 3} if rank == 1 else {step % 4}
-
 
 # ---- numbers ----
 
-RUNS: dict[str, Run] = {
-    "stage 1": Run(steps=4),
-    "stage 2": Run(steps=4).with_options(partition_grad=True),
-    "drop on one rank": Run(drop=drop_on_one_rank, clip=0.3).with_options(partition_grad=True),
-    "drop, bare": Run(drop=drop_on_one_rank, bare=True, micro_batches=2).with_options(overlap_allgather=True),
-    "thrice": Run(steps=3, micro_batches=3, clip=0.3).with_options(partition_grad=True, overlap_allgather=True),
-    "no_sync": Run(steps=3, micro_batches=2, no_sync=True, bare=True).with_options(partition_grad=True),
-    "tiny buckets": Run(steps=3).with_options(reduce_scatter=True, reduce_bucket_size=1, overlap_communication=False),
-}
 FORMS = ("pair", "keywords", "hybrid")
 
 
 # Those of each form, of 2 x 2 ranks, beside the two with drops.
-ALONE = {"pair": ("stage 1", "thrice"), "hybrid": ("stage 2", "no_sync", "tiny buckets")}
-
-
-def runs_of(world_size: int, form: str) -> dict[str, Run]:
-    """Six ranks are slow on few cores, and two nothing special."""
-    chosen = ["drop on one rank", "drop, bare", *(ALONE[form] if world_size == 4 else ())]
-    if world_size == 6:
-        chosen = chosen[:1] if form == "pair" else chosen[1:]
-    sized = {name: replace(RUNS[name], world_size=world_size) for name in chosen}
-    return {name: run.with_options(**{"reduce_bucket_size": 50, **run.options}) for name, run in sized.items()}
-
-
-def train_all(
-    rank: int, world_size: int, shape: tuple[int, int], forms: tuple[str, ...]
-) -> dict[tuple[str, str], Result]:
-    """Parameters and norms of each run of each form."""
-    grid = Grid.of(rank, shape)
-    return {
-        (form, name): train_sharded(rank, world_size, run.with_options(**grid.options(form)))
-        for form in forms
-        for name, run in runs_of(world_size, form).items()
-    }
-
-
-SHAPES = {(2, 2): ("pair", "hybrid"), (2, 3): ("pair", "hybrid"), (1, 2): ("keywords",), (2, 1): ("pair", "hybrid")}
-
-
-@pytest.mark.parametrize(("shape", "forms"), SHAPES.items(), ids=str)
-def test_it_equals_one_process(shape: tuple[int, int], forms: tuple[str, ...], subtests: pytest.Subtests) -> None:
-    world_size = shape[0] * shape[1]
-    ranks = run_ranks(train_all, world_size, shape, forms)
-    for form in forms:
-        for name, run in runs_of(world_size, form).items():
-            with subtests.test(f"{form}, {name}"):
-                check_run(run, [each[form, name] for each in ranks])
-
-
-def test_levels_in_the_order_of_a_device_equal_one_process(
-    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where each group's collectives have one order: a buffer's last part within comes behind the next one's first."""
-    runs = {
-        form: Run(world_size=4, drop=drop_on_one_rank, steps=4, micro_batches=2, bare=form == "hybrid").with_options(
-            reduce_bucket_size=50
-        )
-        for form in ("pair", "hybrid")
-    }
-
-    def rank(rank: int, world_size: int) -> dict[str, Result]:
-        grid = Grid.of(rank, (2, 2))
-        found = {
-            form: train_sharded(rank, world_size, run.with_options(**grid.options(form))) for form, run in runs.items()
-        }
-        assert began.count("first") == began.count("behind") > 40
-        return found
-
-    began: list[str] = []
-
-    class Noted(OnStream):
-        def behind(self, first: Work[Any], start: Callable[[Any], Work[Any]]) -> Work[Any]:
-            began.append("first")
-            work = super().behind(first, start)
-            assert not work.done()
-            return Work(lambda: (began.append("behind"), work.wait())[1], work.done, work.tensors)
-
-    monkeypatch.setattr(GridGroup, "_chain", lambda self, device: self._chains.setdefault("cpu", Noted(Streams())))
-    ranks = run_ranks(rank, 4)
-    for form, run in runs.items():
-        with subtests.test(form):
-            check_run(run, [each[form] for each in ranks])
-
-
-@pytest.mark.parametrize(("dtype", "shared"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
-def test_sixteen_bits_equal_one_process_to_rounding(dtype: torch.dtype, shared: bool) -> None:
-    """Once with fp32 on the wire, where nothing but the last bits is rounded, and once as it is."""
-    runs = {}
-    for wire, stage in product((torch.float32, None), (1, 2)):
-        run = Run(4, dtype=dtype, clip=0.5, steps=3).with_options(
-            partition_grad=stage == 2, communication_dtype=wire, reduce_bucket_size=50, initial_scale=2.0**8
-        )
-        form = "hybrid" if (wire is None) == (stage == 1) else "pair"
-        runs[wire, stage, form] = run
-
-    def rank(rank: int, world_size: int) -> dict[Any, Result]:
-        os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(shared))
-        grid = Grid.of(rank, (2, 2))
-        found = {}
-        for (wire, stage, form), run in runs.items():
-            model, optimizer, norms = train_rank(rank, world_size, run.with_options(**grid.options(form)))
-            group = optimizer.shard_group
-            assert isinstance(group, GridGroup)
-            assert group.inner.hosts.shares_memory == shared
-            whole = accessors.full_fp32_params(model)
-            found[wire, stage, form] = {name: value for name, value in whole.items() if value is not None}, norms
-        return found
-
-    ranks = run_ranks(rank, 4)
-    for (wire, stage, form), run in runs.items():
-        # Sums of pairs are rounded, and so are those of both levels.
-        share = 1e-6 if wire == torch.float32 else 1.5 * torch.finfo(dtype).eps
-        check_share(run, [found[wire, stage, form] for found in ranks], share)
 
 
 def check_accessors(p: nn.Parameter, rank: int) -> None:
@@ -218,16 +98,6 @@ def test_slices_are_those_of_the_form() -> None:
     assert [each["pair"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
 
 
-def test_an_empty_parameter_s_state_is_whole_without_a_message() -> None:
-    def rank(rank: int, world_size: int) -> list[tuple[int, ...]]:
-        p, empty = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0, 3))
-        adagrad = torch.optim.Adagrad([p, empty])  # which makes states at construction
-        optimizer = LowLevelZeroOptimizer(adagrad, **Grid.of(rank, (2, 2)).options("pair"))
-        return [tuple(state["sum"].shape) for state in optimizer.state_dict()["state"].values()]
-
-    assert run_ranks(rank, 4) == [[(4,), (0, 3)]] * 4
-
-
 def test_part_of_the_world_is_enough() -> None:
     """Ranks 1 to 4 of five train; the last of them has the others' values in the end."""
 
@@ -246,68 +116,6 @@ def test_part_of_the_world_is_enough() -> None:
 
 
 # ---- order ----
-
-
-@contextmanager
-def slowed(seed: int, rank: int) -> Any:
-    """In this rank's process, the thread between the levels, and layers, take a while at random."""
-    draw = random.Random(100 * seed + rank)
-    slow = draw.random() < 0.5
-    carry_on, forward = runtime.carry_out, nn.Linear.forward
-
-    def nap() -> None:
-        if slow and draw.random() < 0.4:
-            time.sleep(draw.random() * 0.01)
-
-    def slow_carry_on(*args: Any) -> None:
-        nap()
-        carry_on(*args)
-
-    def slow_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-        nap()
-        return forward(layer, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "carry_out", slow_carry_on)
-        patch.setattr(nn.Linear, "forward", slow_forward)
-        yield
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "messages"])
-def test_delays_change_nothing(shared: bool) -> None:
-    """Bit for bit, with callers' own collectives between ours, and one rank that looks at parameters alone."""
-
-    def train(rank: int, grid: Grid, form: str, stage: int, bare: bool, seed: int | None) -> list[Tensor]:
-        run = Run(4, steps=3, micro_batches=2, drop=drop_on_one_rank if bare else lambda step, rank: set())
-        torch.manual_seed(0)
-        model = run.model()
-        wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        options = {"partition_grad": stage == 2, "reduce_bucket_size": 20, "overlap_allgather": True}
-        optimizer = LowLevelZeroOptimizer(wrapped, model=model, **options, **grid.options(form))
-        for step in range(run.steps):
-            for micro in range(run.micro_batches):
-                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
-                loss = model(x, run.drop(step, rank)).square().mean()
-                loss.backward() if bare else optimizer.backward(loss)
-                dist.all_reduce(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-            if rank == 3:
-                assert all(p.isfinite().all() for p in model.parameters())
-            dist.barrier()
-        return [p.detach().clone() for p in model.parameters()]
-
-    def rank(rank: int, world_size: int) -> None:
-        os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(shared))
-        grid = Grid.of(rank, (2, 2))
-        kinds = [("pair", 2, True), ("hybrid", 1, True)] if shared else [("pair", 1, False), ("hybrid", 2, True)]
-        for at, (form, stage, bare) in enumerate(kinds):
-            expected = train(rank, grid, form, stage, bare, None)
-            with slowed(at, rank):
-                got = train(rank, grid, form, stage, bare, at)
-            assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
-
-    run_ranks(rank, 4)
 
 
 def by_hand(done: Event, value: int) -> Work[int]:
@@ -489,14 +297,6 @@ def pair_and_extra(grid: Grid, rank: int) -> dict[str, Any]:
     return {"dp_process_group": (grid.outer, grid.inner), "extra_dp_group": grid.outer}
 
 
-def sizes(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"dp_process_group": (2, 2)}
-
-
-def the_world_twice(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"dp_process_group": dist.group.WORLD, "extra_dp_group": dist.group.WORLD}
-
-
 def twice_on_one_rank(grid: Grid, rank: int) -> dict[str, Any]:
     return {"dp_process_group": (grid.outer, grid.inner) if rank else (grid.inner, grid.inner)}
 
@@ -527,23 +327,16 @@ def hybrid_on_one_rank(grid: Grid, rank: int) -> dict[str, Any]:
     return {"dp_process_group": (grid.outer, grid.inner), "hybrid_shard": rank == 2}
 
 
-def hybrid_by_a_word(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"dp_process_group": (grid.outer, grid.inner), "hybrid_shard": "both"}
-
-
 BAD = [
     (no_inner, "extra_dp_group: expected dp_process_group beside it, got None"),
     (three, "expected a process group or two, (outer, inner), got 3"),
     (pair_and_extra, "extra_dp_group: expected None beside a pair"),
-    (sizes, "expected process groups, got int 2"),
-    (the_world_twice, "have this process alone in common, got ranks [0, 1, 2, 3] in both"),
     (twice_on_one_rank, "have this process alone in common, got ranks [0, 1] in both"),
     (another_s, "expected groups that this process belongs to, got an inner one without it"),
     (ragged, "expected inner groups of one size"),
     (crossed, "outer groups that each have the ranks of one place"),
     (hybrid_of_one_level, "hybrid_shard=True: expected two levels of ranks, got one"),
     (hybrid_on_one_rank, "expected the same model, optimizer and options on every rank"),
-    (hybrid_by_a_word, "hybrid_shard: expected True or False, got str 'both'"),
 ]
 
 

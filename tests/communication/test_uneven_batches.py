@@ -16,7 +16,7 @@ from lowlevel_zero.communication.failed_ranks import LostRank
 from tests.support.mortal import build, loss_of
 from tests.support.warm_up import warm_up
 
-NORMALLY = "expected all ranks, but rank {} has ended normally: uneven numbers of batches? Give every rank as many"
+NORMALLY = "expected all ranks, but rank 1 has ended normally: uneven numbers of batches? Give every rank as many"
 TIMEOUT = 60.0
 
 
@@ -25,35 +25,35 @@ def _wires(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(request.param == "shared memory")))
 
 
-def train(rank: int, world_size: int, leaves: int, leave: Callable[[], None], folder: Path) -> None:
-    """Rank ``leaves`` has two batches, the others have four, and write down what they are told."""
+def train(rank: int, world_size: int, leave: Callable[[], None], folder: Path) -> None:
+    """Rank 1 has two batches, the others have four, and write down what they are told."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
     model, _, optimizer = build()
     try:
-        for step in range(2 if rank == leaves else 4):
+        for step in range(2 if rank == 1 else 4):
             optimizer.backward(loss_of(model, step, rank, world_size))
             optimizer.step()
             optimizer.zero_grad()
     except LostRank as error:
         (folder / str(rank)).write_text(str(error))
         raise
-    if rank == leaves:
+    if rank == 1:
         leave()
 
 
-def told(world_size: int, leaves: int, leave: Callable[[], None], folder: Path) -> list[str]:
-    """What the other ranks are told when one leaves, whose process ends as any: there is nobody to catch its error."""
+def told(leave: Callable[[], None], folder: Path) -> list[str]:
+    """Return what ranks 0 and 2 are told when rank 1 leaves by ``leave``; nobody catches its error."""
     warm_up()
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=train, args=(rank, world_size, leaves, leave, folder)) for rank in range(world_size)]
+    ranks = [fork.Process(target=train, args=(rank, 3, leave, folder)) for rank in range(3)]
     for each in ranks:
         each.start()
     deadline = time.monotonic() + TIMEOUT
     for each in ranks:
         each.join(deadline - time.monotonic())
         each.kill()
-    return [(folder / str(rank)).read_text() for rank in range(world_size) if rank != leaves]
+    return [(folder / str(rank)).read_text() for rank in (0, 2)]
 
 
 def at_once() -> None:
@@ -71,10 +71,9 @@ def at_leisure() -> None:
 
 
 @pytest.mark.parametrize("leave", [at_once, by_exit, at_leisure])
-@pytest.mark.parametrize(("world_size", "leaves"), [(2, 0), (3, 1)])
-def test_a_rank_that_ends_normally(leave: Callable[[], None], world_size: int, leaves: int, tmp_path: Path) -> None:
-    for message in told(world_size, leaves, leave, tmp_path):
-        assert NORMALLY.format(leaves) in message
+def test_a_rank_that_ends_normally(leave: Callable[[], None], tmp_path: Path) -> None:
+    for message in told(leave, tmp_path):
+        assert NORMALLY in message
 
 
 def fail() -> None:
@@ -94,6 +93,6 @@ def exit_by_an_error() -> None:
 
 @pytest.mark.parametrize("leave", [fail, fail_and_destroy, exit_by_an_error])
 def test_a_rank_that_fails(leave: Callable[[], None], tmp_path: Path) -> None:
-    for message in told(3, 1, leave, tmp_path):
+    for message in told(leave, tmp_path):
         assert "lost" in message
         assert "normally" not in message

@@ -36,7 +36,7 @@ NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/numbers/test_
 RECOMPUTATION = "tests/numbers/test_recomputation.py"
 UNUSED_TESTS = "tests/numbers/test_unused_parameters.py tests/numbers/test_hidden_parameters.py"
 COLLECTIVES = "tests/communication/test_collectives.py"
-SHARED, STATES = "tests/communication/test_shared_memory.py", "tests/checkpoint/test_state.py"
+STATES = "tests/checkpoint/test_state.py"
 STEPPING = "tests/numbers/test_stepping.py"
 HANDLES = "tests/calls/test_sharded_gradient.py"
 
@@ -160,14 +160,14 @@ MUTANTS = [
         PAIRS,
         "sum_rows([buffer[self.rank], *others], into)",
         "sum_rows([*others, *others], into)",
-        SHARED,
+        COLLECTIVES,
     ),
     Mutant(
         "a rank's row is left out of a sum in shared memory",
         MEMORY,
         "sum_rows([own, *theirs.values()])",
         "sum_rows([*theirs.values(), *theirs.values()])",
-        SHARED,
+        COLLECTIVES,
     ),
     Mutant(
         "three rows are summed, and not four",
@@ -188,14 +188,14 @@ MUTANTS = [
         MEMORY,
         "out=[each[of] for each in rows]",
         "out=[each[of - 1] for each in rows]",
-        SHARED,
+        COLLECTIVES,
     ),
     Mutant(
         "messages of a gather come from the wrong rank",
         PAIRS,
         "(each[self.rank], each[of]) for _, of",
         "(each[self.rank], each[to]) for to, of",
-        SHARED,
+        COLLECTIVES,
     ),
     Mutant(
         "an outer level isn't summed",
