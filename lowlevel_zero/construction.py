@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import rooms
 from .bookkeeping.checks import check_group, check_optimizer, check_parameters
 from .bookkeeping.module_names import own_names, parameter_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharding import Sharding, convert
 from .communication.agreement import agree_apart, together
 from .communication.shard_group import ShardGroup
+from .diagnostics.debug_checks import checked
+from .diagnostics.settings import described
+from .optim.elementwise import check_steps_slices
+from .optim.quantised import slice_multiple
 from .options import ZeroOptions
 from .sharded_group import ShardedGroup
 
@@ -35,7 +38,7 @@ def check(optimizer: Optimizer, model: nn.Module | None, group: ShardGroup, opti
     names = parameter_names((group["params"] for group in optimizer.param_groups), model)
     trained = [p for p in names if p.requires_grad]
     check_parameters(optimizer, trained, names, group, options, model=model)
-    rooms.check_steps_slices(optimizer, trained, names, options.assume_elementwise)
+    check_steps_slices(optimizer, trained, names, options.assume_elementwise)
     return names
 
 
@@ -59,7 +62,7 @@ def add_group(
         new = [p for p in optimizer.param_groups[-1]["params"] if p.requires_grad]
         known: dict[Tensor, str] = {record.p: record.name for record in parameters}
         check_parameters(optimizer, new, names, group, options, known=known)
-        rooms.check_steps_slices(optimizer, new, names, options.assume_elementwise)
+        check_steps_slices(optimizer, new, names, options.assume_elementwise)
         if not scaled and any((options.forced_dtype or p.dtype) == torch.float16 for p in new):
             raise ValueError(
                 "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
@@ -75,7 +78,7 @@ def add_group(
 
 def connected(groups: Sequence[ShardGroup], options: ZeroOptions) -> list[ShardGroup]:
     """Return the shard groups, ready for collectives; with ``debug`` they compare the ranks before each one."""
-    groups = [rooms.checked(each, options) for each in groups]
+    groups = [checked(each, options) for each in groups]
     for group in groups:
         group.connect(sums_in_fp32=options.reduce_scatter_with_fp32_accumulation, own=options.own_communicator)
     return groups
@@ -92,7 +95,7 @@ def shard(
     """Move new parameters to padded storages and broadcast rank 0's values; then slices may be taken."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
-        sharding = Sharding(optimizer, parameters, options, names, partial(rooms.slice_multiple, optimizer))
+        sharding = Sharding(optimizer, parameters, options, names, partial(slice_multiple, optimizer))
         sharding.include_untrained(model)
     sharding.broadcast_initial_values()
     return sharding
@@ -118,7 +121,7 @@ def describe(
         yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
         yield f"trained on {', '.join(sorted({p.device.type for p in trained}))}"
         yield "model=None" if model is None else "model given"
-        yield from rooms.described(optimizer.param_groups)
+        yield from described(optimizer.param_groups)
     for at, group in enumerate(optimizer.param_groups):
         for p in (p for p in group["params"] if number_of(p) == number):
             state = ", ".join(f"{key} {_described(value)}" for key, value in optimizer.state.get(p, {}).items())

@@ -17,7 +17,6 @@ from . import rooms
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import CONSTRUCT, Call, together
 from .communication.grid import Ranks, check_hybrid, shard_group
@@ -30,10 +29,16 @@ from .construction import (
     log_start,
     shard,
 )
+from .diagnostics.bad_numbers import BadNumbers
+from .diagnostics.guards import Guard
+from .diagnostics.settings import Settings
+from .diagnostics.stall_report import seconds_of, watch
+from .diagnostics.untrained import Untrained
 from .experts.assignment import assign, data_parallel_group, make_groups
-from .lives import let_go, refuse_wrapped, register, retire_former
+from .lives import alive, let_go, refuse_wrapped, register, retire_former
 from .loss_scaler import LossScaler
 from .offload.step_on_host import StepOnHost
+from .optim.whole_steps import whole_step
 from .options import MAX_NORM, BackwardContext, ZeroOptions
 from .sharded_group import GroupMaker
 from .sharded_optimizer import ShardedOptimizer
@@ -155,9 +160,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     ) -> None:
         keywords = locals()
         ranks = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
-        patience = rooms.seconds_of(stall_timeout)
+        patience = seconds_of(stall_timeout)
         self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard, patience)
-        rooms.watch(self.shard_group, patience)
+        watch(self.shard_group, patience)
         with together(self.shard_group, CONSTRUCT) as agreed:
             self.options = ZeroOptions.chosen(keywords)
             scaling = LossScaler.chosen(keywords)
@@ -189,9 +194,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.device = self.sharded_parameters.records[0].padded.device
         self.streams = streams_of([self.device])
         self._make_state(scaling)
-        self._guard = rooms.Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
-        self._settings = rooms.Settings(optimizer)
-        self._untrained = rooms.Untrained(model, self.sharded_parameters, self.shard_group.group_rank)
+        self._guard = Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
+        self._settings = Settings(optimizer)
+        self._untrained = Untrained(model, self.sharded_parameters, self.shard_group.group_rank, alive)
         self._make_groups()
         self.gradients = rooms.OptimizerGradients(self)
         self.gradients.make_handles(self.sharded_parameters)
@@ -210,15 +215,15 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """What takes the gradients of each shard group's parameters to new values."""
         parameters, options = self.sharded_parameters, self.options
         self.sharded_groups = []
-        self._observer: StepObserver = rooms.BadNumbers(parameters, self.sharded_groups, options, self.scaler)
+        self._observer = BadNumbers(parameters, self.sharded_groups, options, self.scaler)
         stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
-        self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer)
+        self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer.packed)
         self._maker.extend(self.sharded_groups)
 
     def _make_stepper(self) -> None:
         """What steps all of them, and when that wants the norm."""
         options = self.options
-        step_whole = rooms.whole_step(self.optim, self.sharded_parameters)
+        step_whole = whole_step(self.optim, self.sharded_parameters)
         self._stepper = Stepper(self.optim, self.sharded_groups, step_whole, on_host=options.cpu_offload)
         self._norm_first = options.clip_grad_norm > 0 or self.scaler is not None or options.error_if_nonfinite
         self._tells_norm = self._norm_first or not options.overlap_allgather

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .bookkeeping.bucket_store import BucketStore, Reduction, StepOnDevice
+from .bookkeeping.bucket_store import BucketStore, Packed, Reduction, StepOnDevice
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_observer import StepObserver
 from .bookkeeping.step_state import StepState
 from .communication.shard_group import ShardGroup
 from .options import ZeroOptions
@@ -51,7 +50,7 @@ class GroupMaker(NamedTuple):
         streams: the device's streams, on which everything happens.
         stepping: says whether shards and masters are on the device or on the host.
         state: of the optimizer's step.
-        observer: is told of each bucket buffer.
+        packed: is called with each bucket buffer that is about to be reduced.
     """
 
     parameters: ParameterStore
@@ -59,7 +58,7 @@ class GroupMaker(NamedTuple):
     streams: Streams
     stepping: StepOnDevice
     state: StepState
-    observer: StepObserver
+    packed: Packed
 
     def extend(self, groups: list[ShardedGroup]) -> None:
         """Take new records into the plans and hooks of ``groups``, and add groups that had no records before."""
@@ -76,7 +75,7 @@ class GroupMaker(NamedTuple):
         parameters, options = self.parameters, self.options
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
         gradients = GradientStore(records, self.stepping.bucket_type(), self.state, self.streams)
-        how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.observer)
+        how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.packed)
         buckets = BucketStore(records, how, self.stepping.bucket_type())
         reducer = Reducer(parameters, options, gradients, buckets, number, self.state)
         wide = options.pad_buckets_for_high_nccl_busbw

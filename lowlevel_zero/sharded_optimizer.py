@@ -18,7 +18,10 @@ from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import Call, WrittenOnSome
 from .communication.shard_group import ShardGroup
+from .diagnostics.guards import Guard
+from .diagnostics.verification import verify
 from .loss_scaler import LossScaler
+from .optim.modes import switch
 from .options import ZeroOptions
 from .sharded_group import ShardedGroup
 from .stepper import GlobalNorm
@@ -46,7 +49,7 @@ class ShardedOptimizer(Optimizer):
     mode: str | None  # the one of "train" and "eval" that was called last
     runs: tuple[str, ...]  # for checkpoints in files: this optimizer's run, and then those that it went on from
 
-    _guard: rooms.Guard  # of its calls
+    _guard: Guard  # of its calls
     _norm: GlobalNorm | None  # the last step's
     _retired: str  # why nothing can be asked of it any more
 
@@ -176,7 +179,11 @@ class ShardedOptimizer(Optimizer):
 
     def _switching(self, mode: str, back: str) -> Callable[[], None]:
         _ = getattr(self.optim, mode)  # AttributeError where it has none
-        return partial(rooms.switch, self, mode, back)
+        return partial(self._switch, mode, back)
+
+    def _switch(self, mode: str, back: str) -> None:
+        switch(self.optim, self.sharded_groups, self.enter(mode), back, again=self.mode == mode)
+        self.mode = mode
 
     # ---- what rooms ask for, beside the attributes ----
 
@@ -260,7 +267,7 @@ class ShardedOptimizer(Optimizer):
     def _verify(self, buffers: bool = False) -> None:
         """Compare parameters, for ranks that have come to the same call."""
         self.finish_gathers()
-        rooms.verify(self, buffers)
+        verify(self.sharded_parameters, self.parameter_names(), self.model, buffers)
 
     def memory_held(self) -> dict[str, int]:
         """Bytes held on this rank now, by owner, every storage counted once. No communication."""

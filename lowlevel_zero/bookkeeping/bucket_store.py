@@ -23,7 +23,9 @@ from ..communication.work import Work
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
 from .sharded_parameter import ShardedParameter, take_gradients
-from .step_observer import StepObserver
+
+# Called with the parameters of a bucket and its buffer, when the buffer is about to be reduced.
+Packed: TypeAlias = Callable[[Sequence[ShardedParameter], Tensor], None]
 
 
 class BucketState(Enum):
@@ -43,14 +45,14 @@ class Reduction(NamedTuple):
         keeps_row_only: by a reduce-scatter, not an all-reduce.
         divisor: what gradients are divided by before they are summed.
         streams: what buckets are packed, started and finished on.
-        observer: is told of each buffer.
+        packed: is called with each buffer.
     """
 
     group: ShardGroup
     keeps_row_only: bool
     divisor: float
     streams: Streams
-    observer: StepObserver
+    packed: Packed
 
 
 class Bucket:
@@ -104,7 +106,7 @@ class Bucket:
             buffer = first.detach().view(how.group.size, self.planned.row)
         else:
             buffer = self._packed(gradients, how)
-        how.observer.packed(self.records, buffer)
+        how.packed(self.records, buffer)
         about = About(self.records, self.planned.position)
         start = how.group.reduce_scatter if how.keeps_row_only else how.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.step_observer import StepObserver
 from ..loss_scaler import LossScaler
 from ..options import ZeroOptions
 from ..sharded_group import ShardedGroup
@@ -30,7 +29,7 @@ class _Suspect(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What one rank has seen of bad numbers.
+    """The bad numbers that one rank has seen.
 
     Attributes:
         first: the first parameter in its own slice of which there is one; None: none.
@@ -64,8 +63,8 @@ class LaterRead:
         return self._value.tolist()
 
 
-class BadNumbers(StepObserver):
-    """Judges norms when they are there, without waiting for a device, and names what made one inf or NaN.
+class BadNumbers:
+    """Checks gradient norms once they are there, without waiting for a device, and names the source of an inf or NaN.
 
     All ranks see the same norms at the same points, so they look for the parameter together.
 
@@ -74,6 +73,9 @@ class BadNumbers(StepObserver):
         groups: the same by shard group; looked at when there is a bad number.
         options: the caller's choices.
         scaler: of the loss; None: there is none.
+
+    Attributes:
+        waits: the host is to look whether the next step overflows, even where that means to wait for the device.
     """
 
     def __init__(
@@ -116,7 +118,10 @@ class BadNumbers(StepObserver):
             self._later = LaterRead(value, step)
 
     def step_begins(self, last_norm: Tensor | None) -> None:
-        """Judge the norm of the step before, if that had to wait."""
+        """Judge the norm of the step before, if that had to wait.
+
+        ``last_norm`` is that norm, 0-d, where ``norm`` hasn't been called with it; None: it has.
+        """
         later, self._later = self._later, None
         if later is not None:
             self._judge(later.read(), later.step, at_hand=False)
@@ -138,7 +143,7 @@ class BadNumbers(StepObserver):
     # ---- fp16 ----
 
     def skipped(self, scaler: LossScaler) -> None:
-        """Say where the overflow came from.
+        """Log where the overflow came from that skips this step.
 
         Raises:
             RuntimeError: ``max_skipped_steps`` in a row, and the loss scale can't become smaller.
@@ -159,17 +164,17 @@ class BadNumbers(StepObserver):
     # ---- where from ----
 
     def packed(self, records: Sequence[ShardedParameter], buffer: Tensor) -> None:
-        """Measure the buffer, where a step may be refused or skipped for what is in it."""
+        """Measure a bucket buffer that is about to be reduced, if its numbers can refuse or skip the step."""
         if self._measures:
             dtype = torch.promote_types(buffer.dtype, torch.float32)
             self._packed.append((records, torch.linalg.vector_norm(buffer, math.inf, dtype=dtype)))
 
     def cleared(self) -> None:
-        """Forget what was measured."""
+        """Forget the buffers that were measured: their gradients have been stepped or dropped."""
         self._packed.clear()
 
     def _found(self, at_hand: bool) -> str:
-        """The parameter, bucket and ranks, in words; all ranks call it. ``at_hand``: the step's gradients are there."""
+        """Describe the parameter, bucket and ranks; all ranks call it. ``at_hand``: the step's gradients are there."""
         mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
         gathered: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.all_gather_object(mine)
         suspects = [seen.first for seen in gathered if seen.first is not None]
@@ -184,13 +189,13 @@ class BadNumbers(StepObserver):
         return f"{found}, in the slice of the sum over ranks that rank {holders} holds"
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:
-        """By its gradient, while that is there; then by its master."""
+        """Return the first parameter with a bad gradient, if gradients are there; else with a bad master."""
         gradients = (self._group_of(record).gradients.averaged(record) for record in self._parameters)
         found = self._first_of(gradients) if at_hand else None
         return found or self._first_of(record.p32 for record in self._parameters)
 
     def _first_of(self, tensors: Iterable[Tensor | None]) -> _Suspect | None:
-        """The first parameter of whose tensors, which these are, one holds an inf or NaN."""
+        """Return the first parameter whose tensor among ``tensors`` holds an inf or NaN."""
         for place, (record, tensor) in enumerate(zip(self._parameters, tensors, strict=True)):
             if tensor is not None and not tensor.isfinite().all():
                 plan = self._group_of(record).reducer.plan.whole

@@ -1,4 +1,4 @@
-"""Guards: what the optimizer's methods must find as they left it; a look that takes microseconds."""
+"""Guards: checks, in microseconds, that nobody has changed what the optimizer's methods rely on."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Guard:
             )
 
     def trouble(self) -> RuntimeError | None:
-        """What keeps this rank from stepping its parameters, which others may not see; None: nothing."""
+        """Return the error that keeps this rank, and maybe no other, from stepping its parameters; None: none does."""
         self.edited = []
         try:
             self.refuse_unfrozen()

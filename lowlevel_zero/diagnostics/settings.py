@@ -1,4 +1,4 @@
-"""Settings: what steers a step on each rank beside its gradients, told in lines that the ranks compare."""
+"""Settings: the numbers that steer a step beside its gradients, in lines that the ranks compare."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FEW = 16  # elements of a tensor or a container that counts as a setting, at mo
 
 
 def described(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Tell the settings of param groups, a line each; waits for the devices of tensors among them."""
+    """Yield a line for each setting of param groups; waits for the devices of tensors among them."""
     for at, group in enumerate(groups):
         yield from (f"{key} of group {at}: {_told(group[key])}" for key in sorted(group.keys() - _MEMBERS))
 
 
 class Settings:
-    """Tells the settings that the ranks compare at each step.
+    """Describes the settings that the ranks compare at each step.
 
     A setting is described and hashed anew if it has been replaced since the last step, or may change in place, as
     lists, dicts and tensors may. The host waits for no device: the numbers of a tensor there are copied at one step
@@ -48,7 +48,7 @@ class Settings:
         self._told = Digested()
 
     def at(self, step: int, others: Mapping[str, Any]) -> Digested:
-        """Tell the settings for a step, by its number, and ``others`` by name."""
+        """Return the settings for step number ``step``, and ``others`` by name."""
         groups = self._optim.param_groups
         keys = [*others, *chain.from_iterable(groups)]
         values = [*others.values(), *chain.from_iterable(group.values() for group in groups)]
@@ -76,7 +76,7 @@ class Settings:
             self._told = Digested.of(self._described)
 
     def _late(self, place: int, step: int) -> str:
-        """Copy the numbers that a setting has on a device; return those of one step before, in words."""
+        """Start copying the numbers that a setting has on a device; describe its numbers at the step before."""
         before = self._on_device.pop(place, None)
         tensors = list(_on_device(self._values[place]))
         if tensors:
@@ -118,7 +118,7 @@ def _told_within(value: object, waits: bool) -> str:
 
 
 def _may_change(value: object) -> bool:
-    """Whether a setting may change without being replaced."""
+    """Return whether a setting may change without being replaced."""
     return isinstance(value, (list, dict, Tensor)) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 

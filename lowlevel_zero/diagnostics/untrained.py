@@ -1,19 +1,27 @@
-"""Untrained parameters: those of a model that get gradients, and that no optimizer of this package trains."""
+"""Warnings for untrained parameters: they get gradients, and no optimizer of this package trains them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from torch import nn
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
 from ..communication.progress import listed
-from ..lives import alive
 
 _log = logging.getLogger("lowlevel_zero")
 
 _EVERY = 64  # steps between two looks, in the long run
+
+
+class _Trained(Protocol):
+    """An optimizer, as far as it says what is trained."""
+
+    model: nn.Module | None
+    sharded_parameters: ParameterStore
 
 
 class Untrained:
@@ -27,22 +35,30 @@ class Untrained:
         model: the module whose parameters are to be trained; None: there is none.
         parameters: the optimizer's records.
         rank: this process's, for messages.
+        alive: returns all optimizers of this process, in the order of their construction.
     """
 
-    def __init__(self, model: nn.Module | None, parameters: ParameterStore, rank: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        parameters: ParameterStore,
+        rank: int,
+        alive: Callable[[], Mapping[int, _Trained]],
+    ) -> None:
         self._model = model
         self._parameters = parameters
         self._rank = rank
+        self._alive = alive
         self._lacked = False
         self._told: set[str] = set()
 
     def look(self, steps: int, lacked: bool) -> None:
-        """Warn, if it is time to look after this number of ``steps``, some of which ``lacked`` a gradient."""
+        """Warn, if it is time to look after this number of ``steps``; ``lacked``: some of them lacked a gradient."""
         due = steps % _EVERY == 0 or steps & (steps - 1) == 0 or lacked > self._lacked
         self._lacked = lacked
         if not due or self._model is None or not self._looks_for_all(self._model):
             return
-        stores = [each.sharded_parameters for each in alive().values()]
+        stores = [each.sharded_parameters for each in self._alive().values()]
         suspects = [p for p in self._model.parameters() if p.requires_grad and p.grad is not None]
         untrained = {p for p in suspects if all(store.find(p) is None for store in stores)}
         names = [name for p, name in own_names(self._model).items() if p in untrained] if untrained else []
@@ -58,6 +74,6 @@ class Untrained:
             )
 
     def _looks_for_all(self, model: nn.Module) -> bool:
-        """Whether this one looks, of all optimizers of ``model``: the first."""
-        first = next((each for each in alive().values() if each.model is model), None)
+        """Return whether this is the first of the optimizers of ``model``, which looks for all of them."""
+        first = next((each for each in self._alive().values() if each.model is model), None)
         return first is not None and first.sharded_parameters is self._parameters

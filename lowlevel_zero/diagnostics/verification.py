@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import own_names
+from ..bookkeeping.parameter_store import ParameterStore
 from ..communication.agreement import Alike, first_difference
 from ..communication.failed_ranks import listed_ranks
 from ..communication.shard_group import ShardGroup
-from ..sharded_optimizer import ShardedOptimizer
 
 # Elements that are multiplied at a time; the products take 8 bytes each.
 _CHUNK = 2**20
@@ -22,11 +22,18 @@ _INTEGERS = {1: torch.int8, 2: torch.int16}
 _MODEL = Alike("the same tensors of the model", "replace, add and remove modules alike on all ranks")
 
 
-def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
-    """``LowLevelZeroOptimizer.verify``: raise, on all ranks, unless all hold the same parameters, bit for bit."""
-    parameters, ranks = optimizer.sharded_parameters, optimizer.shard_group
-    of_model = own_names(optimizer.model).items()
-    names = optimizer.parameter_names() | {p: name for p, name in of_model if buffers or isinstance(p, nn.Parameter)}
+def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Module | None, buffers: bool) -> None:
+    """Raise, on all ranks, unless all hold the same parameters, bit for bit.
+
+    Args:
+        parameters: the records, which say what ranks share each tensor.
+        names: the names of the param groups' parameters.
+        model: its other parameters are compared, too.
+        buffers: compare the model's buffers, too.
+    """
+    ranks = parameters.shard_groups[0]
+    of_model = own_names(model).items()
+    names = names | {p: name for p, name in of_model if buffers or isinstance(p, nn.Parameter)}
     by_group: list[dict[Tensor, str]] = [{} for _ in parameters.shard_groups]
     for each, name in names.items():
         by_group[parameters.shard_group_of(each)][each] = name
@@ -37,7 +44,7 @@ def verify(optimizer: ShardedOptimizer, buffers: bool = False) -> None:
 
 
 def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
-    """The first of these tensors that isn't the same on all ranks of ``group``, in words; None: all are."""
+    """Describe the first of these tensors that isn't the same on all ranks of ``group``; None: all are."""
     sums = _read([checksum(each) for each in names])
     digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
     bounds = [digest, -digest]
@@ -51,7 +58,7 @@ def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A 0-d int64 on the tensor's device that depends on each bit of it and where it stands."""
+    """Return a 0-d int64 on the tensor's device that depends on each bit and its place."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -62,7 +69,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _read(sums: Sequence[Tensor]) -> list[int]:
-    """All in one copy to the host; on several devices, one each."""
+    """Return the sums by one copy to the host, or one from each device."""
     values: list[int] = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     return values
 

@@ -1,57 +1,60 @@
-"""Modes of an optimizer that has some: a schedule-free one's parameters are those that are trained, or evaluated."""
+"""Modes of schedule-free optimizers, whose parameters are either the trained ones or the evaluated ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..bookkeeping.sharded_parameter import follow_edits
-from ..sharded_optimizer import ShardedOptimizer
+from ..communication.agreement import Call
+from ..sharded_group import ShardedGroup
 
 
 @torch.no_grad()
-def switch(optimizer: ShardedOptimizer, mode: str, back: str) -> None:
-    """Switch the wrapped optimizer's slices to another mode, and gather them.
+def switch(optim: Optimizer, groups: Sequence[ShardedGroup], call: Call, back: str, again: bool) -> None:
+    """Switch the slices of ``optim`` to another mode, and gather them.
 
     All ranks call it. Nothing is gathered, and nothing communicates, when the optimizer was switched to this mode
     before and the call changes no slice and no setting: trainers switch in every step.
 
     Args:
-        optimizer: the sharded one.
-        mode: the method that switches.
-        back: the one that switches back, if other ranks couldn't follow.
+        optim: the wrapped optimizer.
+        groups: the parameters whose slices it steps.
+        call: the call on this rank, named like the method of ``optim`` that switches.
+        back: the method that switches back, if other ranks couldn't follow.
+        again: whether the optimizer was switched to the same mode before.
     """
-    call = optimizer.enter(mode)
     if call.error is None:
-        follow_edits(optimizer.sharded_parameters)
-        before = list(_traces(optimizer))
-        _method(optimizer, mode)()
-        if optimizer.mode == mode and before == list(_traces(optimizer)):
+        follow_edits(chain.from_iterable(each.records for each in groups))
+        before = list(_traces(optim, groups))
+        _method(optim, call.name)()
+        if again and before == list(_traces(optim, groups)):
             return
     try:
-        for each in optimizer.sharded_groups:
+        for each in groups:
             each.reducer.agree_on_syncs(call)
     except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
         if call.error is None:
-            _method(optimizer, back)()
+            _method(optim, back)()
         raise
-    optimizer.mode = mode
-    for each in optimizer.sharded_groups:
+    for each in groups:
         each.gathers.gather(each.records)
 
 
-def _method(optimizer: ShardedOptimizer, name: str) -> Callable[[], None]:
-    method: Callable[[], None] = getattr(optimizer.optim, name)
+def _method(optim: Optimizer, name: str) -> Callable[[], None]:
+    method: Callable[[], None] = getattr(optim, name)
     return method
 
 
-def _traces(optimizer: ShardedOptimizer) -> Iterator[Any]:
+def _traces(optim: Optimizer, groups: Sequence[ShardedGroup]) -> Iterator[Any]:
     """Yield what shows that an optimizer has switched: versions of slices, and its plain settings and attributes.
 
     A class that writes through ``p.data`` changes no version, but has to note its mode somewhere.
     """
-    yield [record.p32._version for record in optimizer.sharded_parameters]
-    for settings in (vars(optimizer.optim), *optimizer.param_groups):
+    yield [record.p32._version for each in groups for record in each.records]
+    for settings in (vars(optim), *optim.param_groups):
         yield {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, str))}
