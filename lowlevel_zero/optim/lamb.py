@@ -19,7 +19,7 @@ Total = Callable[[Sequence[Tensor], Tensor], Tensor]
 
 
 class Update(NamedTuple):
-    """Where some parameters are to go; how far is still to be scaled.
+    """The update of some parameters, before it is scaled to their norms.
 
     Attributes:
         params: the parameters.
@@ -95,7 +95,7 @@ class Lamb(Optimizer):
         return loss
 
     def updates(self) -> list[Update]:
-        """Advance the moments of what has a gradient, and tell where it is to go."""
+        """Advance the moments of parameters with a gradient, and return their updates."""
         return [self._update(group, params) for group, params in with_gradients(self)]
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> Update:
@@ -134,7 +134,7 @@ class Lamb(Optimizer):
 
 
 def with_gradients(optim: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """The param groups that have parameters with a gradient, and these."""
+    """Return the param groups that have parameters with a gradient, and these parameters."""
     groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in optim.param_groups]
     return [(group, params) for group, params in groups if params]
 
@@ -164,7 +164,7 @@ def scaled_step(updates: Sequence[Update], total: Total) -> None:
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Squared norms, ``[n]``, on the first one's device."""
+    """Return squared norms, ``[n]``, on the first tensor's device."""
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     norms = torch._foreach_norm(wide)

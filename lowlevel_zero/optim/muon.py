@@ -7,10 +7,11 @@ each matrix has one owner for this is as in Dion's Muon; here owners are found a
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from torch.optim import Optimizer
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.shard_group import ShardGroup
-from .work_shares import WorkItem, share_out
 
 with suppress(ImportError):  # torch's own arithmetic, which it has along with Muon, from 2.9 on
     from torch.optim._muon import _adjust_lr as adjusted_rate
@@ -31,12 +31,52 @@ DTYPE = torch.bfloat16  # in which a matrix is orthogonalised
 # Elements of a batch for each rank; three batches are held at a time.
 MOST = 2**22
 
-# Matrices that travel together: for each rank those that it owns.
+# Matrices that travel together, by the rank that owns them.
 _ByOwner: TypeAlias = Sequence[Sequence[ShardedParameter]]
+# The same, by the matrices' places among all.
+Batch: TypeAlias = list[list[int]]
+
+
+class WorkItem(NamedTuple):
+    """A matrix that one rank orthogonalises for all.
+
+    Attributes:
+        cost: how long it takes, in any unit.
+        numel: elements that travel to that rank, and back.
+    """
+
+    cost: int
+    numel: int
+
+
+def share_out(items: Sequence[WorkItem], world_size: int, most: int) -> list[Batch]:
+    """Share ``items`` out, the costliest first, each to the rank that has least to do so far.
+
+    Two ranks' costs differ by one item at most, and the largest is at most 4/3 of the least possible (Graham, 1969).
+    The result is the same on every rank that gives the same items.
+
+    Args:
+        items: the work.
+        world_size: ranks that share it.
+        most: elements of a batch, for each rank; a batch may be larger if each rank has only one item of it.
+    """
+    loads = [(0, rank) for rank in range(world_size)]
+    batches: list[Batch] = []
+    count = held = 0
+    for place in sorted(range(len(items)), key=lambda place: -items[place].cost):
+        cost, numel = items[place]
+        if not batches or (count >= world_size and held + numel > most * world_size):
+            batches.append([[] for _ in range(world_size)])
+            count = held = 0
+        count, held = count + 1, held + numel
+        load, rank = loads[0]
+        batches[-1][rank].append(place)
+        heapq.heapreplace(loads, (load + cost, rank))
+    return batches
 
 
 class MuonStep:
-    """What ``torch.optim.Muon.step`` does, by the ranks together.
+    """Takes the step of ``torch.optim.Muon``, by the ranks together.
 
     Args:
         optim: a ``torch.optim.Muon`` over slices.
@@ -63,7 +103,7 @@ class MuonStep:
                 next(batch, None)
 
     def _plan(self, records: Sequence[ShardedParameter]) -> list[tuple[ShardGroup, _ByOwner]]:
-        """Batches of matrices by their owners; each batch is of one shard group."""
+        """Return batches of matrices by their owners; each batch is of one shard group."""
         batches: list[tuple[ShardGroup, _ByOwner]] = []
         for number, group in enumerate(self._shard_groups):
             members = [record for record in records if record.shard_group == number]
@@ -99,7 +139,7 @@ def _stages(optim: Optimizer, group: ShardGroup, by_owner: _ByOwner) -> Iterator
 
 
 def _update(optim: Optimizer, record: ShardedParameter) -> Tensor:
-    """This rank's slice of what is to be orthogonalised; advances the momentum."""
+    """Advance the momentum, and return this rank's slice of the matrix that is to be orthogonalised."""
     settings, state, gradient = optim.param_groups[record.group], optim.state[record.p32], record.p32.grad
     assert gradient is not None, "a record without a gradient doesn't work in this step"
     if "momentum_buffer" not in state:
@@ -125,6 +165,6 @@ def _move(record: ShardedParameter, direction: Tensor, settings: dict[str, Any])
 
 
 def flops(shape: Sequence[int]) -> int:
-    """What orthogonalising a matrix of ``shape`` costs, in multiples of one kind."""
+    """Return the relative cost of orthogonalising a matrix of ``shape``."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)

@@ -34,7 +34,7 @@ def overrides_of(optimizer: Any, p: Tensor) -> dict[str, Any]:
 
 
 def check_overrides(optimizer: Any, new: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
-    """Raise ``ValueError`` for a parameter with a setting of its own that its slices can't have."""
+    """Raise ``ValueError`` if a parameter has an override that its slices can't have."""
     for p in new:
         overrides = overrides_of(optimizer, p)
         for key, value in overrides.items():

@@ -35,13 +35,14 @@ _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide
 
 
 class NoProbe(Exception):
-    """No other optimizer of the class can be made, or what it did proves nothing."""
+    """Raised if no other optimizer of the class can be made, or its steps prove nothing."""
 
 
 def probe(optimizer: Optimizer) -> str | None:
-    """What tells whole parameters from their slices when others of ``optimizer``'s class step both; None: nothing.
+    """Describe how slices step otherwise than whole parameters under others of ``optimizer``'s class; None: they don't.
 
-    Or why it can't be tried. Runs in fp32 on the CPU. ``optimizer`` and random number generators stay as they are.
+    If it can't be tried, the result says why. Runs in fp32 on the CPU. ``optimizer`` and random number generators stay
+    unchanged.
     """
     try:
         with _undisturbed():
@@ -56,10 +57,10 @@ def first_states(
     dtype: torch.dtype | None = None,
     make: Callable[[list[Tensor]], Optimizer] | None = None,
 ) -> list[Options]:
-    """The state that a flat parameter of ``numel`` elements gets in its first step: one dict for each param group.
+    """Return the state that a flat parameter of ``numel`` elements gets in its first step, one dict a param group.
 
     The parameter is one of ``dtype`` on the host; None: one like the group's first. For Muon it is a matrix of one row,
-    and so is its state. ``optimizer`` stays as it is. ``make``: makes another; None: its class's constructor.
+    and so is its state. ``optimizer`` stays unchanged. ``make``: makes another; None: its class's constructor.
 
     Raises:
         NoProbe: no other optimizer of the class could be made.
@@ -148,7 +149,7 @@ def _own_options(group: Mapping[str, Any]) -> Options:
 
 
 def _options_to_try(optimizer: Optimizer) -> list[Options]:
-    """Those of groups that differ in more than the size of a number."""
+    """Return the options of groups that differ in more than the size of a number."""
     kinds: dict[str, Options] = {}
     for group in map(_own_options, optimizer.param_groups):
         if "lr" in group:
@@ -162,7 +163,7 @@ def _options_to_try(optimizer: Optimizer) -> list[Options]:
 
 
 def _first_difference(optimizer: Optimizer) -> str | None:
-    """Return what the first sequence of gradients shows under which whole parameters and slices part; None: none does.
+    """Describe how slices differ from whole parameters under the first gradients that show it; None: under none.
 
     Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     """

@@ -32,7 +32,7 @@ State = dict[str, Any]
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` steps slices as it steps what is whole, if they end where blocks end."""
+    """Return whether ``optimizer`` steps slices that end where blocks end as it steps whole parameters."""
     return _is_torchao(optimizer) or bool(_BITSANDBYTES.fullmatch(full_name(optimizer)))
 
 
@@ -46,7 +46,7 @@ def _smallest(optimizer: Any) -> int:
 
 
 def block_size(optimizer: Any) -> int:
-    """Elements that share a scale; 1: states aren't quantised, or nobody knows how."""
+    """Return the number of elements that share a scale; 1: states aren't quantised, or in an unknown way."""
     if _is_torchao(optimizer):
         size: int = optimizer.block_size
         return size
@@ -65,13 +65,13 @@ def check_unstepped(optimizer: Optimizer, new: Sequence[Tensor], names: Mapping[
 
 
 def slice_multiple(optimizer: Optimizer, numel: int, world_size: int, least: int = 1) -> int:
-    """What the slices of a parameter of ``numel`` elements are multiples of.
+    """Return the number that the sizes of a parameter's slices must be multiples of.
 
     Args:
-        optimizer: that steps them.
-        numel: of the parameter.
+        optimizer: the optimizer that steps the slices.
+        numel: the parameter's elements.
         world_size: ranks that share it.
-        least: what they are multiples of for any optimizer.
+        least: the multiple that any optimizer's slices have.
     """
     block, whole_blocks = block_size(optimizer), _is_torchao(optimizer)
     size = EvenSplit(numel, world_size, least).slice_size
@@ -86,12 +86,12 @@ def slice_multiple(optimizer: Optimizer, numel: int, world_size: int, least: int
 
 
 def is_quantised(value: object) -> bool:
-    """Whether a state of these optimizers is codes, which mean nothing without their scales."""
+    """Return whether a state of these optimizers is codes, which mean nothing without their scales."""
     return hasattr(value, "codes") or (isinstance(value, Tensor) and value.dtype == torch.uint8)
 
 
 def flat_state(optimizer: Optimizer, state: State) -> State:
-    """``state`` with one number an element for what is quantised."""
+    """Return ``state`` with one number an element in place of each quantised state."""
     block = block_size(optimizer)
     return state if block == 1 else dict(_flat(state, block))
 
@@ -108,7 +108,7 @@ def _flat(state: State, block: int) -> Iterator[tuple[str, Any]]:
 
 
 def quantised_state(optimizer: Any, p32: Tensor, state: Mapping[str, Any]) -> State:
-    """The inverse of ``flat_state``, on ``p32``'s device, as ``optimizer`` keeps a slice of that size."""
+    """Return the inverse of ``flat_state``, on ``p32``'s device, as ``optimizer`` keeps a slice of that size."""
     if block_size(optimizer) == 1:
         return dict(state)
     on_device = {key: each.to(p32.device) if _is_flat(each, p32) else each for key, each in state.items()}

@@ -28,12 +28,12 @@ MUON = "torch.optim.Muon"  # torch 2.9 and later
 
 
 def _lamb_step(updates: Callable[[Any], list[Update]], optim: Any, parameters: ParameterStore) -> WholeStep:
-    """LAMB's: the squares of slices are summed over the ranks, those of a shard group in one all-reduce.
+    """Return LAMB's step, which sums the squares of slices over the ranks: one all-reduce for each shard group.
 
     Args:
-        updates: advances the moments of slices that have a gradient, and tells where they are to go.
+        updates: advances the moments of slices that have a gradient, and returns their updates.
         optim: the optimizer over slices.
-        parameters: whose the slices are, and who shares them.
+        parameters: the records of the slices.
     """
 
     def total(slices: Sequence[Tensor], squares: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def _lamb_step(updates: Callable[[Any], list[Update]], optim: Any, parameters: P
 
 
 def _updates_of_colossalai(optim: Any) -> list[Update]:
-    """As ``colossalai.nn.optimizer.Lamb`` has it: it corrects the learning rate instead of the moments."""
+    """Return updates like ``colossalai.nn.optimizer.Lamb``'s, which corrects the learning rate, not the moments."""
     return [_update_of_colossalai(optim, *each) for each in with_gradients(optim)]
 
 
@@ -84,7 +84,7 @@ WHOLE_STEPS: dict[str, Callable[[Any, ParameterStore], WholeStep]] = {
 
 
 def whole_step(optim: Optimizer, parameters: ParameterStore) -> WholeStep:
-    """How slices of all parameters are stepped: by ``optim`` itself, or by the ranks together where it must be.
+    """Return the function that steps slices: the step of ``optim``, or one that the ranks take together.
 
     Hooks on the steps of ``optim`` run as they would, and settings by parameter hold for the slices.
     """
@@ -112,6 +112,6 @@ def check_matrices(optimizer: Optimizer, parameters: Sequence[Tensor], names: Ma
 
 
 def full_name(optimizer: Optimizer) -> str:
-    """Of its class, with the module, but for private ones: torch moves its classes out of them."""
+    """Return the full name of the optimizer's class, without private modules, from which torch moves classes."""
     cls = type(optimizer)
     return re.sub(r"\._[a-z]\w*\.", ".", f"{cls.__module__}.{cls.__qualname__}")

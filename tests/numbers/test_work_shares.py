@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lowlevel_zero.optim.work_shares import Batch, WorkItem, share_out
+from lowlevel_zero.optim.muon import Batch, WorkItem, share_out
 
 
 def pieces(*costs: int) -> list[WorkItem]:
