@@ -271,7 +271,7 @@ MUTANTS = [
         STEPPER,
         " and scale.overflow.item():",
         " and False:",
-        f"{STEPPING} tests/numbers/test_gradient_methods.py",
+        STEPPING,
     ),
     Mutant("the loss isn't scaled", OPTIMIZER, "loss * scale.to(loss.device)", "loss * 1", NUMBERS),
     # steps
@@ -323,7 +323,7 @@ MUTANTS = [
         OPTIMIZER,
         "state.syncs = state.syncs, False",
         "_ = state.syncs, False",
-        NUMBERS,
+        "tests/numbers/test_backward.py",
     ),
     # masters, and what is saved
     Mutant(

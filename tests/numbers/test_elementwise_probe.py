@@ -120,16 +120,6 @@ def test_state_at_construction() -> None:
         check_elementwise(StateAtConstruction(matrix(), centralise=True))
 
 
-def test_state_at_construction_and_a_secret() -> None:
-    class Secretive(StateAtConstruction):
-        def __init__(self, params: Any, secret: int) -> None:
-            super().__init__(params)
-
-    told = r"could not be tried .*got secret, which neither .* record.*assume_elementwise=True"
-    with pytest.raises(TypeError, match=told):
-        check_elementwise(Secretive(matrix(), 7))
-
-
 class HoldsItsParameters(AdamByHand):
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, lr=lr)

@@ -44,7 +44,7 @@ def by_torch(gradients: list[Tensor], max_norm: float = math.inf) -> tuple[float
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_norm_is_that_of_the_whole_gradient(world_size: int) -> None:
     def work(rank: int, _: int) -> list[Tensor]:
         return [global_norm(slices_of(rank, dtype), 0.25, ShardGroup(), CPU) for dtype in DTYPES]
@@ -65,29 +65,9 @@ def test_sixteen_bit_squares_do_not_overflow() -> None:
     assert norm == pytest.approx(120_000, rel=1e-3)
 
 
-def test_mixed_dtypes_add_up() -> None:
-    slices = [torch.full((9,), 1.0, dtype=dtype) for dtype in (torch.float16, torch.float32, torch.float64)]
-    (norm,) = run_ranks(lambda rank, _: global_norm(slices, 1.0, ShardGroup(), CPU).item(), 1)
-    assert norm == pytest.approx(27**0.5, rel=1e-6)
-
-
 def test_squares_are_added_over_ranks_not_norms() -> None:
     norms = run_ranks(lambda rank, _: global_norm([torch.tensor([3.0 + rank])], 1.0, ShardGroup(), CPU).item(), 2)
     assert norms == [5.0, 5.0]
-
-
-def test_a_rank_without_slices_takes_part() -> None:
-    def norm(rank: int, world_size: int) -> float:
-        return global_norm([torch.tensor([3.0])] if rank else [], 1.0, ShardGroup(), CPU).item()
-
-    assert run_ranks(norm, 2) == [3.0, 3.0]
-    assert run_ranks(lambda rank, _: global_norm([], 1.0, ShardGroup(), CPU).item(), 2) == [0.0, 0.0]
-
-
-def test_the_unit_may_be_a_tensor() -> None:
-    unit = torch.tensor(0.5)
-    (norm,) = run_ranks(lambda rank, _: global_norm([torch.tensor([3.0, 4.0])], unit, ShardGroup(), CPU).item(), 1)
-    assert norm == 2.5
 
 
 def test_one_bad_element_on_one_rank_is_seen_by_all() -> None:
@@ -103,24 +83,12 @@ def test_one_bad_element_on_one_rank_is_seen_by_all() -> None:
     assert run_ranks(work, 3) == [[False] * 3] * 3
 
 
-@pytest.mark.parametrize("max_norm", [0.01, 1.0, 13.0, 1000.0, math.inf])
-def test_clipping_is_torch_s(max_norm: float) -> None:
-    norm, clipped = by_torch(slices_of(0), max_norm)
-    factor = clip_factor(torch.tensor(norm), max_norm)
-    for ours, theirs in zip(slices_of(0), clipped, strict=True):
-        torch.testing.assert_close(ours * factor, theirs, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize(
     ("norm", "max_norm", "factor"),
     [(0.0, 1.0, 1.0), (0.5, 1.0, 1.0), (2.0, 1.0, 0.5), (4.0, 1.0, 0.25), (math.inf, 1.0, 0.0)],
 )
 def test_clip_factor_is_the_table_s(norm: float, max_norm: float, factor: float) -> None:
     assert clip_factor(torch.tensor(norm), max_norm).item() == pytest.approx(factor, rel=1e-5)
-
-
-def test_clip_factor_of_nan_is_nan() -> None:
-    assert clip_factor(torch.tensor(math.nan), 1.0).isnan()
 
 
 class Multiplied(TorchDispatchMode):

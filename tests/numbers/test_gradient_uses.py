@@ -171,33 +171,23 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "copy_ of what it was": edit(lambda p, g: g.copy_(g * 2 + p)),
     "add_ with alpha": edit(lambda p, g: g.add_(p, alpha=0.1)),
     "add_ in a function": edit(lambda p, g: torch.Tensor.add_(g, p, alpha=-0.1)),
-    "add_ of a scalar": edit(lambda p, g: g.add_(0.1)),
     "add_ of itself": edit(lambda p, g: g.add_(g)),
-    "sub_ of a scalar with alpha": edit(lambda p, g: g.sub_(2, alpha=0.05)),
     "sub_ of its mean": edit(lambda p, g: g.sub_(g.mean())),
     "operators": each(add_in_place),
     "out": each(by_out),
     "mul_ by a mask": edit(lambda p, g: g.mul_(mask(p))),
     "mul_ that broadcasts": edit(lambda p, g: g.mul_(torch.arange(1.0, g.shape[-1] + 1))),
-    "mul_ by one element": edit(lambda p, g: g.mul_(torch.tensor([3.0]))),
-    "div_ by a tensor": edit(lambda p, g: g.div_(p.abs() + 1)),
     "div_ by a number and rounding": edit(lambda p, g: g.div_(0.01, rounding_mode="trunc")),
-    "neg_": edit(lambda p, g: g.neg_()),
-    "sign_": edit(lambda p, g: g.sign_()),
     "abs_": edit(lambda p, g: torch.abs_(g)),
     "clamp_ by tensors": edit(lambda p, g: g.clamp_(-p.abs(), p.abs())),
     "clamp_ by keywords": edit(lambda p, g: g.clamp_(max=0.01).clamp_(min=-0.02)),
-    "clip_": edit(lambda p, g: torch.clip_(g, -0.01, 0.02)),
     "nan_to_num_": edit(lambda p, g: g.nan_to_num_(0.0)),
     "masked_fill_": edit(lambda p, g: g.masked_fill_(mask(p), 0.5)),
     "fill_": edit(lambda p, g: g.fill_(0.3)),
-    "zero_": edit(lambda p, g: g.zero_()),
     "lerp_": edit(lambda p, g: g.lerp_(p, 0.2)),
-    "addcmul_": edit(lambda p, g: g.addcmul_(p, p, value=0.5)),
     "addcdiv_": edit(lambda p, g: torch.Tensor.addcdiv_(g, p, p.abs() + 1)),
     "pow_": edit(lambda p, g: g.pow_(2)),
     ".data": edit(lambda p, g: g.data.mul_(0.5).add_(p.data, alpha=0.1).clamp_(-0.1, 0.1)),
-    ".data.copy_": edit(lambda p, g: g.data.copy_(p.data)),
     "detach()": edit(lambda p, g: g.detach().mul_(0.5)),
     "a row": each(set_row),
     "a column": edit(lambda p, g: g[..., 1].zero_()),
@@ -216,19 +206,14 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "lists with plain tensors": beside_plain,
     "a history": with_a_history,
     "_foreach_add_": all_of(lambda ps, gs: torch._foreach_add_(gs, ps, alpha=0.1)),
-    "_foreach_sub_": all_of(lambda ps, gs: torch._foreach_sub_(gs, ps)),
     "_foreach_mul_ by a list": all_of(lambda ps, gs: torch._foreach_mul_(gs, [0.5] * len(gs))),
     "_foreach_mul_ by tensors": all_of(lambda ps, gs: torch._foreach_mul_(gs, ps)),
     "_foreach_div_": all_of(lambda ps, gs: torch._foreach_div_(gs, torch.tensor(3.0))),
-    "_foreach_neg_": all_of(lambda ps, gs: torch._foreach_neg_(gs)),
-    "_foreach_copy_": all_of(lambda ps, gs: torch._foreach_copy_(gs, ps)),
     "_foreach_lerp_": all_of(lambda ps, gs: torch._foreach_lerp_(gs, ps, 0.25)),
-    "_foreach_addcmul_": all_of(lambda ps, gs: torch._foreach_addcmul_(gs, ps, ps, value=0.5)),
     "_foreach_addcdiv_ by a tensor": all_of(
         lambda ps, gs: torch._foreach_addcdiv_(gs, ps, [p.abs() + 1 for p in ps], torch.full((len(ps),), 0.5))
     ),
     "clip_grad_value_": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
-    "clip_grad_value_ by lists": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=True),
     "lowlevel_zero.clip_grad_value_": lambda model: lowlevel_zero.clip_grad_value_(model.parameters(), 0.01),
     "clip_grads_with_norm_": lambda model: torch.nn.utils.clip_grads_with_norm_(
         model.parameters(), 0.01, torch.nn.utils.get_total_norm(gradients(model))
@@ -260,10 +245,8 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "functions": each(lambda p, g: [torch.where(g > 0, g, p), torch.maximum(g, p), torch.equal(g, g), g.sign()]),
     "indices": each(lambda p, g: [g[0] + 0, g[..., -1] + 0, g[mask(p)], [row.sum() for row in g], g.t() + 0]),
     "cat": all_of(lambda ps, gs: torch.cat([g.flatten() for g in gs])),
-    "cat of detached ones": all_of(lambda ps, gs: torch.cat([g.detach().view(-1) for g in gs])),
     "parameters_to_vector": all_of(lambda ps, gs: torch.nn.utils.parameters_to_vector(gs)),
     "total norm": all_of(lambda ps, gs: [torch.nn.utils.get_total_norm(gs, n, foreach=None) for n in (1.0, 2.0, INF)]),
-    "total norm by hand": all_of(lambda ps, gs: torch.stack([g.detach().norm(2) for g in gs]).norm(2)),
     "total norm of squares": all_of(lambda ps, gs: sum(g.data.norm(2).item() ** 2 for g in gs) ** 0.5),
     "_foreach": all_of(
         lambda ps, gs: [*torch._foreach_norm(gs, INF), *torch._foreach_add(gs, ps), *torch._foreach_abs(gs)]
@@ -282,7 +265,6 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
         ]
     ),
     "like it": each(lambda p, g: [torch.zeros_like(g), torch.ones_like(g), g.new_full((2,), 3), g.new_tensor([1.0])]),
-    "a plain copy that is changed": each(lambda p, g: g.clone().mul_(0).add_(1)),
 }
 
 
@@ -301,22 +283,17 @@ STAGE_2 = {"partition_grad": True}
 ALL = {**EDITS, **READS}
 STRIDED = ["copy_ of a tensor", "add_ with alpha", "mul_ by a mask", "a column", "a mask", "_foreach_add_", "clone"]
 CASES = {
-    1: [Case("stage 1", list(ALL)[::4]), Case("fp16", list(ALL)[1::4], torch.float16, initial_scale=256.0, **STAGE_2)],
+    1: [Case("fp16", list(ALL)[::4], torch.float16, initial_scale=256.0, **STAGE_2)],
     2: [
         Case("stage 1", ALL),
         Case("layers dropped on a rank", list(ALL)[::4], drop=True, bare=True, **STAGE_2),
         Case("micro-batches", list(ALL)[1::4], micro=True, bare=True),
-        Case("on the host", list(ALL)[2::4], cpu_offload=True, **STAGE_2),
-        Case("bf16", list(ALL)[::2], torch.bfloat16, **STAGE_2),
         Case("fp16 on the host", list(ALL)[1::4], torch.float16, initial_scale=256.0, cpu_offload=True),
     ],
     3: [
         Case("stage 2", list(ALL)[::2], **STAGE_2),
         Case("layers dropped on a rank, stage 1", list(ALL)[1::4], drop=True),
-        Case("micro-batches, stage 2", list(ALL)[::5], micro=True, **STAGE_2),
-        Case("on the host, stage 1", list(ALL)[1::4], cpu_offload=True),
         Case("bf16 without masters", list(ALL)[::4], torch.bfloat16, master_weights=False),
-        Case("fp16", list(ALL)[1::2], torch.float16, initial_scale=256.0, **STAGE_2),
         Case("other strides", STRIDED, strided=True, **STAGE_2),
         Case("one parameter a bucket", list(ALL)[::5], reduce_bucket_size=1, **STAGE_2),
     ],

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.optim import Lamb
 from tests.support import experts
-from tests.support.checkpoints import AFTER, BEFORE, Training
 from tests.support.grid import Grid
 from tests.support.judging import check_run
-from tests.support.numbers import DROPS, STAGES, check_masters, check_sixteen_bits, masters_of, trained
-from tests.support.oracle import Result, Run, build, groups, train_rank, train_sharded
+from tests.support.numbers import DROPS, STAGES, check_masters, masters_of, trained
+from tests.support.oracle import Result, Run, build, train_rank, train_sharded
 from tests.support.ranks import run_ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -91,16 +87,6 @@ def test_one_process_follows_the_formulas(settings: str) -> None:
         torch.testing.assert_close(params[place].detach(), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_what_has_no_gradient_stays() -> None:
-    still, moved = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = Lamb([still, moved])
-    moved.grad = torch.ones(3)
-    optimizer.step()
-    assert torch.equal(still, torch.ones(3))
-    assert still not in optimizer.state
-    assert not torch.equal(moved, torch.ones(3))
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -138,8 +124,10 @@ def test_slices_are_stepped_as_the_whole(subtests: pytest.Subtests) -> None:
         run = run_of(world_size, lamb(**SETTINGS[settings]), drop=DROPS[drop], clip=0.3)
         return run.with_options(reduce_bucket_size=50, **STAGES[stage])
 
-    cases = zip(cycle((1, 2, 3, 4)), [*SETTINGS, *SETTINGS])  # each with two sizes
-    runs = {f"{size} ranks, {settings}": of(size, settings) for size, settings in cases}
+    runs = {f"{size} ranks, {settings}": of(size, settings) for size, settings in zip(cycle((1, 2, 3, 4)), SETTINGS)}
+    run = run_of(2, lamb(), micro_batches=2)
+    runs["on the host"] = run.with_options(cpu_offload=True)
+    runs["overlapped gathers"] = run.with_options(overlap_allgather=True, partition_grad=True)
     for name, run, ran in trained(runs):
         with subtests.test(name):
             check_run(run, ran.values(), 5e-6)
@@ -151,17 +139,9 @@ def test_colossalai_s_own(subtests: pytest.Subtests) -> None:
         return run_of(world_size, colossalais(**settings), drop=DROPS["different"]).with_options(partition_grad=True)
 
     settings: list[dict[str, Any]] = [{}, {"bias_correction": True}, {"adam": True, "weight_decay": 0}]
-    for name, run, ran in trained({f"{size} ranks, {each}": of(size, each) for size in (1, 3) for each in settings}):
+    for name, run, ran in trained({str(each): of(3, each) for each in settings}):
         with subtests.test(name):
             check_run(run, ran.values(), 5e-6)
-
-
-def test_options(subtests: pytest.Subtests) -> None:
-    run = run_of(2, lamb(), micro_batches=2)
-    options: list[dict[str, Any]] = [{"cpu_offload": True}, {"overlap_allgather": True, "partition_grad": True}]
-    for name, each, ran in trained({str(own): run.with_options(**own) for own in options}):
-        with subtests.test(name):
-            check_run(each, ran.values(), 5e-6)
 
 
 def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
@@ -172,13 +152,6 @@ def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
     for name, each, ran in trained(runs, masters_of):
         with subtests.test(name):
             check_masters(each, ran.values(), 1e-4)
-
-
-def test_sixteen_bit_slices_themselves() -> None:
-    run = replace(run_of(2, lamb(lr=0.1)), dtype=torch.bfloat16).with_options(
-        master_weights=False, communication_dtype=torch.float32
-    )
-    check_sixteen_bits(run, 1e-2)
 
 
 def test_memory_behind_a_parameter_s_end_counts_for_nothing() -> None:
@@ -221,59 +194,6 @@ def test_all_norms_travel_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- state ----
-
-
-def test_state_goes_to_one_process_and_back() -> None:
-    run = run_of(2, lamb())
-
-    def work(rank: int, world_size: int) -> None:
-        model, ours, _ = train_rank(rank, world_size, replace(run, steps=4))
-        plain = build(run)
-        optimizer = run.optimizer(groups(plain))
-        plain.load_state_dict(model.state_dict())
-        optimizer.load_state_dict(ours.state_dict())
-        fresh = build(run)
-        again = LowLevelZeroOptimizer(run.optimizer(groups(fresh)), model=fresh)
-        fresh.load_state_dict(plain.state_dict())
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # which shares its tensors
-        x = torch.ones(2, 4)
-        for _ in range(3):
-            plain(x, {1}).square().mean().backward()
-            for each, its_model in ((ours, model), (again, fresh)):
-                each.backward(its_model(x, {1}).square().mean())
-            for each in (optimizer, ours, again):
-                each.step()
-                each.zero_grad()
-        for p, one, other in zip(plain.parameters(), model.parameters(), fresh.parameters(), strict=True):
-            torch.testing.assert_close(one, p, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(other, p, rtol=1e-6, atol=1e-6)
-
-    run_ranks(work, 2)
-
-
-class LambTraining(Training):
-    """The checkpoint tests' run, by LAMB."""
-
-    @property
-    def run(self) -> Run:
-        return replace(super().run, optimizer=lamb())
-
-
-def test_a_checkpoint_goes_on_at_another_world_size(tmp_path: Path) -> None:
-    training = LambTraining()
-
-    def save(rank: int, world_size: int) -> list[Tensor]:
-        pair = training.start().train(BEFORE, rank, world_size)
-        save_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
-        return list(pair.train(AFTER, rank, world_size).model.state_dict().values())
-
-    def resume(rank: int, world_size: int) -> list[Tensor]:
-        pair = training.start(seed=3)
-        load_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
-        return list(pair.train(AFTER, rank, world_size).model.state_dict().values())
-
-    later = run_ranks(save, 2)[0]
-    torch.testing.assert_close(run_ranks(resume, 3)[0], later, rtol=1e-5, atol=1e-6)
 
 
 # ---- which optimizers ----

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero import optimizer as optimizer_module
 from lowlevel_zero.bookkeeping.sharded_parameter import ShardedParameter
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import Mark, Streams
@@ -35,7 +33,6 @@ from tests.support.oracle import (
     check_close,
     loss_of,
     momentum,
-    train_rank,
     train_sharded,
 )
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
@@ -231,25 +228,6 @@ def test_a_mixing_operation_would_be_seen() -> None:
 
 
 # ---- what callers see ----
-
-
-def test_sharded_checkpoints_go_to_and_from_a_run_without(tmp_path: Path) -> None:
-    run = Run(dtype=torch.bfloat16, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True))
-
-    def work(rank: int, world_size: int) -> None:
-        for offload in (False, True):
-            trained = train_rank(rank, world_size, run.with_options(cpu_offload=offload))
-            folder = tmp_path / str(offload)
-            save_checkpoint(folder, trained.model, trained.optimizer)
-            for onto in (False, True):
-                fresh = train_rank(rank, world_size, replace(run, steps=1, seed=5).with_options(cpu_offload=onto))
-                load_checkpoint(folder, fresh.model, fresh.optimizer)
-                for name, master in trained.masters().items():
-                    assert torch.equal(fresh.masters()[name], master)
-                ours, theirs = (each.optimizer.state_dict()["state"] for each in (fresh, trained))
-                assert all(torch.equal(ours[at][key], value) for at, of in theirs.items() for key, value in of.items())
-
-    run_ranks(work, 2)
 
 
 def test_state_made_before_wrapping_moves_with_its_slices() -> None:

@@ -183,28 +183,6 @@ def test_a_parameter_waits_for_its_own_bucket_alone() -> None:
     run_ranks(work, 2)
 
 
-def test_masters_follow_what_is_loaded_between_step_and_forward() -> None:
-    def work(rank: int, _size: int) -> None:
-        def run(overlap: bool) -> list[Tensor]:
-            torch.manual_seed(0)
-            model = Odd().bfloat16()
-            optimizer = LowLevelZeroOptimizer(AdamW(model.parameters(), lr=0.05), overlap_allgather=overlap)
-            for step in range(3):
-                torch.manual_seed(step + rank)
-                optimizer.backward(model(torch.randint(11, (4, 3))))
-                optimizer.step()
-                optimizer.zero_grad()
-                if step == 1:
-                    optimizer.load_state_dict(optimizer.state_dict())
-                    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-                    optimizer.update_master_params(model)
-            return [p.detach().clone() for p in model.parameters()]
-
-        assert all(map(torch.equal, run(True), run(False)))
-
-    run_ranks(work, 2)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_a_step_writes_is_not_taken_for_an_edit(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """Masters would be made to agree with their parameters at every step, which takes longer than the step."""

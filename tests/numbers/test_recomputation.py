@@ -20,7 +20,6 @@ from tests.support.scripts import (
     BOTH,
     STAGES,
     TIMEOUT,
-    WAYS,
     Alone,
     Case,
     Script,
@@ -85,31 +84,14 @@ def train_recomputed(kind: type[Recomputed], reentrant: bool, nested: bool = Fal
 SEGMENTS = {
     "reentrant, flat": train_recomputed(Recomputed, True),
     "reentrant, nested": train_recomputed(Recomputed, True, nested=True),
-    "non-reentrant, flat": train_recomputed(Recomputed, False),
     "non-reentrant, nested": train_recomputed(Recomputed, False, nested=True),
+    "of the whole model, micro-batches": train_recomputed(AllRecomputed, True, micro_batches=2),
 }
 
 
 @nested_warns
 def test_checkpointing_with_a_weight_shared_by_segments(subtests: pytest.Subtests) -> None:
-    check_each({f"{kind}, {way}": Case(SEGMENTS[kind], BOTH[way]) for kind, way in in_both(SEGMENTS)}, subtests)
-
-
-def test_checkpointing_on_other_world_sizes_and_without_overlap(subtests: pytest.Subtests) -> None:
-    def of(world_size: int, **options: Any) -> Case:
-        return Case(train_recomputed(Recomputed, True), options, world_size)
-
-    cases = {f"{size} ranks, {way}": of(size, partition_grad=True, **WAYS[way]) for size, way in product((1, 3), WAYS)}
-    check_each({**cases, "without overlap": of(3, overlap_communication=False)}, subtests)
-
-
-@nested_warns
-def test_checkpointing_over_several_micro_batches(subtests: pytest.Subtests) -> None:
-    def of(kind: type[Recomputed], way: str) -> Case:
-        return Case(train_recomputed(kind, True, micro_batches=2), BOTH[way])
-
-    kinds = (Recomputed, AllRecomputed)
-    check_each({f"{kind.__name__}, {way}": of(kind, way) for kind, way in in_both(kinds)}, subtests)
+    check_each({f"{kind}, {way}": Case(SEGMENTS[kind], BOTH[way], 3) for kind, way in in_both(SEGMENTS)}, subtests)
 
 
 def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -44,20 +44,6 @@ def test_ranks_start_from_rank_zero_s_parameters_and_buffers() -> None:
     check_close(ranks[0], ranks, 0.0)
 
 
-def test_masters_start_from_rank_zero_s_parameters(subtests: pytest.Subtests) -> None:
-    def wrap(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
-        model = net(seed=rank).to(dtype)
-        optimizer = LowLevelZeroOptimizer(adamw(model))  # without a model
-        return [p32.clone() for p32 in optimizer.get_working_to_master_map().values()]
-
-    for (dtype,), ran in run_cases(wrap, 2, [(torch.float32,), (torch.bfloat16,)], one_group=True):
-        with subtests.test(dtype=dtype):
-            for p, *own in zip(net().to(dtype).parameters(), *ran.values(), strict=True):
-                flat = torch.cat(own)[: p.numel()]
-                assert flat.dtype == torch.float32
-                assert torch.equal(flat, p.detach().flatten().float())
-
-
 # State from before
 
 BEFORE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -82,27 +68,11 @@ def test_an_optimizer_that_has_trained_goes_on_from_rank_zero_s_state(subtests: 
 
         return script
 
-    cases = [
-        (make, size, stage)
-        for make, (size, stage) in product(BEFORE, ((1, "stage2"), (3, "stage1"), (4, "stage2")))
-        if (make, size) != ("rprop", 1)  # which doesn't see a factor
-    ]
+    cases = [(make, size, stage) for make, (size, stage) in zip(BEFORE, cycle(((3, "stage1"), (2, "stage2"))))]
     check_each(
         {f"{make}, {size} ranks": Case(script_of(make, size), STAGES[stage], size) for make, size, stage in cases},
         subtests,
     )
-
-
-def test_state_of_a_sixteen_bit_model_becomes_fp32() -> None:
-    def wrap(rank: int, world_size: int) -> set[torch.dtype]:
-        model = net().bfloat16()
-        inner = adamw(model)
-        steps(Alone(world_size), model, inner, range(1))
-        optimizer = LowLevelZeroOptimizer(inner, model=model)
-        steps(Together(rank), model, optimizer, range(1))
-        return {state[key].dtype for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")}
-
-    assert run_ranks(wrap, 2) == [{torch.float32}] * 2
 
 
 # Forced dtypes

@@ -90,7 +90,6 @@ ROOMS: dict[str, Callable[[], Room]] = {
     "beside a plain tensor": of(torch.float32, 8, (7,)),
     "a short one": of(torch.float32, 6, (5,)),
     "one that 4 ranks pad by 3": of(torch.float32, 12, (3, 3)),
-    "fp64": of(torch.float64, 8, (7,), (1,)),
     "bf16": of(torch.bfloat16, 8, (7,), (1,)),
     "behind a gap": behind_a_gap,
     "an array's": of_an_array,
@@ -158,11 +157,11 @@ def check_room(make: Callable[[], Room], options: dict[str, Any], rank: int, wor
         assert torch.equal(tensor, value), "something was written beside the parameters"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_parameters_train_as_if_they_had_their_storage_to_themselves(world_size: int) -> None:
     def work(rank: int, world_size: int) -> list[str]:
         wrong = []
-        for size, what, how in covering((1, 2, 3, 4), ROOMS, OPTIONS):
+        for size, what, how in covering((2, 3, 4), ROOMS, OPTIONS):
             try:
                 if size == world_size:
                     check_room(ROOMS[what], OPTIONS[how], rank, world_size)

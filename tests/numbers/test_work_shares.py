@@ -29,7 +29,7 @@ def test_tables(costs: tuple[int, ...], world_size: int, most: int, expected: li
     assert share_out(pieces(*costs), world_size, most) == expected
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_piece_has_one_owner_and_the_ranks_have_as_much_to_do(seed: int) -> None:
     draw = random.Random(seed)
     world_size, most = draw.randint(1, 9), draw.randint(1, 300)
