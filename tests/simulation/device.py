@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowlevel_zero.streams import Streams
+from lowlevel_zero.streams import Mark, Streams
 
 from .network import Network
 from .pending import Pending, apart
@@ -40,6 +40,11 @@ class SimulatedStreams(Streams):
     def end(self) -> int:
         """How many things it has been told to do."""
         return self._done + len(self._queue)
+
+    @property
+    def reached(self) -> int:
+        """How many of them it has done."""
+        return self._done
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -65,6 +70,11 @@ class SimulatedStreams(Streams):
             end = self.end
             self._network.scheduler.wait(lambda: self.is_ready(end, {}))
             self.advance(end)
+
+    def mark(self) -> Mark:
+        """Where the current stream is now."""
+        actor = self._network.scheduler.running
+        return _Reached(self._network, self, self.end) if actor is not None and actor.stream is self else Mark()
 
     def add(self, step: Callable[[], object] | Pending) -> None:
         """One more thing to do; of what is pending: to wait for it."""
@@ -101,6 +111,31 @@ class _Joined(Pending):
 
     def finish(self) -> None:
         self._stream.advance(self._position)
+
+
+class _Reached(Mark):
+    """A point in a stream beside home."""
+
+    def __init__(self, network: Network, stream: SimulatedStreams, position: int) -> None:
+        self._network, self._stream, self._position = network, stream, position
+
+    def wait(self) -> None:
+        """Home waits where the host does."""
+        actor = self._network.scheduler.running
+        if actor is None or actor.stream is None:
+            self.synchronize()
+        elif actor.stream is not self._stream:
+            actor.stream.add(_Joined(self._stream, self._position))
+
+    def synchronize(self) -> None:
+        """Return when the stream has come so far."""
+        if not self.query():
+            self._network.scheduler.wait(lambda: self._stream.is_ready(self._position, {}))
+            self._stream.advance(self._position)
+
+    def query(self) -> bool:
+        """Whether the stream has come so far."""
+        return self._stream.reached >= self._position
 
 
 class _Recording(TorchDispatchMode):
