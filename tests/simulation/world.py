@@ -234,11 +234,12 @@ def _one_process_for_all() -> Iterator[None]:
     """Keep what the caller's process has once, and garbage from being collected at chance moments."""
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _PROCESS_WIDE]
     kept.append((streams, "of_host", streams.of_host))
-    before, generator, collects = seam.runtime(), torch.get_rng_state().tolist(), gc.isenabled()
+    before, generator, collects = seam.runtime(), torch.get_rng_state(), gc.isenabled()
     register(lambda: _networks[-1])
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     gc.disable()
-    gc.freeze()  # what was there before is no garbage of this run, and isn't looked through
+    gc.collect()
+    gc.freeze()  # what was there before is no garbage of this run, and isn't looked through, then or ever
     hook = sys.unraisablehook
     sys.unraisablehook = lambda told: None if isinstance(told.exc_value, SimulationEnded) else hook(told)
     try:
@@ -249,9 +250,8 @@ def _one_process_for_all() -> Iterator[None]:
         for owner, name, value in kept:
             setattr(owner, name, value)
         seam.install(before)
-        torch.set_rng_state(torch.tensor(generator, dtype=torch.uint8))
+        torch.set_rng_state(generator)
         gc.collect()
-        gc.unfreeze()
         if collects:
             gc.enable()
 
