@@ -26,7 +26,7 @@ from tqdm import tqdm
 from tests.simulation.coverage_of_story import table
 from tests.simulation.draw import draw
 from tests.simulation.outcome import CARRIERS, Carrier
-from tests.simulation.run import Verdict, run, run_seed
+from tests.simulation.run import Verdict, run
 from tests.simulation.shrink import shrink
 from tests.support.warm_up import warm_up
 
@@ -47,18 +47,16 @@ class Tally:
     refused: int = 0
     failures: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, seed: int, verdicts: Sequence[Verdict]) -> None:
+    def add(self, seed: int, verdict: Verdict) -> None:
         self.seeds += 1
-        for verdict in verdicts:
-            program = verdict.program
-            self.kinds[program.kind] += 1
-            self.carriers[program.carrier] += 1
-            self.hand_overs += verdict.outcome.hand_overs
-            self.refused += verdict.refused
-            if program.fault is not None:
-                self.faults[program.fault.kind] += 1
-            if verdict.failure is not None:
-                self.failures.append((seed, told(verdict)))
+        self.kinds[verdict.program.kind] += 1
+        self.carriers[verdict.program.carrier] += 1
+        self.hand_overs += verdict.outcome.hand_overs
+        self.refused += verdict.refused
+        if verdict.injected:
+            self.faults[verdict.injected] += 1
+        if verdict.failure is not None:
+            self.failures.append((seed, told(verdict)))
 
     def __iadd__(self, other: Tally) -> Tally:
         self.seeds += other.seeds
@@ -71,8 +69,7 @@ class Tally:
         return self
 
     def lines(self) -> Iterator[str]:
-        runs = sum(self.kinds.values())
-        yield f"{self.seeds:,} seeds, {runs:,} sequences, of which {self.refused:,} were refused by all ranks"
+        yield f"{self.seeds:,} seeds, in which all ranks refused {self.refused:,} calls"
         yield f"by kind: {_counted(self.kinds)}"
         yield f"by network: {_counted(self.carriers)}"
         yield f"{self.hand_overs:,} hand-overs, at each of which a deadlock was looked for"
@@ -124,7 +121,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _replay(seed: int, carrier: Carrier | None) -> int:
     """Print what a seed draws, and its failure shrunk."""
     print(draw(seed, carrier))
-    verdict = run_seed(seed, carrier)[-1]
+    verdict = run(draw(seed, carrier))
     print(f"trace {verdict.outcome.trace}, {verdict.outcome.hand_overs} hand-overs")
     if verdict.failure is None:
         print("right")
@@ -180,7 +177,7 @@ def _work(counter: Any, last: int | None, until: float, carrier: Carrier | None,
             break
         tally = Tally()
         for seed in seeds:
-            tally.add(seed, run_seed(seed, carrier))
+            tally.add(seed, run(draw(seed, carrier)))
         results.put(tally)
         gc.collect()
     results.put(None)

@@ -24,6 +24,8 @@ BOTH = ("through", "plain through", "nested")  # backwards through the models of
 
 WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct")
 
+EDITS = ("scale", "scale twice", "add", "copy")  # of one weight's p.grad
+
 CALLS: dict[str, Kind] = {
     **dict.fromkeys((*BACKWARDS, *BOTH), Kind()),
     "step": Kind("step"),
@@ -33,10 +35,14 @@ CALLS: dict[str, Kind] = {
     "clip": Kind("clip_grad_norm_"),
     "torch's clip": Kind("take norms of p.grad", quiet=True),
     "norm": Kind("take norms of p.grad", quiet=True),
-    "scale": Kind("edit p.grad", quiet=True),
+    **dict.fromkeys(EDITS, Kind("edit p.grad", quiet=True)),
+    "clone": Kind("get_param_grad"),
     "gradient": Kind("get_param_grad"),
     "verify": Kind("verify"),
     "reload": Kind("state_dict"),
+    "save": Kind("save a checkpoint to"),
+    "load": Kind("load the checkpoint"),
+    "load raising": Kind("load the checkpoint"),
     "add group": Kind("add_param_group"),
     "synchronize": Kind("synchronize"),
     "construct": Kind("construct its LowLevelZeroOptimizer"),
@@ -52,7 +58,6 @@ CALLS: dict[str, Kind] = {
 
 # After the rows, and after an error, every rank begins anew: it clears gradients, meets the others in a call that
 # programs don't make elsewhere, makes settings and weights alike where they have come to differ, and trains on.
-TRAINED_ON = 2
 REPAIRED = 0.25  # what written weights become
 
 
@@ -60,10 +65,10 @@ def closing(program: Program) -> list[Call]:
     """What every rank calls behind its rows, and after an error."""
     parts = range(len(program.parts))
     begin = [Call(name, of) for name in ("zero_grad", "together") for of in parts]
-    if program.fault is not None or not all(map(is_alike, program.rows)):
-        begin.append(Call("repair", amount=REPAIRED))
     train = [Call(name, of) for of in parts for name in ("backward", "step", "zero_grad")]
-    return begin + train * TRAINED_ON
+    if program.fault is None and all(map(is_alike, program.rows)):
+        return begin + train
+    return [*begin, Call("repair", amount=REPAIRED), *train, *train]
 
 
 def all_calls(program: Program, rank: int) -> list[Call | None]:

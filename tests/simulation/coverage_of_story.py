@@ -43,10 +43,11 @@ def _measure(seeds: range) -> Iterator[Measured]:
 
     measuring = coverage.Coverage(data_file=None, branch=True, include=list(STORY), concurrency="thread")
     measuring.start()
-    from tests.simulation.run import run_seed  # what it imports is measured too
+    from tests.simulation.draw import draw
+    from tests.simulation.run import run  # what it imports is measured too
 
     for seed in seeds:
-        run_seed(seed)
+        run(draw(seed))
     measuring.stop()
     for file in sorted(measuring.get_data().measured_files()):
         numbers = measuring._analyze(file).numbers

@@ -6,19 +6,26 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from tests.simulation.calls import EDITS
+from tests.simulation.outcome import Fault
 from tests.simulation.program import NOTHING, Call, Part, Program, Row, Weight
 
 SHAPES = [(3,), (), (1,), (0, 3), (7,), (2, 3), (4,), (2, 2, 2), (16,)]
 CARRIERS = ("messages", "memory", "nccl")
 MOST_CALLS = 12
+FAULT_WITHIN = 200  # messages or hand-overs of a rank: about as many as the longest programs have
 
 # How often what comes between backward and step.
 BETWEEN = {
     "clip": 12,
     "torch's clip": 12,
     "norm": 8,
-    "scale": 8,
-    "gradient": 8,
+    "scale": 5,
+    "scale twice": 2,
+    "add": 4,
+    "copy": 3,
+    "clone": 3,
+    "gradient": 6,
     "grad = None": 14,
     "verify": 5,
     "reload": 4,
@@ -31,6 +38,8 @@ BETWEEN = {
     "zero_grad": 3,
     "add group": 6,
     "together": 2,
+    "save": 2,
+    "load": 2,
 }
 
 # How often what one rank does alone.
@@ -48,7 +57,13 @@ APART = {
     "norm": 4,
     "reload": 3,
     "freeze": 3,
+    "save": 1,
+    "load raising": 2,
 }
+
+
+# Calls that concern one weight.
+OF_A_WEIGHT = (*EDITS, "norm", "clone", "gradient", "grad = None", "write weight", "freeze", "raising")
 
 
 def draw(seed: int, carrier: str | None = None) -> Program:
@@ -62,7 +77,7 @@ class Drawing:
     def __init__(self, random: Random, carrier: str | None) -> None:
         self.random = random
         self.carrier = carrier or self.one_of(*CARRIERS)
-        self.ranks = random.choices([2, 3, 4], [60, 25, 15])[0]
+        self.ranks = random.choices([2, 3, 4], [65, 25, 10])[0]
 
     def program(self, seed: int) -> Program:
         count = 2 if self.chance(0.2) else 1
@@ -71,7 +86,14 @@ class Drawing:
         kind = "alike"
         if self.chance(0.45):
             kind, rows = self.differing(rows)
-        return Program(self.ranks, self.carrier, tuple(self.parts), tuple(rows[:MOST_CALLS]), seed, kind=kind)
+        return Program(self.ranks, self.carrier, tuple(self.parts), tuple(rows[:MOST_CALLS]), seed, self.fault(), kind)
+
+    def fault(self) -> Fault | None:
+        """A message that waits, or a rank that dies; where the program never comes to it, there is none."""
+        kind = self.random.choices([None, "wait", "die"], [82, 12, 6])[0]
+        if kind is None:
+            return None
+        return Fault(self.random.randrange(self.ranks), int(FAULT_WITHIN * self.random.random() ** 2), kind)
 
     def chance(self, odds: float) -> bool:
         return self.random.random() < odds
@@ -204,19 +226,17 @@ class Drawing:
         return [one() if rank == odd else 0 for rank in range(self.ranks)]
 
     def between(self, of: int) -> Row:
-        names = dict(BETWEEN)
-        if any(weight.expert for weight in self.parts[of].weights):
-            for name in ("torch's clip", "norm"):  # which are refused there
-                del names[name]
-        return self.alike(self.call(self.random.choices([*names], [*names.values()])[0], of))
+        return self.alike(self.call(self.choice(BETWEEN, of), of))
+
+    def choice(self, odds: dict[str, int], of: int) -> str:
+        """A name, but none of norms of ``p.grad`` where there are experts, for which they are refused."""
+        experts = any(weight.expert for weight in self.parts[of].weights)
+        names = [name for name in odds if not (experts and name in ("torch's clip", "norm"))]
+        return self.random.choices(names, [odds[name] for name in names])[0]
 
     def call(self, name: str, of: int) -> Call:
         trained = self.parts[of].trained
-        at = (
-            self.random.choice(trained)
-            if name in ("norm", "scale", "gradient", "grad = None", "write weight", "freeze", "raising")
-            else 0
-        )
+        at = self.random.choice(trained) if name in OF_A_WEIGHT else 0
         return Call(name, of, 0, at, self.one_of(0.5, 0.25, 2.0))
 
     # ---- how one rank differs ----
@@ -225,8 +245,8 @@ class Drawing:
         """One rank does something else at one place; but all construct, before which nothing can be agreed on."""
         places = [at for at, row in enumerate(rows) if row[0] is None or row[0].name != "construct"]
         rank, at = self.random.randrange(self.ranks), self.random.choice(places)
-        kind = self.random.choices([*APART], [*APART.values()])[0]
         of = self.random.randrange(len(self.parts))
+        kind = self.choice(APART, of)
         if kind == "leave out":
             return kind, self.put(rows, at, rank, None)
         if kind == "swap" and at + 1 in places:
@@ -237,6 +257,9 @@ class Drawing:
             return kind, self.put(rows, at, rank, self.call(name, of))
         if kind == "swap":
             return "leave out", self.put(rows, at, rank, None)
+        if kind == "load raising":
+            load = [self.call(kind if each == rank else "load", of) for each in range(self.ranks)]
+            return kind, [self.alike(Call("save", of)), *rows[:at], tuple(load), *rows[at:]]
         alone = tuple(self.call(kind, of) if each == rank else None for each in range(self.ranks))
         return f"{kind} alone", [*rows[:at], alone, *rows[at:]]
 

@@ -24,12 +24,23 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Residual layers of weights of any shape."""
+    """Residual layers of weights of any shape, and a state of the user's own, which may refuse to be loaded."""
+
+    refuses: Exception | None = None
 
     def __init__(self, part: Part, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.weights = nn.ParameterList(_made(weight, generator) for weight in part.weights)
+
+    def get_extra_state(self) -> str:
+        """What checkpoints have beside the weights."""
+        return "the user's own"
+
+    def set_extra_state(self, state: str) -> None:
+        """Take it, or raise what was asked for."""
+        if self.refuses is not None:
+            raise self.refuses
 
     def __getitem__(self, at: int) -> nn.Parameter:
         p: nn.Parameter = self.weights[at]

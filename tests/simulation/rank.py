@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from tests.simulation import net
-from tests.simulation.calls import BACKWARDS, BOTH, all_calls, written
+from tests.simulation.calls import BACKWARDS, BOTH, EDITS, all_calls, written
 from tests.simulation.log import Entry, Error, Log
 from tests.simulation.net import Batches, Net, loss_of, run_layers
 from tests.simulation.program import Part, Program
@@ -25,16 +26,17 @@ class UserError(Exception):
     """What a user's own hook raises."""
 
 
-def play(program: Program, rank: int, batches: Batches) -> Log:
-    """All that one rank does; its log holds neither models nor optimizers."""
-    return Rank(program, rank, batches).play()
+def play(program: Program, rank: int, batches: Batches, folder: str = "") -> Log:
+    """All that one rank does; its log holds neither models nor optimizers. Checkpoints come into ``folder``."""
+    return Rank(program, rank, batches, folder).play()
 
 
 class Rank:
     """One rank's models and optimizers."""
 
-    def __init__(self, program: Program, rank: int, batches: Batches) -> None:
-        self.program, self.rank, self.batches = program, rank, batches
+    def __init__(self, program: Program, rank: int, batches: Batches, folder: str) -> None:
+        self.program, self.rank, self.batches, self.folder = program, rank, batches, folder
+        self.saved: dict[int, tuple[str, int]] = {}  # by part, where, and how many param groups there were
         self.groups = _groups(program, rank)
         self.nets = [Net(part, seed=rank + 10 * number) for number, part in enumerate(program.parts)]
         self.optimizers = [self._optimizer(part, model) for part, model in zip(program.parts, self.nets, strict=True)]
@@ -150,14 +152,30 @@ class Rank:
         if gradient is not None and not entry.absent:
             entry.told = gradient.norm().clone()
 
-    def scale(self, entry: Entry) -> None:
+    @torch.no_grad()
+    def edit(self, entry: Entry) -> None:
+        call = entry.call
+        p = self.nets[call.of][call.at]
+        entry.absent = not _is_sharded(p.grad)
+        if p.grad is not None and not entry.absent:
+            if call.name == "scale":
+                p.grad.mul_(call.amount)
+            elif call.name == "scale twice":
+                torch._foreach_mul_([p.grad, p.grad], call.amount)
+            elif call.name == "add":
+                p.grad.add_(p, alpha=call.amount)
+            else:
+                p.grad.copy_(p * call.amount)
+
+    def clone(self, entry: Entry) -> None:
         gradient = self.nets[entry.call.of][entry.call.at].grad
         entry.absent = not _is_sharded(gradient)
         if gradient is not None and not entry.absent:
-            gradient.mul_(entry.call.amount)
+            entry.told = gradient.clone().clone()
 
     def gradient(self, entry: Entry) -> None:
-        entry.told = self.optimizers[entry.call.of].get_param_grad(self.nets[entry.call.of][entry.call.at])
+        gradient = self.optimizers[entry.call.of].get_param_grad(self.nets[entry.call.of][entry.call.at])
+        entry.told = None if gradient is None else gradient.clone()
 
     def verify(self, entry: Entry) -> None:
         self.optimizers[entry.call.of].verify()
@@ -165,6 +183,23 @@ class Rank:
     def reload(self, entry: Entry) -> None:
         optimizer = self.optimizers[entry.call.of]
         optimizer.load_state_dict(optimizer.state_dict())
+
+    def save(self, entry: Entry) -> None:
+        of = entry.call.of
+        path = f"{self.folder}/{of}/{entry.place}"
+        save_checkpoint(path, self.nets[of], self.optimizers[of])
+        self.saved[of] = path, len(self.optimizers[of].param_groups)
+
+    def load(self, entry: Entry) -> None:
+        of = entry.call.of
+        path, groups = self.saved.get(of, ("", 0))
+        entry.absent = groups != len(self.optimizers[of].param_groups)
+        if not entry.absent:
+            self.nets[of].refuses = UserError("the user's own") if entry.call.name == "load raising" else None
+            try:
+                load_checkpoint(path, self.nets[of], self.optimizers[of])
+            finally:
+                self.nets[of].refuses = None
 
     def together(self, entry: Entry) -> None:
         self.optimizers[entry.call.of].get_working_grads_by_group_id(0)
@@ -265,10 +300,14 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "clip": Rank.clip,
     "torch's clip": Rank.clip_by_torch,
     "norm": Rank.norm,
-    "scale": Rank.scale,
+    **dict.fromkeys(EDITS, Rank.edit),
+    "clone": Rank.clone,
     "gradient": Rank.gradient,
     "verify": Rank.verify,
     "reload": Rank.reload,
+    "save": Rank.save,
+    "load": Rank.load,
+    "load raising": Rank.load,
     "together": Rank.together,
     "add group": Rank.add_group,
     "synchronize": Rank.synchronize,

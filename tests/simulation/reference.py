@@ -6,6 +6,8 @@ it says whether they had to refuse it, might refuse it, or had to make it.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,10 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.simulation import net
+from tests.simulation.calls import BOTH
 from tests.simulation.net import Net, Use
-from tests.simulation.program import Program
+from tests.simulation.program import Call, Part, Program
 
 Key = tuple[int, int]  # a weight's number, and which half of the ranks has it: experts differ, others are 0
+
+
+def _is_coarse(part: Part) -> bool:
+    dtypes = {*(weight.dtype for weight in part.weights), part.keywords.get("communication_dtype")}
+    return bool(dtypes & {"bfloat16", "float16"})
+
+
+def _passes_through(program: Program) -> bool:
+    """Whether a loss of one model follows from the other model."""
+    return any(call is not None and call.name in BOTH for row in program.rows for call in row)
 
 
 class PartReference:
@@ -28,12 +41,14 @@ class PartReference:
         own: by rank, what its backwards have added since, and reduce.
         local: by rank, what waits in ``p.grad`` to be reduced.
         norm: the last step's.
+        is_coarse: its numbers are rounded to 16 bits, or follow from others that are.
     """
 
     def __init__(self, program: Program, number: int) -> None:
         self.part, self.ranks = program.parts[number], program.ranks
         self.weights = self._whole(number)
         self.masters: dict[Key, nn.Parameter] = {}
+        self.is_coarse = any(map(_is_coarse, program.parts if _passes_through(program) else [self.part]))
         self.joined = False
         self.scale = net.SCALE if self.part.half else 1.0
         self.norm: Tensor | None = None
@@ -42,8 +57,8 @@ class PartReference:
         groups = net.groups_of(self.part, list(range(len(self.part.weights))))
         self.optimizer = net.OPTIMIZERS[self.part.optimizer]([self._of_masters(group) for group in groups])
         self.rates: list[list[float]] = [[] for _ in range(self.ranks)]
-        self.written_apart: set[int] = set()  # weights that some ranks have written, and others not
-        self.seen_apart: set[int] = set()  # those of them whose values have changed
+        self.written: list[list[int]] = [[] for _ in range(self.ranks)]  # weights, since the last step
+        self.saved: Any = None
         self.forget()
 
     def _whole(self, number: int) -> dict[Key, nn.Parameter]:
@@ -148,9 +163,28 @@ class PartReference:
             own.clear()
         self.forget_drops()
 
+    def edit(self, call: Call) -> None:
+        """Edit one weight's averaged gradient, in place. fp16: what has overflowed stays so."""
+        for key in [key for key in self.base if key[0] == call.at]:
+            base, weight = (
+                self.base[key],
+                self.weights[key].detach().to(self.base[key].dtype) * call.amount * self._over,
+            )
+            edited = {
+                "scale": base * call.amount,
+                "scale twice": base * call.amount**2,
+                "add": base + weight,
+                "copy": weight,
+            }[call.name]
+            self.base[key] = torch.where(base.isfinite(), edited, base) if self.part.half else edited
+
+    @property
+    def _over(self) -> int:
+        """What sums over the ranks are divided by."""
+        return 1 if self.part.keywords.get("reduction") == "sum" else self.ranks
+
     def average(self, key: Key) -> Tensor | None:
-        over = 1 if self.part.keywords.get("reduction") == "sum" else self.ranks
-        return self.base[key] / over if key in self.base else None
+        return self.base[key] / self._over if key in self.base else None
 
     def total_norm(self) -> Tensor:
         averages = [self.average(key) for key in self.base]
@@ -202,22 +236,53 @@ class PartReference:
                 self._of_masters({"params": self.part.late, "lr": net.rate_of(self.part, self.part.groups)})
             )
 
-    def changes(self, at: int) -> bool:
+    def written_apart(self, seen: bool = False) -> set[int]:
+        """Weights that some ranks have written more often than others; ``seen``: whose values that has changed."""
+        keys = {self.key(at, rank) for rank, written in enumerate(self.written) for at in written}
+        apart = {key for key in keys if len({self.written[rank].count(key[0]) for rank in self.sharers(key)}) > 1}
+        return {key[0] for key in apart if not seen or self._changes(key[0])}
+
+    def sharers(self, key: Key) -> list[int]:
+        """The ranks that have a weight, or half of an expert, in common."""
+        return [rank for rank in range(self.ranks) if self.key(key[0], rank) == key]
+
+    def _changes(self, at: int) -> bool:
         """Whether a product changes the values of a weight."""
         return any(bool((p.isfinite() & (p != 0)).any()) for (of, _), p in self.weights.items() if of == at)
+
+    def save(self) -> None:
+        """Keep all that a checkpoint has."""
+        factor = math.prod(self.rates[0])
+        self.saved = copy.deepcopy((self.weights, self.masters, self.scale, self.optimizer.state_dict()))
+        for group in self.saved[-1]["param_groups"]:
+            group["lr"] *= factor
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Take it again, without gradients."""
+        weights, masters, self.scale, states = copy.deepcopy(self.saved)
+        for kept, own in ((weights, self.weights), (masters, self.masters)):
+            for key, value in kept.items():
+                own[key].copy_(value)
+        self.optimizer.load_state_dict(states)
+        self.rates = [[] for _ in range(self.ranks)]
+        self.written = [[] for _ in range(self.ranks)]
+        self.forget()
 
     def rates_differ(self) -> bool:
         return any(rates != self.rates[0] for rates in self.rates)
 
-    def follow_rates(self) -> None:
-        """Take the changes of the learning rate that all ranks have made."""
+    def follow(self) -> None:
+        """Take the learning rates that all ranks have set, and the weights that they have written."""
         for group in self.optimizer.param_groups:
             for factor in self.rates[0]:
                 group["lr"] *= factor
         self.rates = [[] for _ in range(self.ranks)]
+        self.written = [[] for _ in range(self.ranks)]
 
     def repair(self, rank: int) -> None:
-        self.rates[rank] = []
+        """One rank makes its settings and weights what all ranks make them."""
+        self.rates[rank], self.written[rank] = [], []
         if rank == 0:
             for at, group in enumerate(self.optimizer.param_groups):
                 group["lr"] = net.rate_of(self.part, at)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from random import Random
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 
-from tests.simulation.draw import draw
 from tests.simulation.judge import Failure, Judge
 from tests.simulation.log import Log
 from tests.simulation.net import Batches
-from tests.simulation.outcome import Carrier, Fault, Outcome
+from tests.simulation.outcome import Outcome, SimulationEnded
 from tests.simulation.program import Program
 from tests.simulation.rank import play
 from tests.simulation.world import simulate
@@ -32,6 +32,19 @@ class Verdict:
     failure: Failure | None
     refused: int = 0
 
+    @property
+    def injected(self) -> str:
+        """The kind of the fault, if the run came to it."""
+        fault, outcome = self.program.fault, self.outcome
+        if fault is None:
+            return ""
+        came = {
+            "raise": bool(outcome.failed),
+            "wait": outcome.messages.get(fault.rank, 0) > fault.at,
+            "die": outcome.steps_of.get(fault.rank, 0) >= fault.at,
+        }
+        return fault.kind if came[fault.kind] else ""
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -48,9 +61,9 @@ def quiet() -> Iterator[None]:
 def run(program: Program, count: bool = False) -> Verdict:
     """Run a program; ``count``: operations are counted, in which faults may be."""
     batches = Batches(program)
-    with quiet():
+    with quiet(), _folder(program) as folder:
         outcome = simulate(
-            lambda rank: play(program, rank, batches),
+            lambda rank: play(program, rank, batches, folder),
             program.ranks,
             program.schedule,
             program.carrier,
@@ -63,6 +76,12 @@ def run(program: Program, count: bool = False) -> Verdict:
         return Verdict(program, outcome, failure)
 
 
+def _folder(program: Program) -> AbstractContextManager[str]:
+    """A folder for checkpoints, if any are saved."""
+    saves = any(call is not None and call.name == "save" for row in program.rows for call in row)
+    return TemporaryDirectory() if saves else nullcontext("")
+
+
 def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
     """Raise ``Failure`` where the run is wrong; else how often a call was refused."""
     if outcome.deadlock is not None:
@@ -70,13 +89,12 @@ def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
         raise Failure("deadlock", f"no rank can go on:\n{stacks}")
     if outcome.mismatch is not None:
         raise Failure("mismatch", outcome.mismatch)
-    died = {program.fault.rank} if program.fault is not None and program.fault.kind == "die" else set()
-    crashed = {rank: error for rank, error in outcome.errors.items() if rank not in died}
-    if crashed:
-        told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in crashed.items())
-        raise Failure("crash", told)
-    if died:
+    if program.fault is not None and isinstance(outcome.errors.get(program.fault.rank), SimulationEnded):
+        _judge_death(outcome, program.fault.rank)
         return 0
+    if outcome.errors:
+        told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in outcome.errors.items())
+        raise Failure("crash", told)
     judge = Judge(program, [outcome.results[rank] for rank in range(program.ranks)], batches)
     judge.judge()
     if outcome.left:
@@ -84,17 +102,10 @@ def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
     return judge.refused
 
 
-def run_seed(seed: int, carrier: Carrier | None = None) -> list[Verdict]:
-    """Run the program of a seed, and once more with the fault that the seed draws; the last one may have failed."""
-    program = draw(seed, carrier)
-    random = Random(-seed)
-    kind = random.choices(["none", "raise", "wait", "die"], [70, 15, 10, 5])[0]
-    verdicts = [run(program, count=kind == "raise")]
-    if verdicts[0].failure is None and kind != "none":
-        places = {"raise": "operations", "wait": "messages", "die": "steps_of"}[kind]
-        rank = random.randrange(program.ranks)
-        among = getattr(verdicts[0].outcome, places).get(rank, 0)
-        if among:
-            fault = Fault(rank, random.randrange(among), kind)
-            verdicts.append(run(replace(program, fault=fault, kind=f"{kind} fault")))
-    return verdicts
+def _judge_death(outcome: Outcome[Log], died: int) -> None:
+    """Raise ``Failure`` unless all that ranks have raised tells that one was lost, or refuses a call."""
+    told = [(rank, f"{type(error).__name__}: {error}") for rank, error in outcome.errors.items() if rank != died]
+    told += [(rank, str(entry.error)) for rank, log in outcome.results.items() for entry in log.errors]
+    for rank, error in told:
+        if not re.search(r"\bexpected\b|Connection closed", error):
+            raise Failure("death untold", f"rank {rank}: {error}")

@@ -134,4 +134,4 @@ def _odd(program: Program) -> bool:
 def test_the_tolerance_is_small() -> None:
     """In fp32; numbers that are rounded to 16 bits may differ by more."""
     part = judge.PartReference(TWO_STEPS, 0)
-    assert judge.tolerance(part, torch.float32, 1.0) < 2e-5
+    assert judge.tolerance(part, torch.float32, 1.0) < 2e-4
