@@ -268,9 +268,9 @@ MUTANTS = [
     ),
     Mutant(
         "a step that overflows is taken",
-        STEPPER,
-        " and scale.overflow.item():",
-        " and False:",
+        OPTIMIZER,
+        "elif overflow.item():",
+        "elif False:",
         STEPPING,
     ),
     Mutant("the loss isn't scaled", OPTIMIZER, "loss * scale.to(loss.device)", "loss * 1", NUMBERS),

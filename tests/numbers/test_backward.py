@@ -141,35 +141,6 @@ def test_a_loss_of_nothing_is_told_of_once(caplog: pytest.LogCaptureFixture) -> 
     assert "doesn't require grad" in messages[0]
 
 
-class Summed(nn.Module):
-    """Two parameters whose gradients autograd keeps in one memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(4, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.one.view(-1) + self.other.view(-1)) * x
-
-
-def test_gradients_that_share_memory_are_each_reduced_once(subtests: pytest.Subtests) -> None:
-    def script(side: Alone) -> nn.Module:
-        model = Summed()
-        optimizer = side.wrap(momentum(model), model)
-        for _ in range(3):
-            side.backward(optimizer, side.mean(lambda rank: model(torch.arange(24.0) * (rank + 1)).sum()))
-            side.step(optimizer)
-            optimizer.zero_grad()
-        return model
-
-    model = Summed()
-    model(torch.arange(24.0)).sum().backward()
-    assert model.one.grad is not None
-    assert model.other.grad is not None
-    assert model.one.grad.data_ptr() == model.other.grad.data_ptr()  # else the test is none
-    check_each({way: Case(script, BOTH[way], 3) for way in BOTH}, subtests)
-
-
 # Where gradients are
 
 

@@ -126,20 +126,6 @@ def test_ranks_that_lack_gradients_and_norms_that_are_not_finite(subtests: pytes
                 ran.values()
 
 
-def clip_values_of_one_optimizer_alone(rank: int, world_size: int) -> Tensor | None:
-    part = Part(0)
-    optimizer = LowLevelZeroOptimizer(sgd(part.parameters()), model=part)
-    lowlevel_zero.clip_grad_value_(part.parameters(), 0.25)  # where nothing has a gradient
-    optimizer.backward(part(batch(0, rank)).sum() * 1000)
-    lowlevel_zero.clip_grad_value_(part.parameters(), 0.25)
-    return optimizer.get_param_grad(part.second.bias)
-
-
-def test_values_are_clipped_where_no_parameter_is_a_plain_one() -> None:
-    for gradient in run_ranks(clip_values_of_one_optimizer_alone, 2):
-        assert gradient.eq(0.25).all()
-
-
 def clip_experts(rank: int, world_size: int, run: Run, norm_type: float) -> tuple[list[float], dict[str, Tensor]]:
     """Every rank has experts of its own; the norm is that of all."""
     trained = prepare(rank, run)

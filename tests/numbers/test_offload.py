@@ -82,20 +82,6 @@ def test_masters_are_copies_and_gradients_arrive_beside_them() -> None:
     run_ranks(work, 2)
 
 
-def test_memory_in_stage_2_is_whole_parameters_and_slices_of_all_else() -> None:
-    def work(rank: int, world_size: int) -> dict[str, int]:
-        model = nn.Linear(64, 64, bias=False).bfloat16()
-        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), cpu_offload=True, partition_grad=True)
-        optimizer.backward(model(torch.ones(1, 64, dtype=torch.bfloat16)).sum())
-        optimizer.step()
-        return optimizer.memory_held()
-
-    for held in run_ranks(work, 2):
-        assert held["parameters"] == 64 * 64 * 2
-        assert held["masters"] == 64 * 32 * 4
-        assert 64 * 32 * 8 <= held["states"] <= 64 * 32 * 8 + 4
-
-
 # ---- the two sides ----
 
 

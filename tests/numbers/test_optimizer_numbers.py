@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.covering import covering
 from tests.support.judging import check_movement, check_norms, check_run, mistakes
@@ -207,48 +207,7 @@ def test_sixteen_bit_wire_for_an_fp32_model(subtests: pytest.Subtests) -> None:
                 check_movement(run, expected, got, 1e-6)
 
 
-# Models of several dtypes, and of fp64
-
-
-class Mixed(nn.Module):
-    """bf16 linears between fp32 norms, as ``build`` leaves them whatever dtype it asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in ((4, 5), (5, 5), (5, 5), (5, 3)))
-        self.norms = nn.ModuleList(nn.LayerNorm(5) for _ in range(3))
-
-    def to(self, *args: Any, **kwargs: Any) -> Mixed:
-        self.linears.to(torch.bfloat16)
-        return self
-
-    def forward(self, x: Tensor, drop: set[int]) -> Tensor:
-        hidden = x
-        for place, linear in enumerate(self.linears):
-            if place in (1, 2) and place in drop:
-                continue
-            hidden = linear(hidden.bfloat16()).float()
-            if place < 3:
-                hidden = torch.tanh(self.norms[place](hidden))
-        return hidden
-
-
-MIXED_WAYS: dict[str, dict[str, Any]] = {
-    "clip": {"clip": 0.3},
-    "no_sync": {"micro_batches": 3, "no_sync": True},
-    "drop": {"drop": DROPS["different"], "micro_batches": 3},
-}
-
-
-def test_mixed_dtypes(subtests: pytest.Subtests) -> None:
-    def of(world_size: int, stage: str, way: str) -> Run:
-        run = Run(world_size=world_size, model=Mixed, **MIXED_WAYS[way])
-        return run.with_options(**STAGES[stage], reduce_bucket_size=60)
-
-    cases = zip((2, 4, 3), STAGES, MIXED_WAYS, strict=True)
-    for name, run, ran in trained({label(case): of(*case) for case in cases}, masters_of):
-        with subtests.test(name):
-            check_masters(run, ran.values(), share_of(torch.bfloat16, run.world_size))
+# A wide model
 
 
 def test_fp64_stays_fp64(subtests: pytest.Subtests) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,12 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
-from tests.support.oracle import check_close
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.scripts import (
     BOTH,
-    STAGES,
-    TIMEOUT,
     Alone,
     Case,
     Script,
@@ -27,7 +23,6 @@ from tests.support.scripts import (
     in_both,
     loss_at,
     momentum,
-    parameters_of,
 )
 
 # Of a reentrant segment in another: the outer one's forward runs without gradients.
@@ -119,26 +114,6 @@ def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on() 
     for arrivals, (first, *later) in run_ranks(count, 2):
         assert arrivals == 2 * 3
         assert later[0] == later[1] < first
-
-
-@nested_warns
-def test_a_late_gradient_of_one_rank_is_reduced(subtests: pytest.Subtests) -> None:
-    """The other takes no segment."""
-
-    def train(rank: int, world_size: int, stage: str, nested: bool) -> dict[str, Tensor]:
-        model = Recomputed(True, nested)
-        optimizer = LowLevelZeroOptimizer(momentum(model), model=model, reduce_bucket_size=1, **STAGES[stage])
-        for step in range(4):
-            model.reentrant = rank == 0
-            optimizer.backward(loss_at(model, 7 * step)(rank))
-            optimizer.step()
-            optimizer.zero_grad()
-        return parameters_of(model)
-
-    for (stage, nested), ran in run_cases(train, 2, product(STAGES, (False, True)), timeout=TIMEOUT, one_group=True):
-        with subtests.test(stage=stage, nested=nested):
-            expected = parameters_of(train_recomputed(Recomputed, True, nested)(Alone(2)))
-            check_close(expected, ran.values(), 2e-6)
 
 
 @contextmanager

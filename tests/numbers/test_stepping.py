@@ -140,8 +140,6 @@ def test_a_fused_optimizer_scales_as_we_would(subtests: pytest.Subtests) -> None
 
 @pytest.mark.parametrize("make", [fused, AdamW])
 def test_an_overflow_leaves_everything_as_it_is(make: Callable[[Any], Optimizer]) -> None:
-    """A fused optimizer does so without telling the host."""
-
     def work(rank: int, _size: int) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 4).half()

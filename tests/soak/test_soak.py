@@ -20,7 +20,7 @@ from tests.support.soak import Held, Soak, train_alone, train_rank
 pytestmark = pytest.mark.soak
 
 WAYS = {
-    "stage 1": Soak(),
+    "stage 1": Soak(world_size=4),
     "stage 2": Soak(options={"partition_grad": True, "reduce_bucket_size": 100}),
     "messages": Soak(shared_memory=False, options={"partition_grad": True}),
     "overlapped gathers": Soak(options={"overlap_allgather": True, "reduce_bucket_size": 100}),
@@ -30,11 +30,9 @@ WAYS = {
 def check(soak: Soak, folder: Path, timeout: float) -> None:
     expected = train_alone(soak)
     reports = run_ranks(train_rank, soak.world_size, soak, str(folder), init=False, timeout=timeout)
-    print(*reports, sep="\n")
     for report in reports:
         for name, value in expected.parameters.items():
             torch.testing.assert_close(report.outcome.parameters[name], value, rtol=1e-6, atol=1e-8)
-        assert report.outcome.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
         assert report.outcome.norms == pytest.approx(expected.norms, rel=1e-6)  # Adam hides a factor, and clipping too
         assert report.after == report.before
         assert bool(report.during.mapped) == soak.shared_memory
@@ -44,14 +42,13 @@ def check(soak: Soak, folder: Path, timeout: float) -> None:
 
 @pytest.mark.parametrize("way", ["stage 2", "messages"])
 def test_a_short_run(way: str, tmp_path: Path) -> None:
-    check(replace(WAYS[way], steps=60, evaluate_every=5, save_every=15), tmp_path, timeout=60)
+    check(replace(WAYS[way], steps=60, measure_every=5, save_every=15), tmp_path, timeout=60)
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_long_run(way: str, world_size: int, tmp_path: Path) -> None:
-    check(replace(WAYS[way], world_size=world_size), tmp_path, timeout=1700)
+def test_a_long_run(way: str, tmp_path: Path) -> None:
+    check(WAYS[way], tmp_path, timeout=1700)
 
 
 @pytest.mark.parametrize("what", ["file", "thread", "memory"])

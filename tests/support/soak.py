@@ -10,7 +10,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -32,12 +32,12 @@ PATTERNS = 10
 
 @dataclass(frozen=True)
 class Soak:
-    """A run of so many steps; it saves and evaluates every so many."""
+    """A run of so many steps; it saves, and its memory is measured, every so many."""
 
     world_size: int = 2
     steps: int = 2000
     save_every: int = 100
-    evaluate_every: int = 50
+    measure_every: int = 50
     shared_memory: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -60,27 +60,20 @@ def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
     return (out - x[:, :3].sin()).square().mean() / MICRO_BATCHES
 
 
-@torch.no_grad()
-def evaluated(model: nn.Module, step: int) -> float:
-    model.eval()
-    loss = loss_of(model, -step, 0, 0).item()
-    model.train()
-    return loss
-
-
 # ---- the oracle ----
 
 
 class Outcome(NamedTuple):
+    """The parameters in the end, and the norm of each step's gradients."""
+
     parameters: dict[str, Tensor]
-    evaluations: list[float]
     norms: list[float]
 
 
 def train_alone(soak: Soak) -> Outcome:
     model = model_of(0)
     optimizer = optimizer_of(model)
-    evaluations, norms = [], []
+    norms = []
     for step in range(1, soak.steps + 1):
         for micro in range(MICRO_BATCHES):
             for rank in range(soak.world_size):
@@ -88,9 +81,7 @@ def train_alone(soak: Soak) -> Outcome:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-        if step % soak.evaluate_every == 0:
-            evaluations.append(evaluated(model, step))
-    return Outcome(values(model), evaluations, norms)
+    return Outcome(values(model), norms)
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -148,7 +139,7 @@ class Report(NamedTuple):
     """What a rank has to tell.
 
     Attributes:
-        memory: at every evaluation.
+        memory: as it was measured.
         before, during, after: what was held before it joined a process group, after the last step, and when group and
             optimizer had gone.
     """
@@ -166,12 +157,6 @@ class Report(NamedTuple):
         early, late = median(sizes[quarter : 2 * quarter]), median(sizes[-quarter:])
         return float(late / early - 1)
 
-    def __str__(self) -> str:
-        last = self.memory[-1]
-        resident = f"{last.resident / 2**20:.0f} MiB resident ({self.growth('resident'):+.2%})"
-        objects = f"{last.objects:,} objects ({self.growth('objects'):+.2%})"
-        return f"{resident}, {objects}; {len(self.after.files)} files and {self.after.threads} threads, as before"
-
 
 def train_rank(rank: int, world_size: int, soak: Soak, folder: str) -> Report:
     """Joins a process group of its own, trains, and leaves."""
@@ -179,26 +164,20 @@ def train_rank(rank: int, world_size: int, soak: Soak, folder: str) -> Report:
         os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = "0"
     logging.disable()  # pytest keeps every record, and torch's checkpoints make many
     _once(rank, world_size, soak, f"{folder}/once")  # what torch keeps for good, it has now
-    before = _settled()
+    before = _held_when(_has_nothing_of_ours)
     outcome, memory, during = _once(rank, world_size, soak, f"{folder}/soak", soak.steps)
-    return Report(outcome, memory, before, during, _held_at_last(before))
+    return Report(outcome, memory, before, during, _held_when(lambda held: held == before))
 
 
-def _settled(patience: float = 20.0) -> Held:
-    """What is held when this package's threads and memory of an earlier process group have gone by themselves."""
+def _has_nothing_of_ours(held: Held) -> bool:
+    """Tell whether this package's threads and memory of an earlier process group have gone by themselves."""
+    return not held.mapped and not any(name.startswith("lowlevel_zero") for name in held.python_threads)
+
+
+def _held_when(settled: Callable[[Held], bool], patience: float = 20.0) -> Held:
+    """Return what is held once it has settled, since threads end by themselves, or when patience ends."""
     deadline = time.monotonic() + patience
-    while True:
-        held = Held.now()
-        ours = held.mapped or [name for name in held.python_threads if name.startswith("lowlevel_zero")]
-        if not ours or time.monotonic() > deadline:
-            return held
-        time.sleep(0.05)
-
-
-def _held_at_last(before: Held, patience: float = 20.0) -> Held:
-    """What is held when threads that end by themselves have done so."""
-    deadline = time.monotonic() + patience
-    while (held := Held.now()) != before and time.monotonic() < deadline:
+    while not settled(held := Held.now()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return held
 
@@ -215,16 +194,15 @@ def _train(rank: int, soak: Soak, folder: str, steps: int) -> tuple[Outcome, lis
     model = model_of(rank)
     optimizer = LowLevelZeroOptimizer(optimizer_of(model), model=model, clip_grad_norm=MAX_NORM, **soak.options)
     memory: list[Memory] = []
-    evaluations, norms = [], []
+    norms = []
     for step in range(1, steps + 1):
         for micro in range(MICRO_BATCHES):
             optimizer.backward(loss_of(model, step, micro, rank))
         optimizer.step()
         norms.append(cast(float, optimizer.get_grad_norm()))
         optimizer.zero_grad()
-        if step % soak.evaluate_every == 0:
-            evaluations.append(evaluated(model, step))
+        if step % soak.measure_every == 0:
             memory.append(Memory.now())
         if step % soak.save_every == 0 or step == steps:
             save_checkpoint(f"{folder}/step-{step}", model, optimizer, extra={"step": step}, keep=2)
-    return Outcome(values(model), evaluations, norms), memory, Held.now()
+    return Outcome(values(model), norms), memory, Held.now()
