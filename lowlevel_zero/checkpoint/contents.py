@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     @property
     def may_differ(self) -> bool:
         """Whether ranks may have different values: the first one that shares it writes all of it, each reads all."""
-        return self.saved.kind in (BUFFER, UNTRAINED)
+        return self.record is None
 
     @property
     def split(self) -> EvenSplit:
@@ -258,8 +258,7 @@ class Contents:
             if entry.record is not None:
                 _put_row(entry.record, own, masters[entry.record], entry.ranks)
             elif entry.saved.numel:
-                flat = own if entry.may_differ else _gathered(own, entry, self._device)
-                _overwrite(entry.tensor.detach(), flat.as_strided(entry.saved.shape, entry.saved.stride))
+                _overwrite(entry.tensor.detach(), own.as_strided(entry.saved.shape, entry.saved.stride))
         for of, state in self.states_of.items():
             state.load_progress(objects.optimizers[of])
 
@@ -344,16 +343,6 @@ def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks
         ranks.all_gather(record.rows).wait()
         torch.autograd.graph.increment_version(record.p)
     record.note_version()
-
-
-def _gathered(own: Tensor, entry: Entry, by_way_of: torch.device) -> Tensor:
-    """A flat tensor of which each rank has its slice, as bytes: collectives don't know all dtypes."""
-    ranks, split = entry.ranks, entry.split
-    device = own.device if own.device.type in ranks.device_types else by_way_of
-    rows = torch.empty(split.world_size, split.slice_size, dtype=own.dtype, device=device)
-    rows[ranks.rank, : len(own)].copy_(own)
-    ranks.all_gather(rows.view(torch.uint8)).wait()
-    return rows.view(-1)[: split.numel]
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

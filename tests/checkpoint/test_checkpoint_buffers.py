@@ -202,22 +202,24 @@ def test_buffers_of_experts_are_their_group_s_first_rank_s(way: str, tmp_path: P
 
 
 def test_parameters_that_no_optimizer_trains_are_the_first_rank_s(tmp_path: Path) -> None:
-    """Code of the caller's may train them on each rank by itself."""
+    """Code of the caller's may change them on each rank by itself, frozen ones too."""
 
     def made(seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
         torch.manual_seed(seed)
-        model = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
+        model = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+        model[2].requires_grad_(False)
         return model, LowLevelZeroOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model)
 
     def save_and_load(rank: int, world_size: int) -> list[float]:
         model, optimizer = made(0)
         with torch.no_grad():
-            model[1].weight.fill_(rank + 1.0)
+            for each in model[1:]:
+                each.weight.fill_(rank + 1.0)
         save_checkpoint(tmp_path / "a", model, optimizer)
-        assert (model[1].weight == rank + 1).all()
+        assert all((each.weight == rank + 1).all() for each in model[1:])
         other, its_optimizer = made(3)
         load_checkpoint(tmp_path / "a", other, its_optimizer)
-        return sorted({*other[1].weight.flatten().tolist()})
+        return sorted({*other[1].weight.flatten().tolist(), *other[2].weight.flatten().tolist()})
 
     assert run_ranks(save_and_load, 3) == [[1.0]] * 3
 
