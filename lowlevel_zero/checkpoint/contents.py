@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
 from ..state.boxes import BoxedTensor, boxed
 from ..state.global_names import GlobalNames, check_same_experts, of_all_ranks
-from ..state.loading import MASTER, State
+from ..state.loading import MASTER
 from ..state.sharded import ShardedState, States
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
@@ -28,9 +28,6 @@ from .optimizers import Name, called
 from .saved import SavedCheckpoint
 
 _EXTRA = "_extra_state"
-
-# By optimizer and parameter, states as this rank holds them.
-Slices: TypeAlias = dict[Name, dict[ShardedParameter, State]]
 
 
 class Entry(NamedTuple):
@@ -51,16 +48,12 @@ class Entry(NamedTuple):
     ranks: ShardGroup
 
     @property
-    def may_differ(self) -> bool:
-        """Whether ranks may have different values: the first one that shares it writes all of it, each reads all."""
-        return self.record is None
-
-    @property
     def split(self) -> EvenSplit:
-        """How its elements are shared out among the ranks that read them."""
-        if self.record is not None:
-            return self.record.split
-        return EvenSplit(self.saved.numel, 1 if self.may_differ else self.ranks.size)
+        """How its elements are shared out among the ranks that save it.
+
+        Ranks may have different values of what no optimizer trains: the first one that shares it saves all of it.
+        """
+        return EvenSplit(self.saved.numel, 1) if self.record is None else self.record.split
 
     def boxed(self, own: Tensor, rank: int) -> BoxedTensor:
         """Return the tensor of which ``own`` is part ``rank``."""
@@ -70,14 +63,14 @@ class Entry(NamedTuple):
         """Return the part that this rank writes; it shares memory with the tensor, if that is dense."""
         if self.record is not None:
             return self.boxed(self.record.row, self.ranks.rank)
-        rank = self.ranks.group_rank if self.may_differ else self.ranks.rank
-        start, stop = self.split.span(rank)
-        return self.boxed(flat_in_memory_order(self.tensor, _without_values(self.tensor))[start:stop], rank)
+        start, stop = self.split.span(self.ranks.group_rank)
+        flat = flat_in_memory_order(self.tensor, _without_values(self.tensor))
+        return self.boxed(flat[start:stop], self.ranks.group_rank)
 
     def to_load(self, dtype: torch.dtype) -> BoxedTensor:
-        """Return room for the part that this rank reads, in the dtype that was saved."""
+        """Return room for the part that this rank reads, in the dtype that was saved: all of what isn't trained."""
         device = self.tensor.device if self.record is None else self.record.padded.device
-        rank = 0 if self.may_differ else self.ranks.rank
+        rank = 0 if self.record is None else self.ranks.rank
         return self.boxed(torch.empty(self.split.slice_size, dtype=dtype, device=device), rank)
 
 
@@ -109,7 +102,7 @@ class Contents:
             each.finish_gathers()
         self._optimizers = optimizers
         first = next(iter(optimizers.values()))
-        self.group, self._device = first.shard_group, first.device
+        self.group = first.shard_group
         apart = (group for each in optimizers.values() for group in each.sharded_parameters.shard_groups[1:])
         self.groups = [self.group, *{group.group: group for group in apart}.values()]
         self.entries: dict[str, Entry] = {}
@@ -220,45 +213,47 @@ class Contents:
 
     # ---- what is loaded ----
 
-    def templates(self, saved: SavedCheckpoint) -> tuple[dict[str, Tensor], States]:
-        """Empty tensors to load into, this rank's boxes alone: of the model and of its optimizers' states.
-
-        Raises:
-            ValueError: a tensor isn't there as the manifest tells.
-        """
-        own = {name: entry for name, entry in self.entries.items() if name in saved.manifest.tensors}
-        model: dict[str, Tensor] = {name: entry.to_load(saved.model[name].dtype) for name, entry in own.items()}
-        states = {name: own for each in self.states_of.values() for name, own in each.templates(saved.states).items()}
-        return model, states
-
-    def slices(self, states: States, objects: Objects) -> Slices:
-        """Return the states of each optimizer's parameters as this rank holds them; ``ValueError`` for other shapes."""
-        return {name: each.slices(states, objects.optimizers[name]) for name, each in self.states_of.items()}
-
     @torch.no_grad()
-    def load_objects(self, slices: Slices, objects: Objects, undo: ExitStack) -> None:
-        """Hand modules their extra states and optimizers their states: what runs code of the caller's, on this rank.
+    def load_objects(self, saved: SavedCheckpoint, undo: ExitStack) -> None:
+        """Hand modules their extra states and optimizers their settings, on this rank: what runs the caller's code.
 
-        ``undo`` gets what takes that back.
+        Slices of the optimizers' states have no values until ``read``. ``undo`` gets what takes it all back.
         """
         for name, module in self._stateful.items():
-            if name in objects.model:
+            if name in saved.objects.model:
                 undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
-                module.set_extra_state(objects.model[name])
+                module.set_extra_state(saved.objects.model[name])
         for of, state in self.states_of.items():
-            state.load(slices[of], objects.optimizers[of], undo)
+            whole, settings = state.whole(saved.states), saved.objects.optimizers[of]
+            saved.read({}, whole)
+            state.load(state.announced(saved.states, whole, settings), settings, undo)
 
     @torch.no_grad()
-    def put(self, model: Mapping[str, Tensor], slices: Slices, objects: Objects) -> None:
-        """Take over the rest of what was loaded, on all ranks together. Communicates, one tensor at a time."""
-        masters = {record: state.get(MASTER) for of in slices.values() for record, state in of.items()}
-        loaded = [(name, entry) for name, entry in self.entries.items() if name in model]
-        for name, entry in sorted(loaded, key=lambda item: item[1].shard_group):  # in which all have the same order
-            own = model[name].to_local()  # type: ignore[attr-defined]
-            if entry.record is not None:
-                _put_row(entry.record, own, masters[entry.record], entry.ranks)
-            elif entry.saved.numel:
-                _overwrite(entry.tensor.detach(), own.as_strided(entry.saved.shape, entry.saved.stride))
+    def read(self, saved: SavedCheckpoint) -> None:
+        """Overwrite this rank's part of each tensor by what was saved, one parameter at a time. Doesn't communicate."""
+        for name, entry in self.entries.items():
+            if name in saved.manifest.tensors:
+                own = entry.to_load(saved.model[name].dtype)
+                if entry.record is not None:
+                    state = self.states_of[entry.saved.optimizer]
+                    slices = state.slices_of(name, saved.states.get(name, {}))
+                    saved.read({name: own}, {name: slices})
+                    state.fill(name, slices)
+                    entry.record.load_row(own.local, slices[MASTER].local if MASTER in slices else None)
+                elif entry.saved.numel:
+                    saved.read({name: own}, {})
+                    _overwrite(entry.tensor.detach(), own.local.as_strided(entry.saved.shape, entry.saved.stride))
+
+    @torch.no_grad()
+    def gather(self, objects: Objects) -> None:
+        """Give all ranks the rows that each has read, and go on with bucket plans and loss scales. Communicates."""
+        trained = [entry for entry in self.entries.values() if entry.record is not None]
+        for entry in sorted(trained, key=lambda entry: entry.shard_group):  # in which all have the same order
+            assert entry.record is not None
+            if entry.record.split.numel:
+                entry.ranks.all_gather(entry.record.rows).wait()
+                torch.autograd.graph.increment_version(entry.record.p)
+            entry.record.note_version()
         for of, state in self.states_of.items():
             state.load_progress(objects.optimizers[of])
 
@@ -332,17 +327,6 @@ def _number_of(module: nn.Module, numbers: Mapping[Tensor, int]) -> int:
     """That of all its tensors."""
     own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())}
     return own.pop() if len(own) == 1 else 0
-
-
-# ---- how it comes back ----
-
-
-def _put_row(record: ShardedParameter, own: Tensor, master: Tensor | None, ranks: ShardGroup) -> None:
-    record.load_row(own, None if master is None else master[: len(own)])
-    if record.split.numel:
-        ranks.all_gather(record.rows).wait()
-        torch.autograd.graph.increment_version(record.p)
-    record.note_version()
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..communication.agreement import together
 from ..planning.text import counted, ranks_text
 from ..state.loading import all_or_nothing, warn_of_lost_states
-from ..state.sharded import States
 from .contents import Contents
 from .folders import locate, on_first_rank
 from .manifest import RANK_STATE, Manifest, read_manifest
@@ -91,15 +90,15 @@ def load_checkpoint(
     contents.meet(doing, saved.names)
     with all_or_nothing(group, doing) as undo:
         _check_same(saved, contents, schedulers)
-        model_state, states = _read(saved, contents)
-        slices = contents.slices(states, saved.objects)
         for name, each in schedulers.items():
             undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
             each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
-        contents.load_objects(slices, saved.objects, undo)
+        contents.load_objects(saved, undo)
     for each in optimizers.values():
         each.zero_grad()
-    contents.put(model_state, slices, saved.objects)
+    with together(group, doing):
+        _read(saved, contents)
+    contents.gather(saved.objects)
     warn_of_lost_states(group, contents.lost(saved))
     runs_of(optimizers, saved.manifest.runs)
     if rank_state is not None:
@@ -147,16 +146,15 @@ def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[
             )
 
 
-def _read(saved: SavedCheckpoint, contents: Contents) -> tuple[dict[str, Tensor], States]:
-    """This rank's parts of the model and of its optimizers' states, beside those that are there."""
-    model, states = contents.templates(saved)
+def _read(saved: SavedCheckpoint, contents: Contents) -> None:
+    """Read this rank's part into place. What has been read by the time of an error stays."""
     try:
-        saved.read(model, states)
+        contents.read(saved)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{saved.path}: damaged, rank {contents.group.group_rank} could not read it: {error}"
+        raise RuntimeError(
+            f"{saved.path}: rank {contents.group.group_rank} could not read it to its end ({error}): the model and its "
+            "optimizers hold a part of it by now, so load a checkpoint before going on"
         ) from error
-    return model, states
 
 
 # ---- what the caller should know ----

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ..bookkeeping.sharding import SCALARS
 from .manifest import METADATA, OBJECTS, TRAINABLE, Manifest, SavedTensor, read_manifest
@@ -24,6 +24,11 @@ MODEL, STATE = "model.", "optim.state."
 
 class _TensorPlanner(DefaultLoadPlanner):
     """Loads tensors alone: torch's own unpickles all else, whatever it is."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read what is asked for; torch's own looks at all names of the checkpoint first."""
+        assert self.metadata is not None
+        return create_default_local_load_plan(self.state_dict, self.metadata)
 
     def load_bytes(self, read_item: ReadItem, value: object) -> None:
         raise ValueError(f"{read_item.dest_index.fqn}: expected a tensor, got a pickle")

@@ -39,7 +39,10 @@ _SAME_CLASS = "build the optimizer that was saved, or load the model alone"
 
 @contextmanager
 def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
-    """Every rank enters; if the body raises on one of them, what it has put on the stack is called on all."""
+    """Every rank enters; if the body raises on one of them, what it has put on the stack is called on all.
+
+    If none does, the stack lets go of what it has kept for that.
+    """
     undo = ExitStack()
     try:
         with together(group, doing):
@@ -48,6 +51,7 @@ def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
         with suppress(Exception):  # of a caller's object that refuses its former state, too
             undo.close()
         raise
+    undo.pop_all()
 
 
 def load_slices(

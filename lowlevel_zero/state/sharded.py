@@ -14,6 +14,7 @@ from ..bookkeeping.sharded_parameter import ShardedParameter, follow_edits
 from ..bookkeeping.sharding import SCALARS
 from ..loss_scaler import LossScaler
 from ..optim.probe import NoProbe, first_states
+from ..optim.quantised import quantised_state
 from ..sharded_group import ShardedGroup
 from ..sharded_optimizer import ShardedOptimizer
 from .boxes import BoxedTensor, boxed
@@ -113,7 +114,11 @@ class ShardedState:
         except NoProbe:
             return {}
         group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
-        return self.templates({n: _expected(first[group_of[record.p32]], record) for n, record in new.items()})
+        return {
+            name: {key: _room(key, each, record) for key, each in expected.items()}
+            for name, record in new.items()
+            if (expected := _expected(first[group_of[record.p32]], record))
+        }
 
     def settings(self) -> State:
         """All that isn't in ``tensors``."""
@@ -134,17 +139,44 @@ class ShardedState:
 
     # ---- writing ----
 
-    def templates(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
-        """Zeros to load into, of what was ``saved``, which has shapes and dtypes alone, be it there yet or not.
+    def whole(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
+        """Return room to load into, for those of the ``saved`` states that are the same on every rank."""
+        return {
+            name: {key: _room(key, like, record) for key, like in state.items() if not _is_sliced(key, like, record)}
+            for name, record in self._records.items()
+            if (state := saved.get(name))
+        }
 
-        What has the parameter's shape is this rank's slice of it.
-        """
-        found: States = {}
+    def announced(
+        self, saved: Mapping[str, Mapping[str, Tensor]], whole: States, settings: Mapping[str, Any]
+    ) -> dict[ShardedParameter, State]:
+        """Return the ``saved`` states as ``load`` takes them: ``whole`` ones have values, and slices take no memory."""
+        found: dict[ShardedParameter, State] = {}
         for name, record in self._records.items():
-            of_record = {key: each for key, each in saved.get(name, {}).items() if _takes(record, key)}
-            if of_record:
-                found[name] = {key: _template(key, each, record) for key, each in of_record.items()}
+            size, device = record.split.slice_size, record.p32.device
+            found[record] = {**settings["states"].get(name, {}), **whole.get(name, {})}
+            for key, like in saved.get(name, {}).items():
+                if key != MASTER and key not in found[record]:
+                    found[record][key] = torch.zeros((), dtype=like.dtype, device=device).expand(size)
         return found
+
+    def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
+        """Return room to load into, for this rank's slices of the ``saved`` states of a parameter, its master too."""
+        record = self._records[name]
+        return {
+            key: _room_for_slice(like, record)
+            for key, like in saved.items()
+            if _is_sliced(key, like, record) and (key != MASTER or takes_master(record))
+        }
+
+    def fill(self, name: str, slices: Mapping[str, Tensor]) -> None:
+        """Give a parameter its slices, but for the master, where ``load`` has announced them."""
+        record = self._records[name]
+        own = {key: _own(name, key, tensor, record) for key, tensor in slices.items() if key != MASTER}
+        held = self._optim.state.get(record.p32, {})
+        for key, value in quantised_state(self._optim, record.p32, own).items():
+            if isinstance(held.get(key), Tensor):
+                held[key] = value.to(held[key].device, held[key].dtype)
 
     def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` unless ``settings`` are of an optimizer of this class, with these parameters and groups.
@@ -246,9 +278,19 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
     }
 
 
-def _template(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
-    if key in SCALARS or like.shape != record.p.shape:
+def _is_sliced(key: str, like: Tensor, record: ShardedParameter) -> bool:
+    """Return whether each rank has a slice of a state that is ``like`` this one when it is whole."""
+    return key not in SCALARS and like.shape == record.p.shape
+
+
+def _room(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
+    """Return zeros to load into: this rank's boxes of what is sliced."""
+    if not _is_sliced(key, like, record):
         return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+    return _room_for_slice(like, record)
+
+
+def _room_for_slice(like: Tensor, record: ShardedParameter) -> BoxedTensor:
     return _boxed(torch.zeros(record.split.slice_size, dtype=like.dtype, device=record.p32.device), record)
 
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, save_checkpoint
+from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, read_metadata, save_checkpoint
 from lowlevel_zero.checkpoint.manifest import FileSum
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
 from tests.support.ranks import run_ranks
@@ -105,14 +105,34 @@ def test_a_flipped_byte_and_a_missing_end_are_noticed_in_every_file(saved: Path,
     assert latest(tmp_path) is not None  # it judges by sizes alone
 
 
-def test_without_verification_sizes_and_reading_still_tell(saved: Path, tmp_path: Path) -> None:
+def test_without_verification_sizes_still_tell(saved: Path, tmp_path: Path) -> None:
     short = copied(saved, tmp_path / "short")
     (short / "__1_0.distcp").write_bytes((saved / "__1_0.distcp").read_bytes()[:-1])
+    (said,) = load_refused([short], verify=False)
+    assert all("__1_0.distcp has" in line for line in said)
+
+
+def test_what_can_not_be_read_to_its_end_raises_on_all_ranks_and_another_load_mends_it(
+    saved: Path, tmp_path: Path
+) -> None:
     garbled = copied(saved, tmp_path / "garbled")
-    (garbled / "__1_0.distcp").write_bytes(bytes((saved / "__1_0.distcp").stat().st_size))
-    one, two = load_refused([short, garbled], verify=False)
-    assert all("__1_0.distcp has" in line for line in one)
-    assert all("damaged, rank" in line for line in two)
+    places = [place for index, place in read_metadata(saved).storage_data.items() if index.fqn.startswith("model.")]
+    with (garbled / "__1_0.distcp").open("rb+") as file:
+        for place in places:
+            if place.relative_path == "__1_0.distcp":
+                file.seek(place.offset)
+                file.write(bytes(place.length))
+
+    def load(rank: int, world_size: int) -> str:
+        pair, other = (Training().start().train(steps, rank, world_size) for steps in (AFTER, BEFORE))
+        said = refused(partial(load_checkpoint, garbled, pair.model, pair.optimizer, verify=False))
+        for each in (pair, other):
+            load_checkpoint(saved, each.model, each.optimizer)
+        assert differences(other.whole(), pair.whole()) == []
+        return said
+
+    for said in run_ranks(load, 2):
+        assert "hold a part of it by now, so load a checkpoint before going on" in said
 
 
 class Trap:
