@@ -89,7 +89,9 @@ def lost_rank_error(ranks: Sequence[int], what: object, peer: Sequence[int] = ()
 
     ``peer``: to whom the connection was, if that is known.
     """
-    note, store = json.dumps(ranks), _store()
+    if not ranks:  # a peer that broke off itself has left a note, whoever sees its end
+        peer = sorted({first for rank in peer for first in _noted(_note_of(rank), [rank])})
+    note, store = json.dumps(list(ranks or peer)), _store()
     store.set(_note_of(dist.get_rank()), note)
     left = store.get(_FIRST_TO_LEAVE).decode() if store.check([_FIRST_TO_LEAVE]) else ""
     if left and (not ranks or int(left) in ranks):

@@ -201,6 +201,40 @@ def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> float:
 # ---- groups beside the caller's ----
 
 
+def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
+    """Return when every one of ``ranks`` has called this, once, before they connect.
+
+    torch would keep the store's only connection busy while it waits for the others: a thread couldn't report which
+    ranks are missing.
+
+    Raises:
+        TimeoutError: a rank hasn't called it within ``timeout`` seconds.
+    """
+    if store.add("count", 1) == len(ranks):
+        store.set("all", "")
+    store.set(str(dist.get_rank()), "")  # last: a rank whose end keeps the others waiting lacks it
+    began = now = runtime().now()
+    while not store.check(["all"]):
+        if now - began > timeout:
+            raise in_vain(store, ranks, timeout)
+        runtime().sleep(max(0.001, (now - began) / 20))
+        now = runtime().now()
+
+
+def in_vain(store: Any, ranks: Sequence[int], waited: float) -> TimeoutError:
+    """Return the error of having waited too long for those of ``ranks`` that have put no key into ``store``."""
+    lacking = missing(store, ranks)
+    return TimeoutError(
+        f"expected all ranks, waited {waited:g} seconds in vain for {lacking}: construct it on every rank"
+    )
+
+
+def missing(store: Any, ranks: Sequence[int]) -> str:
+    """Name those of ``ranks`` that have put no key into ``store``."""
+    named = ", ".join(str(rank) for rank in ranks if not store.check([str(rank)]))
+    return f"rank {named} to construct its LowLevelZeroOptimizer. Not there yet: rank {named}"
+
+
 def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The gloo group over the same ranks, made by all of them when they first ask for it; of one rank, ``group``.
 
@@ -269,7 +303,8 @@ def beside(
     made = context_of(group).beside
     name = f"{_PREFIX}{purpose}/{group.group_name}"
     if name not in made:
-        members = list(dist.get_process_group_ranks(group) if ranks is None else ranks)
+        members, timeout = list(dist.get_process_group_ranks(group) if ranks is None else ranks), timeout_of(group)
+        await_all(store_of(group, f"come/{name}"), members, timeout)
         one, _ = torchs._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -277,7 +312,7 @@ def beside(
             dist.Backend(runtime().backend(backend)),
             store_of(group),
             name,
-            timeout=timedelta(seconds=timeout_of(group)),
+            timeout=timedelta(seconds=timeout),
             pg_tag=name,  # or torch would give it to who asks for any group of these ranks
         )
         torchs._world.pg_group_ranks[one] = {rank: place for place, rank in enumerate(members)}

@@ -8,11 +8,13 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -441,3 +443,35 @@ def test_a_call_of_one_rank_alone_is_named_on_all_that_wait(subtests: pytest.Sub
                     rf"backward: every rank calls it.*Not there yet: rank 0 \(waits for the agreement .*, in {name}\)"
                 )
                 assert re.match(told, second)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("carrier", ["shared memory", "messages"])
+def test_a_rank_that_has_not_constructed_its_optimizer_is_named(
+    carrier: str, store: str, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank comes when the others have reported it; then all train."""
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(carrier == "shared memory")))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"tcp://127.0.0.1:{free.getsockname()[1]}" if store == "tcp" else f"file://{tmp_path}/rendezvous"
+    reports = Reports()
+
+    def live(rank: int, world_size: int) -> list[str]:
+        dist.init_process_group("gloo", place, rank=rank, world_size=world_size)
+        told, model = Told(reports), net()
+        if rank == world_size - 1:
+            reports.wait_for(world_size - 1)
+        train(model, wrap(model))
+        return told.lines
+
+    *others, late = run_ranks(live, world_size, init=False, timeout=2 * PATIENCE)
+    assert late == []
+    for rank, lines in enumerate(others):
+        (line,) = lines
+        assert re.match(rf"rank {rank} has waited [\d.]+ s for the agreement 0 \(step 1\)\. Not there yet: ", line)
+        missing = (
+            f"rank {world_size - 1} (doesn't answer: it hasn't constructed its optimizer, or its process has ended"
+        )
+        assert line.count("rank ") == 2
+        assert missing in line

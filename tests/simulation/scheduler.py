@@ -173,8 +173,10 @@ class Scheduler:
             return True
         deadline = self.clock + seconds
         self._deadlines.append(deadline)
-        self._hand_over(lambda: self.clock >= deadline or until())
-        self._deadlines.remove(deadline)
+        try:
+            self._hand_over(lambda: self.clock >= deadline or until())
+        finally:  # of a rank that dies meanwhile, too
+            self._deadlines.remove(deadline)
         return until()
 
     def sleep(self, seconds: float) -> None:

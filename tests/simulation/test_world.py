@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.streams import streams_of
 from tests.simulation.draw import draw
 from tests.simulation.run import run
@@ -125,6 +127,25 @@ def test_a_rank_that_dies_is_lost_to_the_others_which_say_so(carrier: Carrier) -
         assert outcome.deadlock is None
         named = ["rank 1" in str(error) for error in outcome.errors.values()]
         assert any(named) if at == 0 else all(named)  # at first nobody knows it, and some lose who has lost it
+
+
+def construct(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "abc"})
+    LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-2), model=model, reduce_bucket_size=1)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_rank_that_dies_while_optimizers_are_constructed_is_named_wherever_it_is_then(carrier: Carrier) -> None:
+    steps = simulate(construct, 3, 5, carrier).steps_of
+    for dies in range(3):
+        for at in range(steps[dies]):
+            outcome = simulate(construct, 3, 5, carrier, Fault(dies, at, "die"))
+            outcome.errors.pop(dies, None)
+            assert outcome.deadlock is None
+            for error in outcome.errors.values():
+                assert isinstance(error, (LostRank, TimeoutError))
+                assert re.search(rf"(lost (the connection to )?|in vain for )ranks? (\d, )*{dies}\b", str(error)), error
 
 
 def test_a_message_that_waits_changes_nothing() -> None:
