@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import count, zip_longest
+from itertools import chain, count, zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +17,16 @@ from torch import Tensor
 from .backends.backend import Backend
 from .backends.staged import Staged
 from .hierarchical import Nested, Replicated
-from .process_groups import SHARE_OF_TIMEOUT, backends_by_device, default_group, store_of, timeout_of, union_group
+from .process_groups import (
+    SHARE_OF_TIMEOUT,
+    backends_by_device,
+    default_group,
+    in_vain,
+    missing,
+    store_of,
+    timeout_of,
+    union_group,
+)
 from .shard_group import ShardGroup, is_staged
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
@@ -161,29 +171,36 @@ class GridGroup(ShardGroup):
 
 
 def _met(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[list[int]]]:
-    """The outer and the inner group, and global ranks, ``[outer][inner]``.
+    """Return the outer and the inner group, and global ranks, ``[outer][inner]``.
 
-    The ranks tell each other through the store which groups they have. A collective would wait for whoever has other
-    ones; here a rank that can't go on says so to all who may ask it.
+    The ranks tell each other through the store which groups they have: each reads what those of its row say, and
+    whether those of its column, one in each row, have found the same. A collective would wait for ranks that have other
+    groups; here a rank that can't go on says so to all that may ask it.
     """
-    store, me = store_of(default_group(), f"grid/{next(_tries)}"), dist.get_rank()
+    number, me = next(_tries), dist.get_rank()
+    groups, grids = [store_of(default_group(), f"grid/{number}/{what}") for what in ("groups", "grids")]
     try:
         outer, inner = _pair(group, extra)
         _check_own(outer, inner)
-    except (TypeError, ValueError) as error:
-        store.set(str(me), json.dumps(f"rank {me} could not construct its LowLevelZeroOptimizer: {error}"))
+        row, column = map(dist.get_process_group_ranks, (inner, outer))
+        groups.set(str(me), json.dumps([row, column]))
+        told = _told(groups, row, stall_timeout)
+        columns = [each for _, each in told]
+        digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
+        rows = list(map(list, zip_longest(*columns)))
+        _check_grid(all(each == row for each, _ in told) and row in rows and None not in chain(*rows), row, columns)
+        grids.set(str(me), json.dumps([digest]))
+        _check_grid(all(each == [digest] for each in _told(grids, column, stall_timeout)), row, columns)
+    except Exception as error:
+        doing = "" if isinstance(error, RuntimeError) else f"rank {me} could not construct its LowLevelZeroOptimizer: "
+        for store in (groups, grids):
+            store.set(str(me), json.dumps(f"{doing}{error}"))
         raise
-    row = dist.get_process_group_ranks(inner)
-    store.set(str(me), json.dumps([row, dist.get_process_group_ranks(outer)]))
-    columns = [column for _, column in _told(store, row, stall_timeout)]
-    everybody = [rank for column in columns for rank in column]
-    groups_of = dict(zip(everybody, _told(store, everybody, stall_timeout), strict=True))
-    _check_grid(columns, groups_of)
-    return outer, inner, [list(ranks) for ranks in zip(*columns, strict=True)]
+    return outer, inner, rows
 
 
-def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[list[list[int]]]:
-    """Return the ranks of the inner and of the outer group of each of ``ranks``, in two requests.
+def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[Any]:
+    """Return what each of ``ranks`` has put into the store, in a few requests.
 
     Raises:
         RuntimeError: another rank can't go on; it says why.
@@ -192,12 +209,9 @@ def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[list[l
     keys, timeout = list(map(str, ranks)), timeout_of(default_group())
     patience = min(stall_timeout, SHARE_OF_TIMEOUT * timeout)
     if patience > 0 and not _came(store, keys, patience):
-        _log.warning("rank %d has waited %.3g s for %s", dist.get_rank(), patience, _missing(store, keys))
+        _log.warning("rank %d has waited %.3g s for %s", dist.get_rank(), patience, missing(store, ranks))
     if not _came(store, keys, timeout - patience):
-        raise TimeoutError(
-            f"{_KEYWORDS}: expected all ranks, waited {timeout:g} seconds in vain for {_missing(store, keys)}: "
-            "construct it on every rank"
-        )
+        raise in_vain(store, ranks, timeout)
     told = list(map(json.loads, store.multi_get(keys)))
     for refusal in (each for each in told if isinstance(each, str)):
         raise RuntimeError(refusal)
@@ -210,11 +224,6 @@ def _came(store: Any, keys: list[str], seconds: float) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _missing(store: Any, keys: Sequence[str]) -> str:
-    ranks = ", ".join(key for key in keys if not store.check([key]))
-    return f"rank {ranks} to construct its LowLevelZeroOptimizer. Not there yet: rank {ranks}"
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
@@ -261,14 +270,9 @@ def _check_own(outer: Any, inner: Any) -> None:
         raise ValueError(f"{_KEYWORDS}: expected groups of one backend, got {backends[0]} and {backends[1]}")
 
 
-def _check_grid(columns: list[list[int]], groups_of: dict[int, list[list[int]]]) -> None:
-    """Raise unless everybody's outer group is one place of all rows; whoever is in such a grid finds the same."""
-    for row in zip_longest(*columns):
-        for rank, column in zip(row, columns, strict=True):
-            if rank is None or groups_of[rank] != [list(row), column]:
-                inner = sorted({tuple(ranks) for ranks, _ in groups_of.values()})
-                raise ValueError(
-                    f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one "
-                    f"place in all of them, got inner groups {list(map(list, inner))} and, in one of these, the outer "
-                    f"ones {columns}: {_REMEDY}"
-                )
+def _check_grid(is_grid: bool, row: list[int], columns: list[list[int]]) -> None:
+    if not is_grid:
+        raise ValueError(
+            f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one place "
+            f"in all of them, got the outer groups {columns} of the ranks of an inner group, {row}: {_REMEDY}"
+        )

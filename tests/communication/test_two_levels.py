@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -24,6 +25,8 @@ from lowlevel_zero.communication.grid import shard_group
 from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.work import OnStream, OnThread, Work
 from lowlevel_zero.streams import Streams
+from tests.simulation.groups import Store
+from tests.simulation.world import simulate
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
 from tests.support.grid import Grid, group_among
 from tests.support.judging import check_run
@@ -368,3 +371,38 @@ def test_a_group_of_two_levels_can_be_made_again() -> None:
         return len(dist.distributed_c10d._world.pg_map)
 
     assert len(set(run_ranks(rank, 4))) == 1
+
+
+@pytest.mark.parametrize("side", [4, 8])
+def test_a_rank_of_a_grid_reads_the_keys_of_its_row_and_its_column_alone(
+    side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 and 64 simulated ranks, each of which finds its grid."""
+    read: list[str] = []
+    for name in ("wait", "multi_get", "check", "get"):
+        monkeypatch.setattr(Store, name, noting(read, getattr(Store, name)))
+    met = simulate(partial(grid_of, side=side), side * side, 0)
+    by_column = [column + side * row for column in range(side) for row in range(side)]
+    assert met.results == dict.fromkeys(range(side * side), by_column)
+    of_grid = [key for key in read if "/grid/" in key]
+    assert 0 < len(of_grid) <= side**2 * 8 * side  # a row and a column: waited for, and read
+
+
+def noting(read: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that notes the keys which it is given."""
+
+    def noted(store: Store, keys: str | list[str], *args: Any) -> Any:
+        read.extend([keys] if isinstance(keys, str) else keys)
+        return call(store, keys, *args)
+
+    return noted
+
+
+def grid_of(rank: int, side: int) -> list[int]:
+    """Make the groups of a row and of a column, and tell whose the slices are."""
+    row, column = divmod(rank, side)
+    inner, outer = (
+        group_among(list(range(row * side, (row + 1) * side))),
+        group_among(list(range(column, side**2, side))),
+    )
+    return shard_group((outer, inner), None, False).slice_ranks
