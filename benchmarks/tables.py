@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lowlevel_zero.planning.text import aligned
+from lowlevel_zero.layout.text import aligned
 
 
 class Table(NamedTuple):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lowlevel_zero.layout.text import aligned, in_bytes
 from lowlevel_zero.planning import estimate
 from lowlevel_zero.planning.pictures import figure_in
-from lowlevel_zero.planning.text import aligned, in_bytes
 from options import Options
 
 PROMPT, SAMPLE_BYTES, TEMPERATURE = b"def ", 240, 0.8

@@ -20,6 +20,8 @@ from .communication.agreement import Call, WrittenOnSome
 from .communication.shard_group import ShardGroup
 from .diagnostics.guards import Guard
 from .diagnostics.verification import verify
+from .layout.held import memory_held
+from .layout.records import Layout, layout_of
 from .loss_scaler import LossScaler
 from .optim.modes import switch
 from .options import ZeroOptions
@@ -270,15 +272,15 @@ class ShardedOptimizer(Optimizer):
         verify(self.sharded_parameters, self.parameter_names(), self.model, buffers)
 
     def memory_held(self) -> dict[str, int]:
-        """Bytes held on this rank now, by owner, every storage counted once. No communication."""
-        return rooms.memory_held(self)
+        """Return the bytes held on this rank now, by owner, every storage counted once. No communication."""
+        return memory_held(self.optim, self.sharded_parameters, self.sharded_groups)
 
-    def layout(self) -> Any:
-        """Who owns what: each parameter's slices, place in bucket buffers and bytes, as this rank has them now.
+    def layout(self) -> Layout:
+        """Return each parameter's slices, place in bucket buffers and bytes, as this rank has them now.
 
-        No communication. See ``lowlevel_zero.planning.layout.Layout`` for its ``table()`` and ``json()``.
+        No communication. See ``lowlevel_zero.layout.Layout`` for its ``table()`` and ``json()``.
         """
-        return rooms.layout(self)
+        return layout_of(self.optim, self.sharded_groups, self.options)
 
     def traffic(self) -> dict[str, int]:
         """Bytes of bucket buffers that this rank has sent so far, by purpose: "reduce", "gather", and Muon's "step".

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lowlevel_zero.planning.memory import held_bytes
+from lowlevel_zero.layout.held import held_bytes
 
 from ..gpt import GPT, SIZES, make_model
 from .reachable import reachable_tensors

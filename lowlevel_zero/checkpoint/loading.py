@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..communication.agreement import together
-from ..planning.text import counted, ranks_text
+from ..layout.text import counted, ranks_text
 from ..state.loading import all_or_nothing, warn_of_lost_states
 from .contents import Contents
 from .folders import locate, on_first_rank

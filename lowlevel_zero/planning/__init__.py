@@ -1,10 +1,8 @@
-"""Planning: the bytes that a rank will hold, who owns what, and the command line.
+"""Planning: the bytes that a rank will hold, the time of a step, and the command line.
 
-Hangs on an optimizer's records and bucket plans: ``optimizer.layout()`` and ``optimizer.memory_held()`` read
-``optimizer.sharded_parameters`` and ``optimizer.sharded_groups``.
+It reads checkpoints and options; ``lowlevel_zero.layout`` tells what an optimizer holds now.
 """
 
-from .layout import Layout
 from .memory import Estimate, estimate
 
-__all__ = ["Estimate", "Layout", "estimate"]
+__all__ = ["Estimate", "estimate"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checkpoint.manifest import TRAINABLE
 from ..checkpoint.optimizers import Name
 from ..checkpoint.saved import SavedCheckpoint
-from .text import aligned, counted, in_bytes, ranks_text, shape_text
+from ..layout.text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
 def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Bytes per rank, by owner: what is held, every storage counted once; and what will be, from shapes and options."""
+"""Estimates of the bytes that each rank will hold, by owner, from shapes and options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.gather_store import IN_FLIGHT, PART
 from ..communication.backends.backend import Backend
+from ..layout.held import NOTHING, Held, held_of, master_dtype
 from ..optim.quantised import slice_multiple
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import Number, ZeroOptions, check_floating
@@ -25,94 +26,33 @@ _COUNT = Number("an int", "at least 1", lambda number: number >= 1, whole=True)
 _ELEMENTS = Number("a number", "a whole number of elements, at least 1", lambda number: number >= 1 and number % 1 == 0)
 
 
-def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
-    """Bytes of the storages behind each owner's tensors.
-
-    A storage that several tensors share counts once, for the first owner that names it: an fp32 master slice
-    that is a view of its parameter adds nothing.
-    """
-    seen: set[int] = {0}  # of an empty storage
-    held: dict[str, int] = {}
-    for owner, tensors in owners.items():
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        held[owner] = sum(size for address, size in storages.items() if address not in seen)
-        seen |= storages.keys()
-    return held
-
-
-# ---- what will be held ----
-
-
-class RankBytes(NamedTuple):
-    """What one rank holds of one parameter, in bytes."""
-
-    p: int  # the whole parameter, padded
-    g: int  # the gradient, once it is reduced: the slice in stage 2, all that travels of it in stage 1
-    p32: int  # the master slice; 0: it is a row of p
-    state: int  # the optimizer's of the slice; 0 before the first step
-
-
-def rank_bytes(
-    split: EvenSplit, dtype: torch.dtype, options: ZeroOptions, state: int, reduced: torch.dtype | None = None
-) -> RankBytes:
-    """Those of a parameter of ``dtype``, whose slice has so many bytes of ``state``; ``reduced``: its gradient's."""
-    master = master_dtype(dtype, options)
-    apart = options.cpu_offload or master != dtype or options.in_fp8(split.numel, split.world_size)
-    rows = split.slice_size if options.keeps_row_only else split.padded_numel
-    return RankBytes(
-        p=split.padded_numel * dtype.itemsize,
-        g=rows * (reduced or options.communication_dtype or dtype).itemsize,
-        p32=split.slice_size * master.itemsize if apart else 0,
-        state=state,
-    )
-
-
-def master_dtype(dtype: torch.dtype, options: ZeroOptions) -> torch.dtype:
-    """That of the master slice of a parameter of ``dtype``."""
-    return torch.promote_types(dtype, torch.float32) if options.master_weights else dtype
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes that one rank holds, by owner: the names are ``optimizer.memory_held()``'s."""
-
-    parameters: int = 0  # with their padding
-    gradients: int = 0  # reduced ones
-    masters: int = 0  # slices that aren't their parameters' own rows
-    states: int = 0  # the optimizer's
-    bucket_buffers: int = 0  # those that are under way at once, at most
-
-    @property
-    def total(self) -> int:
-        """All owners together."""
-        return sum(getattr(self, owner) for owner in OWNERS)
-
-
-OWNERS = tuple(asdict(Held()))
-
-
 @dataclass(frozen=True)
 class Estimate(Held):
     """Bytes that each rank will hold after a backward, wherever they lie. Activations aren't counted."""
 
+    bucket_buffers: int = 0  # those that are under way at once, at most
     world_size: int = 1
     stage: int = 1
     cpu_offload: bool = False
-    host: Held = Held()  # what of it cpu_offload has on the host; the rest is on the device
+    host: Held = NOTHING  # what of it cpu_offload has on the host; the rest is on the device
+
+    @property
+    def total(self) -> int:
+        """The bytes of all owners together."""
+        return super().total + self.bucket_buffers
 
     @property
     def device(self) -> int:
-        """Bytes of ``total`` that are where the parameters are."""
+        """The bytes of ``total`` that are on the parameters' device."""
         return self.total - self.host.total
 
-    def owners(self) -> Held:
-        """Those whose sum ``total`` is."""
-        return Held(*(getattr(self, owner) for owner in OWNERS))
-
     def as_dict(self) -> dict[str, Any]:
-        """Numbers by name, for JSON."""
+        """Return the numbers by name, for JSON."""
         totals = {"total": self.total, "device": self.device, "host": self.host.total, "on_host": asdict(self.host)}
         return {**asdict(self), **totals}
+
+
+OWNERS = (*vars(NOTHING), "bucket_buffers")
 
 
 def estimate(
@@ -126,7 +66,7 @@ def estimate(
     communication_dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> Estimate:
-    """What each of ``world_size`` ranks will hold, without any of them, and without allocating what it counts.
+    """Estimate what each of ``world_size`` ranks will hold, without starting ranks or allocating memory.
 
     Of a model (on the meta device too) padding and param groups are those of a run; a number of elements counts as one
     parameter. Stage 0 is DDP with ``gradient_as_bucket_view=True``, where each rank steps all masters, on the host with
@@ -160,39 +100,46 @@ def estimate(
     stepping, make = made_optimizer(optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer)
     ranks, sums = (world_size, micro_batches) if stage else (1, 0)
     states = cache(partial(state_bytes, stepping, make))
-    parts = [(Held(), Held())]
+    parts: list[tuple[Held, Held]] = [(NOTHING, NOTHING)]
     for numel, p_dtype, group in _shapes(model_or_numel, stepping, chosen.forced_dtype):
         if group is None or not numel:
-            parts.append((Held(parameters=numel * p_dtype.itemsize), Held()))
+            parts.append((Held(parameters=numel * p_dtype.itemsize), NOTHING))
         else:
             split = EvenSplit(numel, ranks, slice_multiple(stepping, numel, ranks, chosen.slice_multiple))
             state = states(master_dtype(p_dtype, chosen), split.slice_size)[group]
             parts.append(_trained(split, p_dtype, state, chosen, sums))
-    held, host = (Held(*map(sum, zip(*map(astuple, column), strict=True))) for column in zip(*parts, strict=True))
-    held = replace(held, bucket_buffers=min(held.parameters, _under_way(chosen, ranks)))
-    return Estimate(**asdict(held), world_size=world_size, stage=stage, cpu_offload=chosen.cpu_offload, host=host)
+    held, host = (sum(column, NOTHING) for column in zip(*parts, strict=True))
+    buffers = min(held.parameters, _under_way(chosen, ranks))
+    return Estimate(
+        **vars(held),
+        bucket_buffers=buffers,
+        world_size=world_size,
+        stage=stage,
+        cpu_offload=chosen.cpu_offload,
+        host=host,
+    )
 
 
 def _trained(
     split: EvenSplit, dtype: torch.dtype, state: int, options: ZeroOptions, micro_batches: int
 ) -> tuple[Held, Held]:
-    """What a rank holds of a parameter that is trained, in all and on the host.
+    """Return the bytes that a rank holds of a trained parameter, in all and on the host.
 
     ``micro_batches``: how many are summed, if several then in at least fp32; 0: by DDP, in place.
     """
     reduced = options.communication_dtype or dtype if micro_batches else dtype
     if micro_batches > 1:
         reduced = torch.promote_types(reduced, torch.float32)
-    own = rank_bytes(split, dtype, options, state, reduced)
+    own = held_of(split, dtype, options, state, reduced)
     if not options.cpu_offload:
-        return Held(*own), Held()
-    on_host = Held(0, split.slice_size * reduced.itemsize, own.p32, own.state)
+        return own, NOTHING
+    on_host = replace(own, parameters=0, gradients=split.slice_size * reduced.itemsize)
     leaves_device = micro_batches > 0 and (split.world_size == 1 or options.keeps_row_only)
-    return Held(own.p, on_host.gradients + (0 if leaves_device else own.g), own.p32, own.state), on_host
+    return replace(own, gradients=on_host.gradients + (0 if leaves_device else own.gradients)), on_host
 
 
 def _under_way(options: ZeroOptions, ranks: int) -> int:
-    """Bytes of bucket buffers in a backward, or of gathered rows in a step, whichever is more."""
+    """Return the bytes of bucket buffers in a backward, or of gathered rows in a step, whichever are more."""
     itemsize = (options.communication_dtype or options.forced_dtype or torch.float32).itemsize
     reducing = (Backend.in_flight + 1) * options.bucket_size() if options.keeps_row_only else 0
     gathering = (IN_FLIGHT + 1) * PART * ranks
@@ -202,7 +149,7 @@ def _under_way(options: ZeroOptions, ranks: int) -> int:
 def _shapes(
     model: nn.Module | Iterable[Tensor] | float, optimizer: Optimizer, dtype: torch.dtype | None
 ) -> list[tuple[int, torch.dtype, int | None]]:
-    """Elements, dtype and param group of each parameter, None: it isn't trained.
+    """Return elements, dtype and param group of each parameter; group None: it isn't trained.
 
     Of an optimizer over other parameters (slices, say) all are in the first group.
     """
@@ -223,7 +170,7 @@ def _shapes(
 
 
 def as_dtype(keyword: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point dtype by its name, as in ``"bf16"`` or ``"bfloat16"``; others as they are."""
+    """Return the floating-point dtype of a name, as in ``"bf16"`` or ``"bfloat16"``; a dtype is returned unchanged."""
     if isinstance(dtype, str):
         named = DTYPES | {str(known).removeprefix("torch."): known for known in DTYPES.values()}
         if dtype not in named:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..layout.text import counted, in_bytes, unit_of
 from .memory import OWNERS, Estimate
-from .text import counted, in_bytes, unit_of
 
 _COLORS = dict(zip(OWNERS, ("#1f5fa8", "#d9660a", "#3f8f4f", "#7b5aa6", "#999999"), strict=True))
 _ROOM = 1.35  # of the longest bar, for the numbers at its end

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout.text import aligned, counted, in_bytes, unit_of
 from ..options import ZeroOptions
 from .memory import DTYPES, OWNERS, Estimate, as_dtype, estimate
 from .pictures import draw_estimates
 from .quantities import elements, per_second, rate, seconds, share, stage, whole_number
 from .state_sizes import NAMES
 from .step_time import Computing, Link, StepTime, bucket_rows, step_time
-from .text import aligned, counted, in_bytes, unit_of
 
 # Options that are keywords of what they are for.
 _OF_BOTH = ("communication_dtype", "fp8_communication", "reduce_bucket_size")

@@ -1,4 +1,4 @@
-"""Who owns what of a checkpoint: its parameters over the ranks that saved it, or over any other number of them.
+"""The layout of a checkpoint's parameters over the ranks that saved it, or over any other number of ranks.
 
 Buckets are a run's, which learns them: ``optimizer.layout()`` tells them.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 from ..bookkeeping.sharding import SCALARS
 from ..checkpoint.objects import Settings
 from ..checkpoint.saved import SavedCheckpoint
+from ..layout.records import Layout, ParameterLayout, parameter_layout
 from ..options import ZeroOptions
 from ..partition import EvenSplit
 from ..state.global_names import Ranks
 from ..state.loading import MASTER
-from .layout import Layout, ParameterLayout, parameter_layout
 from .memory import as_dtype
 
 
 def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Layout:
-    """The layout after loading it, of all optimizers' parameters; no tensor is read, and no process group needed.
+    """Return the layout after loading, of all optimizers' parameters, without reading tensors or a process group.
 
     Args:
         world_size: ranks; None: as many as shared it when it was saved (replicas aside).
@@ -31,7 +31,7 @@ def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Lay
 
 
 def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
-    """One optimizer's, those first that all ranks share."""
+    """Return the layouts of one optimizer's parameters; the ones that all ranks share come first."""
     everyone, experts = _ranks(checkpoint, settings, world_size), checkpoint.manifest.experts
     options = _options(settings, settings["stage"])
     ranks_of = {name: experts[name].ranks if name in experts else everyone for name in checkpoint.trained(settings)}
@@ -63,9 +63,10 @@ def _options(settings: Settings, stage: int) -> ZeroOptions:
 def _parameter(checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: ZeroOptions) -> ParameterLayout:
     entry = checkpoint.manifest.tensors[name]
     split = EvenSplit(entry.numel, len(ranks), options.slice_multiple)
-    state = 0
+    states = 0
     for key, value in checkpoint.states.get(name, {}).items():
         if key != MASTER:
             sliced = key not in SCALARS and value.shape == entry.shape
-            state += split.slice_size * value.dtype.itemsize if sliced else value.nbytes
-    return parameter_layout(name, entry.shape, entry.torch_dtype, entry.group or 0, ranks, split, options, state)
+            states += split.slice_size * value.dtype.itemsize if sliced else value.nbytes
+    shape, dtype = tuple(entry.shape), entry.torch_dtype
+    return parameter_layout(name, shape, dtype, entry.group or 0, ranks, split, options, states)

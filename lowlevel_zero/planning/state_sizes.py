@@ -1,16 +1,16 @@
-"""How large an optimizer's state is, found out by letting a throwaway one step."""
+"""The size of an optimizer's state, which another optimizer of its class shows by a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..layout.held import state_tensors
 from ..optim.probe import NoProbe, first_states
 from ..optim.quantised import block_size
 from ..partition import ELEMENTWISE
@@ -30,7 +30,7 @@ _MORE = 97  # of another one, or so many blocks
 
 
 def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
-    """``optimizer``, or one made by the class or function that it is, or by name; and what makes another of parameters.
+    """Return an optimizer, made by its class, a function or its name if need be, and what makes another of parameters.
 
     Raises:
         TypeError: it is none of these.
@@ -58,7 +58,7 @@ def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
 
 
 def state_bytes(optimizer: Optimizer, make: Maker | None, dtype: torch.dtype, numel: int) -> list[int]:
-    """Bytes of the state that a ``dtype`` slice of ``numel`` elements gets, in each of the optimizer's param groups.
+    """Return the bytes of a ``dtype`` slice's state, of ``numel`` elements, in each of the optimizer's param groups.
 
     Two of its size, or smaller, are stepped: what they differ by is per element, the rest per parameter. They end in a
     block of elements where the slice does, since an 8-bit optimizer quantises the states of some sizes alone.
@@ -81,15 +81,6 @@ def state_bytes(optimizer: Optimizer, make: Maker | None, dtype: torch.dtype, nu
 
 
 def _size(state: Mapping[str, Any]) -> int:
-    """Bytes of one parameter's own: bitsandbytes' tables are everybody's."""
+    """Return the bytes of one parameter's state, without bitsandbytes' tables, which parameters share."""
     own = {key: value for key, value in state.items() if not key.startswith("qmap")}
     return sum(tensor.nbytes for tensor in state_tensors(own))
-
-
-def state_tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors of a state that have memory: what a subclass wraps, of a quantised one."""
-    for value in state.values():
-        if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-            yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
-        elif isinstance(value, Tensor):
-            yield value

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lowlevel_zero.bookkeeping.bucket_plan import Item, make_plan
+from lowlevel_zero.layout.records import parameter_layout, with_buckets
 from lowlevel_zero.options import ZeroOptions
 from lowlevel_zero.partition import EvenSplit, alignment_of
 from lowlevel_zero.planning import estimate
-from lowlevel_zero.planning.layout import layout_of, parameter_layout
 
 NUMEL = 2**31 + 7
 
@@ -33,12 +33,12 @@ def test_a_bucket_of_several_has_all_their_places() -> None:
     assert 0 <= bucket.row - bucket.body < alignment.short
     assert bucket.row % alignment.short == 0
     options = ZeroOptions(partition_grad=True)
-    parameters = [parameter_layout(f"{at}", (NUMEL,), torch.bfloat16, 0, [0, 1], split, options, 8) for at in range(4)]
-    layout = layout_of([(parameters, make_plan(items, [3, 2, 1, 0], 2**40))], stage=2)
+    parameters = [parameter_layout(f"{at}", (NUMEL,), torch.bfloat16, 0, (0, 1), split, options, 8) for at in range(4)]
+    layout = with_buckets([(parameters, make_plan(items, [3, 2, 1, 0], 2**40))], stage=2)
     assert [p.offset for p in layout.parameters] == [3 * (2**30 + 4), 2 * (2**30 + 4), 2**30 + 4, 0]
     assert layout.buckets[0].buffer_bytes == 2 * bucket.row * 2
-    assert layout.parameters[0].spans == [(0, 2**30 + 4), (2**30 + 4, NUMEL)]
-    assert layout.bytes.p == 4 * 2 * (NUMEL + 1)
+    assert layout.parameters[0].as_dict()["spans"] == [(0, 2**30 + 4), (2**30 + 4, NUMEL)]
+    assert layout.bytes.parameters == 4 * 2 * (NUMEL + 1)
 
 
 def test_its_memory_is_estimated() -> None:

@@ -17,7 +17,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.checkpoint.saved import SavedCheckpoint
-from lowlevel_zero.planning.layout import Layout, RankBytes
+from lowlevel_zero.layout import Held, Layout
 from lowlevel_zero.planning.saved_layout import layout_in
 from tests.support.oracle import Odd, Run, groups, train_rank
 from tests.support.ranks import run_ranks
@@ -51,18 +51,19 @@ def test_it_is_what_ranks_hold_and_buckets_carry(world_size: int, stage: int, dt
     for rank, (layout, held, parts) in enumerate(ranks):
         assert (layout.world_size, layout.rank, layout.stage) == (world_size, rank, stage)
         assert {p.name for p in layout.parameters} == expected.keys()
-        assert layout.bytes.p + frozen == held["parameters"]
-        assert (layout.bytes.p32, layout.bytes.state) == (held["masters"], held["states"])
+        assert layout.bytes.parameters + frozen == held["parameters"]
+        assert (layout.bytes.masters, layout.bytes.states) == (held["masters"], held["states"])
         for p in layout.parameters:
-            assert (p.shape, p.numel) == (expected[p.name].shape, expected[p.name].numel())
-            assert p.dtype == str(dtype).removeprefix("torch.")
+            assert (p.shape, p.split.numel) == (expected[p.name].shape, expected[p.name].numel())
+            assert p.dtype == dtype
             assert p.process_group == tuple(range(world_size))
-            owned = [list(range(p.numel)[start:stop]) for start, stop in p.spans]
-            assert list(chain.from_iterable(owned)) == list(range(p.numel))
+            spans = map(p.split.span, range(world_size))
+            owned = [list(range(p.split.numel)[start:stop]) for start, stop in spans]
+            assert list(chain.from_iterable(owned)) == list(range(p.split.numel))
             assert sum(map(bool, owned)) == p.owners
-            assert p.slice_size * world_size == p.numel + p.padding
+            assert p.split.slice_size * world_size == p.split.numel + p.split.padding
             if p.name in parts:
-                assert (p.offset, p.slice_size) == parts[p.name]
+                assert (p.offset, p.split.slice_size) == parts[p.name]
         check_buckets(layout)
     assert all(replace(layout, rank=0) == ranks[0][0] for layout, *_ in ranks)
 
@@ -72,25 +73,24 @@ def test_where_slices_lie_in_padded_rows(options: dict[str, Any]) -> None:
     run = replace(RUN, world_size=3, model=partial(Odd, 42)).with_options(reduce_bucket_size=10_000, **options)
     layout, held, parts = run_ranks(of_run, 3, run)[1]
     assert any(len(bucket.members) > 1 and bucket.row > bucket.body for bucket in layout.buckets)
-    assert {p.name: (p.offset, p.slice_size) for p in layout.parameters if p.name in parts} == parts
-    assert (layout.bytes.p32, layout.bytes.state) == (held["masters"], held["states"])
+    assert {p.name: (p.offset, p.split.slice_size) for p in layout.parameters if p.name in parts} == parts
+    assert (layout.bytes.masters, layout.bytes.states) == (held["masters"], held["states"])
     check_buckets(layout)
 
 
 def check_buckets(layout: Layout) -> None:
     by_name = {p.name: p for p in layout.parameters}
     travelling = sorted(name for bucket in layout.buckets for name in bucket.members)
-    assert travelling == sorted(p.name for p in layout.parameters if p.numel)
+    assert travelling == sorted(p.name for p in layout.parameters if p.split.numel)
     for at, bucket in enumerate(layout.buckets):
         assert bucket.number == at
         end = 0
         for name in bucket.members:
             assert by_name[name].bucket == at
             assert by_name[name].offset == end
-            end += by_name[name].slice_size
+            end += by_name[name].split.slice_size
         assert end == bucket.body <= bucket.row
-        itemsize = getattr(torch, bucket.dtype).itemsize
-        assert bucket.buffer_bytes == bucket.rows * bucket.row * itemsize
+        assert bucket.buffer_bytes == bucket.rows * bucket.row * bucket.dtype.itemsize
     assert by_name["empty"].bucket is by_name["empty"].offset is None
 
 
@@ -105,7 +105,7 @@ def test_before_a_step_and_in_a_group_of_some_ranks() -> None:
 
     _, first, second = run_ranks(work, 3)
     assert first.parameters[0].process_group == (1, 2)
-    assert (first.rank, second.rank, first.bytes.state) == (1, 2, 0)
+    assert (first.rank, second.rank, first.bytes.states) == (1, 2, 0)
     assert {p.group for p in first.parameters} == {0, 1}
 
 
@@ -121,7 +121,7 @@ def test_experts_that_fewer_ranks_share() -> None:
         return LowLevelZeroOptimizer(optimizer, members, model=model).layout()
 
     layout = run_ranks(work, 4)[3]
-    groups_of = {p.name: (p.process_group, p.slice_size) for p in layout.parameters}
+    groups_of = {p.name: (p.process_group, p.split.slice_size) for p in layout.parameters}
     assert groups_of["dense.weight"] == ((0, 1, 2, 3), 9)
     assert groups_of["expert.weight"] == ((1, 3), 11)
     (expert,) = (p for p in layout.parameters if p.name == "expert.weight")
@@ -168,7 +168,7 @@ def test_json_tells_every_rank_s_span() -> None:
     assert told == json.loads(json.dumps(layout.as_dict()))
     first = told["parameters"][0]
     assert (first["name"], first["spans"]) == ("0.weight", [[0, 7], [7, 14], [14, 20]])
-    assert RankBytes(**first["bytes"]) == layout.parameters[0].bytes
+    assert Held(**first["bytes"]) == layout.parameters[0].bytes
     assert told["buckets"][0]["members"] == ["0.bias", "1.weight"]
 
 
