@@ -126,7 +126,7 @@ class GroupContext:
             if group is not None and group.group_name.startswith(_PREFIX) and dist.get_backend(group) == "gloo":
                 peer = (group.rank() + 1) % group.size()
                 with suppress(RuntimeError):  # gloo has no other way: a wait in vain closes all connections of a group
-                    group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                    group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 class _Entry(str):
