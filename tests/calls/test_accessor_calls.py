@@ -32,7 +32,7 @@ from lowlevel_zero.accessors import (
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.state import values
 from tests.support.accessing import backward, train, wrapped
-from tests.support.oracle import Run, adamw, loss_of
+from tests.support.oracle import Run, adamw
 from tests.support.ranks import run_cases, run_ranks
 
 
@@ -44,14 +44,6 @@ def edits_are_seen_before_the_next_step(rank: int, world_size: int) -> None:
         p.fill_(0.25)
     assert torch.equal(safe_get_local_fp32_param(p), optimizer.get_working_to_master_map()[id(p)])
     assert torch.equal(safe_get_full_fp32_param(p), torch.full_like(p, 0.25).float())
-
-
-def a_write_between_forward_and_backward_is_noticed(rank: int, world_size: int) -> None:
-    model, optimizer = wrapped(Run())
-    loss = loss_of(model, Run(), 0, 0, rank)
-    safe_set_full_fp32_param(model.outward.weight, torch.zeros_like(model.outward.weight))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        optimizer.backward(loss)
 
 
 def numbers_are_set_alike(rank: int, world_size: int) -> None:
@@ -124,21 +116,12 @@ def what_is_no_parameter_of_an_optimizer_is_refused(rank: int, world_size: int) 
     assert again is not None
 
 
-def a_hook_can_not_read_gradients(rank: int, world_size: int) -> None:
-    model, optimizer = wrapped(Run())
-    model.outward.weight.register_hook(lambda gradient: safe_get_full_grad(model.inward))
-    with pytest.raises(RuntimeError, match="safe_get_full_grad of inward: expected it after backward"):
-        optimizer.backward(loss_of(model, Run(), 0, 0, rank))
-
-
 CALLS = (
     edits_are_seen_before_the_next_step,
-    a_write_between_forward_and_backward_is_noticed,
     numbers_are_set_alike,
     a_model_may_have_several_optimizers_and_parameters_of_none,
     reading_a_frozen_parameter_gives_none_and_writing_it_raises,
     what_is_no_parameter_of_an_optimizer_is_refused,
-    a_hook_can_not_read_gradients,
 )
 
 

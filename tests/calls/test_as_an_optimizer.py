@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_cases
@@ -19,7 +16,6 @@ from tests.support.scripts import (
     WAYS,
     Alone,
     Case,
-    Script,
     Together,
     adamw,
     check_each,
@@ -69,31 +65,6 @@ def test_step_hooks_run_once_a_step(subtests: pytest.Subtests) -> None:
     for (on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
         with subtests.test(on):
             assert ran.values() == [["pre", "post"] * 3] * 2
-
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9),
-    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0),
-}
-
-
-def test_a_scheduler_works_on_either(subtests: pytest.Subtests) -> None:
-    def script_of(schedule: Callable[[Any], Any], on: str) -> Script:
-        def script(side: Alone) -> nn.Module:
-            model = net()
-            optimizer = side.wrap(momentum(model), model)
-            scheduler = schedule(optimizer.optim if on == "inner" and isinstance(side, Together) else optimizer)
-            for step in range(5):
-                side.backward(optimizer, side.mean(loss_at(model, step)))
-                side.step(optimizer)
-                optimizer.zero_grad()
-                scheduler.step(*[1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
-            return model
-
-        return script
-
-    cases = product(SCHEDULERS, EITHER)
-    check_each({f"{name}, {on}": Case(script_of(SCHEDULERS[name], on), {}) for name, on in cases}, subtests)
 
 
 def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests: pytest.Subtests) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,181 +16,107 @@ ODD = 1  # the rank on which it goes wrong
 
 
 class Fault:
-    """What goes wrong on the rank on which it is armed, once."""
+    """What goes wrong at one place of the rank on which it is armed, once."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, where: str, error: Exception) -> None:
+        self.where = where
         self.error = error
         self.armed = False
 
-    def strike(self) -> None:
-        if self.armed:
+    def strike(self, where: str) -> None:
+        if self.armed and where == self.where:
             self.armed = False
             raise self.error
+
+
+NONE = Fault("nowhere", ValueError())
 
 
 class Sgd(torch.optim.SGD):
     """A user's subclass whose state is looked up in a way of its own."""
 
-    fault: Fault
+    fault = NONE
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "state" and "fault" in self.__dict__:
-            self.fault.strike()
+        if name == "state":
+            self.fault.strike("state")
         return super().__getattribute__(name)
-
-
-class Settings(dict[str, Any]):
-    """A param group that looks at what is written into it."""
-
-    fault: Fault
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key == "params":
-            self.fault.strike()
-        super().__setitem__(key, value)
-
-
-class States(dict[Tensor, Any]):
-    """State that looks at what is written into it."""
-
-    fault: Fault
-
-    def __setitem__(self, key: Tensor, value: Any) -> None:
-        self.fault.strike()
-        super().__setitem__(key, value)
 
 
 class Weight(nn.Parameter):
     """A parameter that may refuse a hook."""
 
-    fault: Fault
+    fault = NONE
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        self.fault.strike()
+        self.fault.strike("hook")
         return super().register_post_accumulate_grad_hook(hook)
 
 
 class Model(nn.Module):
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault = NONE) -> None:
         super().__init__()
         self.weight = Weight(torch.randn(3, 3))
         self.weight.fault = fault
         self.bias = nn.Parameter(torch.randn(3))
         self.register_buffer("seen", torch.zeros(2))
         self.fault = fault
-        self.where = ""
-
-    def named_parameters(self, *how: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        if self.where == "named_parameters":
-            self.fault.strike()
-        return super().named_parameters(*how, **more)
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        if self.where == "buffers":
-            self.fault.strike()
+        self.fault.strike("buffers")
         return super().buffers(recurse)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.to(self.weight.dtype) @ self.weight + self.bias).float().square().mean()
 
 
-def arm_state(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
-    optimizer.__dict__["fault"] = fault
-
-
-def arm_names(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
-    model.where = "named_parameters"
-
-
-def arm_buffers(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
-    model.where = "buffers"
-
-
-def arm_groups(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
-    settings = Settings(optimizer.param_groups[0])
-    settings.fault = fault
-    optimizer.param_groups[0] = settings
-
-
-def arm_states(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
-    states = States(optimizer.state)
-    states.fault = fault
-    optimizer.state = states  # type: ignore[assignment]
-
-
-def arm_hook(model: Model, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
-    """The parameter itself does it."""
-
-
-# From the first look to the last thing that is done.
-FAULTS: dict[str, tuple[Callable[[Model, torch.optim.Optimizer, Fault], None], Exception]] = {
-    "a user's optimizer": (arm_state, AttributeError("no such state")),
-    "names": (arm_names, KeyError("a name")),
-    "buffers, after all was checked": (arm_buffers, OSError("a file behind them")),
-    "state that is cut": (arm_states, MemoryError("no room")),
-    "groups that get slices": (arm_groups, NotImplementedError("not these")),
-    "a hook": (arm_hook, ArithmeticError("no hook")),
-}
+# From the first look, and after all was checked, to the last thing that is done.
+FAULTS = {"state": AttributeError("no such state"), "buffers": OSError("a file behind them"), "hook": KeyError("mine")}
 
 
 def batch(step: int, rank: int) -> Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def build(fault: Fault, seed: int = 0) -> tuple[Model, Sgd]:
-    """An optimizer that has been used."""
-    torch.manual_seed(seed)
+def build(fault: Fault) -> tuple[Model, Sgd]:
     model = Model(fault)
     optimizer = Sgd(model.parameters(), lr=0.05, momentum=0.9)
-    model(batch(9, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.fault = fault
     return model, optimizer
 
 
-def trained_alone(model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> None:
-    for step in range(3):
-        for rank in range(world_size):
-            (model(batch(step, rank)) / world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def train(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int) -> None:
+def train_as_alone(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, world_size: int) -> None:
+    """Three steps end as those of one process."""
+    alone = Model()
+    alone.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
     for step in range(3):
         optimizer.backward(model(batch(step, rank)))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def check_alike(model: nn.Module, alone: nn.Module, world_size: int) -> None:
-    """As ``alone`` trains in one process."""
-    trained_alone(alone, Sgd(alone.parameters(), lr=0.05, momentum=0.9), world_size)
+        torch.stack([alone(batch(step, each)) for each in range(world_size)]).mean().backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 def test_all_ranks_raise_and_may_try_again() -> None:
     def work(rank: int, world_size: int) -> None:
-        for what, (arm, error) in FAULTS.items():
-            fault = Fault(error)
-            model, inner = build(fault, seed=rank)
-            arm(model, inner, fault)
+        for where, error in FAULTS.items():
+            fault = Fault(where, error)
+            model, inner = build(fault)
             fault.armed = rank == ODD
             with pytest.raises(type(error) if rank == ODD else RuntimeError) as caught:
                 LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True)
             if rank != ODD:
                 told = f"rank {ODD} could not construct its LowLevelZeroOptimizer: {type(error).__name__}: {error}"
-                assert str(caught.value) == told, what
+                assert str(caught.value) == told
             del caught
-            assert not fault.armed, what
+            assert not fault.armed, where
 
             inner = Sgd(model.parameters(), lr=0.05, momentum=0.9)
             optimizer = LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True)
-            alone = Model(Fault(ValueError()))
-            alone.load_state_dict(model.state_dict())
-            train(model, optimizer, rank)
-            check_alike(model, alone, world_size)
+            train_as_alone(model, optimizer, rank, world_size)
 
     run_ranks(work, 2)
 
@@ -199,30 +125,22 @@ def test_a_group_that_one_rank_can_not_add() -> None:
     """Before anything is changed, all go on without it."""
 
     def work(rank: int, world_size: int) -> None:
-        arm, error = FAULTS["a user's optimizer"]
-        fault = Fault(error)
-        torch.manual_seed(0)
-        model = Model(fault)
-        inner = Sgd(model.parameters(), lr=0.05, momentum=0.9)
+        fault = Fault("state", FAULTS["state"])
+        model, inner = build(fault)
         optimizer = LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True)
-        arm(model, inner, fault)
         fault.armed = rank == ODD
-        with pytest.raises(type(error) if rank == ODD else RuntimeError) as caught:
+        with pytest.raises(AttributeError if rank == ODD else RuntimeError) as caught:
             optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
         if rank != ODD:
-            assert str(caught.value) == f"rank {ODD} could not add a param group: {type(error).__name__}: {error}"
+            assert str(caught.value) == f"rank {ODD} could not add a param group: AttributeError: no such state"
         assert len(optimizer.param_groups) == 1
-        alone = Model(Fault(ValueError()))
-        alone.load_state_dict(model.state_dict())
-        train(model, optimizer, rank)
-        check_alike(model, alone, world_size)
+        train_as_alone(model, optimizer, rank, world_size)
 
-        fault = Fault(ArithmeticError("no hook"))
         optimizer = LowLevelZeroOptimizer(Sgd([nn.Parameter(torch.ones(3))], lr=0.1), assume_elementwise=True)
         late = Weight(torch.ones(3))
-        late.fault = fault
-        fault.armed = rank == ODD
-        with pytest.raises(ArithmeticError if rank == ODD else RuntimeError, match="no hook"):
+        late.fault = Fault("hook", FAULTS["hook"])
+        late.fault.armed = rank == ODD
+        with pytest.raises(KeyError if rank == ODD else RuntimeError, match="mine"):
             optimizer.add_param_group({"params": [late]})
 
     run_ranks(work, 2)

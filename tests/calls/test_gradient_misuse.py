@@ -14,55 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
+from tests.support.gradients import adamw, loss_at, net, sharded, steps_on
 from tests.support.ranks import run_cases, run_ranks
-
-Trained = tuple[nn.Sequential, LowLevelZeroOptimizer]
-
-
-def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-
-
-def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
-    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
-    dtype = next(model.parameters()).dtype
-    loss: Tensor = model(batch.to(dtype)).float().square().mean()
-    return loss
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
-
-
-def sharded(rank: int, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
-    """After a backward."""
-    model = net(dtype)
-    optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, **options)
-    optimizer.backward(loss_at(model, 0, rank))
-    return model, optimizer
-
-
-def steps_on(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, world_size: int) -> None:
-    """Training from cleared gradients, and from where the model stands, goes on as in plain torch."""
-    optimizer.zero_grad()
-    plain = net()
-    plain.load_state_dict(model.state_dict())
-    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer.backward(loss_at(model, 7, rank))
-    torch.stack([loss_at(plain, 7, each) for each in range(world_size)]).mean().backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert isinstance(p.grad, ShardedGradient)
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-    optimizer.step()
-    alone.step()
-    optimizer.verify()
-
 
 # ---- one message for each cause ----
 
@@ -299,28 +257,6 @@ def by_hand(rank: int, world_size: int) -> None:
     steps_on(model, optimizer, rank, world_size)
 
 
-def an_overflow_is_edited(rank: int, world_size: int) -> None:
-    """fp16: the step is skipped, as ``GradScaler`` skips it, whatever is made of gradients that overflowed."""
-    edits: list[Callable[[Any], Any]] = [
-        lambda g: g.nan_to_num_(0.0, 0.0, 0.0),
-        lambda g: g.clamp_(-1, 1),
-        lambda g: g.copy_(torch.zeros(g.shape)),
-        lambda g: g.masked_fill_(~g.isfinite(), 0.0),
-        lambda g: g.view(-1)[:].copy_(torch.zeros(g.numel())),
-    ]
-    for edit in edits:
-        model, optimizer = sharded(rank, torch.float16, partition_grad=True, initial_scale=1.0)
-        before = [p.detach().clone() for p in model.parameters()]
-        optimizer.backward(loss_at(model, 0, rank) * (INF if rank == world_size - 1 else 1.0))
-        with torch.no_grad():
-            for p in model.parameters():
-                edit(p.grad)
-        optimizer.step()
-        assert all(map(torch.equal, before, model.parameters()))
-        assert model[0].weight.grad is None
-
-
-INF = float("inf")
 USES = [
     a_slice_is_read,
     the_wrapped_optimizer_steps,
@@ -330,7 +266,6 @@ USES = [
     in_a_hook,
     within_ddp,
     by_hand,
-    an_overflow_is_edited,
 ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from tests.support.misuse import (
     adam,
     momentum,
     net,
+    nothing,
+    one_step,
     try_out,
 )
 
@@ -78,6 +82,35 @@ def regroup_alone(work: Work) -> None:
         members += [] if taken is None else [taken]
 
 
+def backward_by_wrong_inputs_alone(work: Work) -> None:
+    """It can't begin there; what others have reduced by theirs is dropped."""
+    inputs = [[work.model[0].weight]] if work.odd else None
+    with pytest.raises((TypeError, RuntimeError)) if work.odd else nullcontext():
+        work.optimizer.backward(work.loss(), inputs=inputs)
+    work.optimizer.zero_grad()
+
+
+class Refusing(logging.Handler):
+    """A handler as of who wants no warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ValueError(f"unwanted: {record.getMessage()}")
+
+
+def refuse_a_warning_alone(work: Work) -> None:
+    """Rank 0, which is to tell that gradients of the last step are still there, can't begin its backward."""
+    work.backward()
+    work.optimizer.step()
+    handler = Refusing(logging.WARNING)
+    logging.getLogger("lowlevel_zero").addHandler(handler)
+    try:
+        with pytest.raises(ValueError, match="unwanted") if work.rank == 0 else nullcontext():
+            work.optimizer.backward(work.loss())
+    finally:
+        logging.getLogger("lowlevel_zero").removeHandler(handler)
+    work.optimizer.zero_grad()
+
+
 def construct_by_a_bad_option(work: Work) -> None:
     own = net()
     LowLevelZeroOptimizer(adam(own), model=own, reduction="max" if work.odd else "mean")
@@ -98,6 +131,8 @@ def step_two_in_other_orders(work: Work) -> None:
 
 
 RANKS = [
+    Wrong("inputs that are no tensors on one rank", backward_by_wrong_inputs_alone, Right(nothing)),
+    Wrong("a warning that one rank refuses", refuse_a_warning_alone, Right(one_step)),
     Wrong(
         "get_param_grad for step",
         instead(lambda work: work.optimizer.get_param_grad(work.model[0].weight)),

@@ -13,78 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
+from tests.support.gradients import adamw, backward_alone, loss_at, net, sharded, steps_on
 from tests.support.ranks import run_cases
-
-Trained = tuple[nn.Sequential, LowLevelZeroOptimizer]
-
-
-def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
-    loss: Tensor = model(batch(step, rank)).square().mean()
-    return loss
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-def sharded(rank: int, **options: Any) -> Trained:
-    """After a backward."""
-    model = net()
-    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model, **options)
-    optimizer.backward(loss_at(model, 0, rank))
-    return model, optimizer
-
-
-class Alone:
-    """The same in plain torch, with every rank's share."""
-
-    def __init__(self, world_size: int) -> None:
-        self.ranks = range(world_size)
-        self.model = net()
-        self.optimizer = sgd(self.model.parameters())
-
-    def backward(self, step: int) -> None:
-        torch.stack([loss_at(self.model, step, rank) for rank in self.ranks]).mean().backward()
-
-    def check(self, model: nn.Module) -> None:
-        for p, q in zip(model.parameters(), self.model.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def steps_on(model: nn.Module, optimizer: LowLevelZeroOptimizer, alone: Alone, rank: int) -> None:
-    """Two more steps, from cleared gradients, end where plain torch does."""
-    for step in (5, 6):
-        optimizer.backward(loss_at(model, step, rank))
-        alone.backward(step)
-        for each in (optimizer, alone.optimizer):
-            each.step()
-            each.zero_grad()
-    alone.check(model)
-
 
 # ---- what it is ----
 
 
 def looks(rank: int, world_size: int) -> None:
     model, _ = sharded(rank)
-    alone = Alone(world_size)
-    alone.backward(0)
-    for p, q in zip(model.parameters(), alone.model.parameters(), strict=True):
+    alone = net()
+    backward_alone(alone, 0, world_size)
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         gradient = p.grad
         assert isinstance(gradient, ShardedGradient)
         assert isinstance(gradient, Tensor)
@@ -123,31 +68,9 @@ def one_collective(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def a_list_from_before(rank: int, world_size: int) -> None:
-    """As older versions of torch clip: by a list that was made when nobody knew what all ranks leave out."""
-    model, alone = net(), net()
-    optimizer, plain = LowLevelZeroOptimizer(sgd(model.parameters()), model=model), sgd(alone.parameters())
-    for step in range(3):
-        optimizer.backward(model[0](batch(step, rank)).square().mean())
-        torch.stack([alone[0](batch(step, each)).square().mean() for each in range(world_size)]).mean().backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        factor = 0.01 / norm
-        for gradient in gradients:
-            gradient.mul_(factor)
-        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-
-
 def copies(rank: int, world_size: int) -> None:
     """Models are copied, saved, averaged and compiled as they are."""
     model, optimizer = sharded(rank)
-    alone = Alone(world_size)
-    alone.backward(0)
     copied = copy.deepcopy(model)
     assert all(p.grad is None for p in copied.parameters())
     ema = AveragedModel(model)
@@ -165,15 +88,11 @@ def copies(rank: int, world_size: int) -> None:
     model.to("cpu")
     model.requires_grad_(True)
     model.train()
-    for each in (optimizer, alone.optimizer):
-        each.step()
+    optimizer.step()
     compiled = torch.compile(model, backend="eager")
     optimizer.backward(loss_at(compiled, 1, rank))  # type: ignore[arg-type]
-    alone.backward(1)
-    for each in (optimizer, alone.optimizer):
-        each.step()
-        each.zero_grad()
-    steps_on(model, optimizer, alone, rank)
+    optimizer.step()
+    steps_on(model, optimizer, rank, world_size)
 
 
 def the_optimizer_goes(rank: int, world_size: int) -> None:
@@ -191,7 +110,7 @@ def the_optimizer_goes(rank: int, world_size: int) -> None:
     assert all(p32.grad is None for group in inner.param_groups for p32 in group["params"])
     with pytest.raises(RuntimeError, match=r"0.weight: expected the optimizer .* which is gone"):
         kept.norm()
-    second = LowLevelZeroOptimizer(sgd(model.parameters()), model=model)
+    second = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
     second.backward(loss_at(model, 0, rank))
     second.step()
 
@@ -233,8 +152,6 @@ def old_gradients(rank: int, world_size: int) -> None:
 def a_grad_scaler(rank: int, world_size: int) -> None:
     """Asking what an optimizer supports isn't using it; a scaler that is used is refused, before anything changes."""
     model, optimizer = sharded(rank)
-    alone = Alone(world_size)
-    alone.backward(0)
     assert getattr(optimizer, "_step_supports_amp_scaling", False) is False
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
@@ -243,12 +160,10 @@ def a_grad_scaler(rank: int, world_size: int) -> None:
             call(optimizer)
     off = torch.amp.GradScaler("cpu", enabled=False)
     off.scale(loss_at(model, 1, rank)).backward()
-    alone.backward(1)
     off.unscale_(optimizer)
     off.step(optimizer)
     off.update()
-    alone.optimizer.step()
-    alone.check(model)
+    steps_on(model, optimizer, rank, world_size)
 
 
 def dropped_on_one_rank(rank: int, world_size: int) -> None:
@@ -275,7 +190,7 @@ def dropped_on_one_rank(rank: int, world_size: int) -> None:
 def clipped_where_one_rank_lacks_all(rank: int, world_size: int) -> None:
     """Torch's function finds no gradients there, and the rank goes on to the step."""
     model = net()
-    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model)
+    optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
     if rank > 0:
         loss_at(model, 0, rank).backward()
 
@@ -285,8 +200,7 @@ def clipped_where_one_rank_lacks_all(rank: int, world_size: int) -> None:
 
     with pytest.raises(RuntimeError, match=r"the same call on every rank.*lowlevel_zero.clip_grad_norm_"):
         clip_and_step()
-    optimizer.zero_grad()
-    steps_on(model, optimizer, Alone(world_size), rank)
+    steps_on(model, optimizer, rank, world_size)
 
 
 def after_synchronize(rank: int, world_size: int) -> None:
@@ -301,7 +215,6 @@ def after_synchronize(rank: int, world_size: int) -> None:
 USES = [
     looks,
     one_collective,
-    a_list_from_before,
     copies,
     the_optimizer_goes,
     old_gradients,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -194,41 +193,6 @@ def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests)
                 for (tensor, stride), expected in zip(got, assorted(0), strict=True):
                     assert (tensor.dtype, stride) == (expected.dtype, expected.stride())
                     assert torch.equal(tensor, expected)
-
-
-def test_hosts_can_agree_while_the_wires_of_some_are_under_way() -> None:
-    def agree(rank: int, world_size: int) -> tuple[list[int], float]:
-        group = ShardGroup()
-        wire = torch.full((world_size, 3), float(rank + 1))
-        early = group.reduce_scatter(wire) if rank == 0 else None
-        agreed = group.all_reduce_max([10 - rank])
-        pending = early if early is not None else group.reduce_scatter(wire)
-        return agreed, pending.wait()[0].item()
-
-    assert run_ranks(agree, 3, timeout=20) == [([10], 6.0)] * 3
-
-
-def test_part_of_the_ranks_can_be_a_group() -> None:
-    def use(rank: int, world_size: int) -> Any:
-        group = dist.new_group([3, 1])
-        if rank not in (1, 3):
-            return None
-        shard = ShardGroup(group)
-        wire = torch.zeros(2, 1)
-        wire[shard.rank] = rank
-        value = torch.tensor(float(rank))
-        shard.broadcast([value], torch.device("cpu"))
-        return shard.rank, shard.all_gather(wire).wait().tolist(), value.item(), shard.from_rank_zero([rank])
-
-    got = run_ranks(use, 4)
-    assert got[0] is None
-    assert got[2] is None
-    first = 1 if got[1][0] == 0 else 3
-    for rank in (1, 3):
-        own, rows, value, told = got[rank]
-        assert sorted(rows) == [[1.0], [3.0]]
-        assert rows[own] == [rank]
-        assert (value, told) == (first, [first])
 
 
 def test_a_rank_outside_of_the_group_is_refused() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_fp32_params
@@ -22,7 +21,6 @@ from lowlevel_zero.communication.backends.shared_memory import SharedMemory
 from lowlevel_zero.communication.fp8 import BLOCK, decode, encode, encoded_size
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.judging import off_the_way
-from tests.support.oracle import Weight
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
@@ -177,7 +175,7 @@ def test_gathered_rows_are_alike_on_all_ranks() -> None:
 
 
 class Case(NamedTuple):
-    """One training run: a model, what its wires carry, and how it is trained; ``weight``: mistaken runs' alone."""
+    """One training run: a model, what its buffers carry, and how it is trained."""
 
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -185,7 +183,6 @@ class Case(NamedTuple):
     drops: bool = False
     micro_batches: int = 1
     steps: int = 4
-    weight: Weight = lambda step, micro, rank: 1.0
 
 
 STAGE_1: dict[str, Any] = {}
@@ -231,7 +228,7 @@ def train(case: Case, rank: int, model: Net, optimizer: LowLevelZeroOptimizer, f
             generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
             x = torch.randn(16, 31, generator=generator).to(case.dtype)
             loss = (model(x, drop=case.drops and (step + rank) % 3 > 0) - x.roll(1, 1)).float().square().mean()
-            optimizer.backward(loss / case.micro_batches * case.weight(step, micro, rank))
+            optimizer.backward(loss / case.micro_batches)
         losses.append(loss.item())
         optimizer.step()
         norms.append(cast(float, optimizer.get_grad_norm()))
@@ -302,38 +299,6 @@ def _start(case: Case) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in Net().to(case.dtype).named_parameters()}
 
 
-def test_a_mistake_is_farther_off() -> None:
-    case = Case(options=STAGE_2, micro_batches=2)
-    wrong = {
-        "gradients doubled": case._replace(weight=lambda step, micro, rank: 2.0),
-        "a rank left out": case._replace(weight=lambda step, micro, rank: float(rank < 2)),
-        "a micro-batch lost": case._replace(weight=lambda step, micro, rank: float(micro < 1)),
-        "a step skipped": case._replace(steps=case.steps - 1),
-    }
-
-    def work(rank: int, world_size: int) -> dict[str, float]:
-        start, expected = _start(case), whole_masters(run(case, rank))
-        return {what: off_the_way(start, expected, whole_masters(run(each, rank))) for what, each in wrong.items()}
-
-    for what, off in run_ranks(work, 3)[0].items():
-        assert off > 4 * SHARE, what
-
-
-@pytest.mark.parametrize(("stage", "hybrid_shard"), [(STAGE_1, False), (STAGE_2, True)], ids=["pair", "hybrid"])
-def test_two_levels_of_ranks(stage: dict[str, Any], hybrid_shard: bool) -> None:
-    case = Case(options=stage, micro_batches=2)
-
-    def work(rank: int, world_size: int) -> Pair:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        levels = {"dp_process_group": (mesh.get_group("outer"), mesh.get_group("inner")), "hybrid_shard": hybrid_shard}
-        fp8, plain = run(case, rank, **FP8, **levels), run(case, rank, **levels)
-        told, before = fp8.optimizer.traffic(), plain.optimizer.traffic()
-        assert all(told[purpose] <= 0.6 * before[purpose] for purpose in told)
-        return Pair.of(fp8, plain)
-
-    _check_near(run_ranks(work, 4), case)
-
-
 def test_gradients_are_within_their_bounds_and_small_parameters_untouched() -> None:
     def work(rank: int, world_size: int) -> None:
         grads: list[dict[str, Tensor]] = []
@@ -349,44 +314,6 @@ def test_gradients_are_within_their_bounds_and_small_parameters_untouched() -> N
             assert (error > 0) == (exact.numel() >= 2048), name
 
     run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
-@pytest.mark.usefixtures("unaligned")
-def test_half_of_bf16_s_bytes_travel(stage: dict[str, Any]) -> None:
-    def train_and_count(way: str, rank: int) -> None:
-        handed_over = _count_bytes()
-        case = Case(options={**stage, "fp8_min_numel": 1}, way=way, steps=2)
-        plain = run(case, rank).optimizer.traffic()
-        handed_over.clear()
-        optimizer = run(case, rank, **FP8).optimizer
-        told = optimizer.traffic()
-        for purpose in ("reduce", "gather"):
-            assert told[purpose] == pytest.approx(plain[purpose] / 2, rel=0.02), purpose  # rows have round sizes
-        (bucket,) = optimizer.layout().buckets
-        a_wire = (RANKS - 1) * encoded_size(bucket.row)
-        presence = 2 + len(bucket.members)  # bytes of a message between the hosts
-        assert sum(size for size in handed_over if size != presence) == case.steps * a_wire * (2 if stage else 3)
-
-    run_ranks(lambda rank, _: [train_and_count(way, rank) for way in ("shared memory", "messages")], RANKS)
-
-
-def _count_bytes() -> list[int]:
-    """Bytes of the rows of bytes that this rank, a forked process, hands to others or takes from them from now on."""
-    counted: list[int] = []
-
-    def sending(self: Pairwise, pairs: Any, *others: Any) -> Any:
-        counted.extend(mine.numel() for mine, _ in pairs if mine.dtype == torch.uint8)
-        return _send(self, pairs, *others)
-
-    def starting(self: SharedMemory, kind: int, buffer: Tensor, starts: Any, sizes: Any, *others: Any) -> Any:
-        theirs = [*sizes[: self.rank], *sizes[self.rank + 1 :]]
-        counted.extend(theirs if buffer.dtype == torch.uint8 else [])
-        return _start_shared(self, kind, buffer, starts, sizes, *others)
-
-    patch_rank(Pairwise, "send_and_receive", sending)
-    patch_rank(SharedMemory, "_start", starting)
-    return counted
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
@@ -433,27 +360,6 @@ def test_masters_are_exact_and_go_on_where_they_were(dtype: torch.dtype) -> None
             assert here.losses == there.losses
             for name, value in there.values[-1].items():
                 assert torch.equal(here.values[-1][name], value), name
-
-    run_ranks(work, 2)
-
-
-def test_masters_are_exact_in_a_run_without_fp8_too() -> None:
-    """A model that was trained on elsewhere makes the masters of its matrices its own."""
-    case = Case(options=STAGE_2, steps=3)
-
-    def work(rank: int, world_size: int) -> None:
-        done = run(case, rank, **FP8)
-        exact = full_fp32_params(done.model)
-        parameters, state = copy.deepcopy((done.model.state_dict(), done.optimizer.state_dict()))
-        elsewhere = {name: value + value.abs().max() / 4 for name, value in parameters.items()}
-        for model_first in (True, False):
-            for values, expected in ((parameters, exact), (elsewhere, {n: v.float() for n, v in elsewhere.items()})):
-                model, optimizer = build(case)
-                loads = [(model, values), (optimizer, state)]
-                for it, saved in loads if model_first else reversed(loads):
-                    it.load_state_dict(copy.deepcopy(saved))
-                for name, master in full_fp32_params(model).items():
-                    assert torch.equal(master, expected[name]), name
 
     run_ranks(work, 2)
 

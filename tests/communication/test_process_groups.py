@@ -113,14 +113,13 @@ def everything(rank: int, world_size: int, folder: Path, counts: tuple[int, ...]
 def test_what_some_ranks_alone_have_made_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the way that buckets take."""
     found = []
-    for shared, counts in ((True, (1, 0, 0, 0)), (False, (3, 0, 1, 2)), (True, (0, 0, 0, 0))):
+    for shared, counts in ((False, (3, 0, 1, 2)), (True, (0, 0, 0, 0))):
         monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(shared)))
         folder = tmp_path / str(len(found))
         folder.mkdir()
         found.append(run_ranks(everything, 4, folder, counts, timeout=100))
-    for ours, others, expected in zip(*found, strict=True):
+    for ours, expected in zip(*found, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
-        assert all(torch.equal(one, other) for one, other in zip(others, expected, strict=True))
 
 
 def test_a_level_of_part_of_the_ranks_does_not_mind_either_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -222,19 +221,6 @@ def test_there_is_one_beside_each_of_the_callers_however_many_use_it(tmp_path: P
     for (flat, *_), (levels, *_) in run_ranks(count, 4, timeout=100):
         assert flat == beside
         assert levels == 2 * beside  # of the two; that of all ranks is there
-
-
-def test_sockets_are_those_of_one_group_more() -> None:
-    def count(rank: int, world_size: int) -> tuple[int, int]:
-        seen = [sockets()]
-        dist.new_group([0, 1, 2], backend="gloo")
-        seen.append(sockets())
-        ShardGroup().connect()
-        seen.append(sockets())
-        return seen[1] - seen[0], seen[2] - seen[1]
-
-    for one_group, ours in run_ranks(count, 3):
-        assert ours == one_group > 0
 
 
 def test_it_has_the_callers_timeout_and_ends_with_all_groups() -> None:

@@ -179,23 +179,6 @@ def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
             assert own.receive((count, serial), timeout=10) == {1: (1, serial), 2: (2, serial)}
 
 
-def test_a_block_is_used_again_when_all_have_said_that_they_have_finished_with_it() -> None:
-    own = Memory(0, 3, Threads())
-    others = connected(own.pipe)
-    block, _ = own.take(5000, torch.uint8)
-    block.readers.discard(0)
-    for other in others:
-        other.peers[0].finished.append(block.offset)
-    assert own.take(5000, torch.uint8)[0] is not block  # what others know nobody sees before they say it
-    others[0].tell(0)
-    assert own.take(5000, torch.uint8)[0] is not block
-    others[1].tell(1, 4096)
-    assert own.take(5000, torch.uint8)[0] is block
-    assert not own.pipe.has((1, 0))  # rank 1 has told of no collective
-    others[0].tell(1)
-    assert own.pipe.receive((1, 0), timeout=1) == {1: (0, 0), 2: (4096, 0)}
-
-
 def test_any_number_of_blocks_may_be_finished_with_at_a_time() -> None:
     own = Memory(0, 2, Threads())
     others = connected(own.pipe)
@@ -322,18 +305,6 @@ def test_only_the_very_process_s_memory_is_taken(changed: dict[str, Any], reason
     with pytest.raises((OSError, ValueError), match=reason):
         seen_by_another(own, **changed)
     assert descriptors() == before
-
-
-def test_it_may_be_switched_from_optimizer_to_optimizer() -> None:
-    def switch(rank: int, world_size: int) -> list[bool]:
-        seen = []
-        for wanted in (True, False, True):
-            group = group_with_wires(wanted)
-            seen.append(is_shared(group))
-            group.leave()
-        return seen
-
-    assert run_ranks(switch, 2) == [[True, False, True]] * 2
 
 
 def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,25 +137,6 @@ def test_a_reduction_is_named_by_bucket_and_parameters() -> None:
     assert "rank 1 (outside of the optimizer, after 1 steps)" in line
 
 
-def test_a_gather_is_named_by_its_parameters() -> None:
-    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
-        def step_late(*_: Any) -> None:
-            reports.wait_for(1)
-
-        hook = optimizer.optim.register_step_pre_hook(step_late) if rank == 1 else None
-        optimizer.backward(model(torch.ones(2, 4)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        if hook is not None:
-            hook.remove()
-
-    (line,), late = run_stalled(2, stall)
-    assert late == []
-    assert "for the gather (step 2): " in line or "for the sum of the norm" in line
-    assert "0.weight" in line
-    assert "rank 1" in line
-
-
 def test_each_stall_is_reported_once() -> None:
     def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
         for count in (1, 1, 2):
@@ -379,16 +360,6 @@ def test_a_thread_watches_each_and_goes_with_it() -> None:
 
     for counts in run_ranks(live, 2):
         assert counts == [0, 3, 0, 1, 0]
-
-
-def test_one_rank_alone_needs_no_watching() -> None:
-    def live(rank: int, world_size: int) -> int:
-        model = net()
-        optimizer = wrap(model)
-        train(model, optimizer)
-        return len(watchdogs())
-
-    assert run_ranks(live, 1) == [0]
 
 
 def test_a_forked_process_has_none_of_its_parent_s_watchdogs() -> None:

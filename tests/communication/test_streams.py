@@ -331,37 +331,6 @@ def test_where_graphs_are_replayed_a_step_waits_for_its_gathers(monkeypatch: pyt
     run_ranks(work, 2)
 
 
-def test_gradients_that_are_cleared_go_where_others_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are touched on one stream until all is complete, and the next backward doesn't wait for them."""
-
-    def work(rank: int, world_size: int) -> None:
-        traced = Traced(monkeypatch, 0)
-        zeroed: list[Line] = []
-
-        def dropped(*_: Any) -> None:
-            zeroed.append(traced.api.now)
-            assert traced.api.now.comes_after(before)  # whatever has read sums
-
-        traced._spy(monkeypatch, GradientStore, "drop", dropped)
-        traced.backward()
-        traced.optimizer.step()
-        traced.optimizer.zero_grad()
-        traced.waited.clear()
-        traced.backward()
-        traced.model[1].weight.grad = None
-        before = traced.home.work()
-        traced.reduced.clear()
-        traced.added.clear()
-        traced.backward()
-        assert len(zeroed) == 1
-        assert {*zeroed, *traced.waited} == {zeroed[0]}
-        assert not any(traced.home.comes_after(point) for point in (*traced.reduced, *traced.added))
-        traced.optimizer.zero_grad(set_to_none=False)  # writes to sums
-        assert all(traced.home.comes_after(point) for point in (*traced.reduced, *traced.added))
-
-    run_ranks(work, 2)
-
-
 def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, world_size: int) -> None:
         copied: list[Any] = []

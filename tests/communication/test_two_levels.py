@@ -288,69 +288,63 @@ def wrap(**options: Any) -> LowLevelZeroOptimizer:
     return LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model, **options)
 
 
-def no_inner(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"extra_dp_group": grid.outer}
-
-
-def three(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"dp_process_group": (grid.outer, grid.inner, grid.inner)}
-
-
-def pair_and_extra(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"dp_process_group": (grid.outer, grid.inner), "extra_dp_group": grid.outer}
-
-
-def twice_on_one_rank(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"dp_process_group": (grid.outer, grid.inner) if rank else (grid.inner, grid.inner)}
-
-
-def another_s(grid: Grid, rank: int) -> dict[str, Any]:
-    others = dist.new_group([0, 1])  # all ranks make it, and two are in it
-    return {"dp_process_group": (grid.outer, others)}
-
-
-def ragged(grid: Grid, rank: int) -> dict[str, Any]:
-    inner = {0: [0], 1: [1, 2, 3]}
-    outer = {0: [0, 1], 1: [0, 1], 2: [2], 3: [3]}
-    return {"dp_process_group": (group_among(outer[rank]), group_among(inner[min(rank, 1)]))}
-
-
-def crossed(grid: Grid, rank: int) -> dict[str, Any]:
-    """Rows and columns meet once each, but a place in a row isn't the same in all of a column's."""
-    inner = {0: [0, 3], 3: [0, 3], 1: [1, 2], 2: [1, 2]}
-    outer = {0: [0, 2], 2: [0, 2], 1: [1, 3], 3: [1, 3]}
+def groups_of(inner: dict[int, list[int]], outer: dict[int, list[int]], rank: int) -> dict[str, Any]:
+    """Groups by hand, which may be no grid."""
     return {"dp_process_group": (group_among(outer[rank]), group_among(inner[rank]))}
 
 
-def hybrid_of_one_level(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"hybrid_shard": True}
+RAGGED = {0: [0], 1: [1, 2, 3], 2: [1, 2, 3], 3: [1, 2, 3]}, {0: [0, 1], 1: [0, 1], 2: [2], 3: [3]}
+# Rows and columns meet once each, but a place in a row isn't the same in all of a column's.
+CROSSED = {0: [0, 3], 3: [0, 3], 1: [1, 2], 2: [1, 2]}, {0: [0, 2], 2: [0, 2], 1: [1, 3], 3: [1, 3]}
 
-
-def hybrid_on_one_rank(grid: Grid, rank: int) -> dict[str, Any]:
-    return {"dp_process_group": (grid.outer, grid.inner), "hybrid_shard": rank == 2}
-
-
-BAD = [
-    (no_inner, "extra_dp_group: expected dp_process_group beside it, got None"),
-    (three, "expected a process group or two, (outer, inner), got 3"),
-    (pair_and_extra, "extra_dp_group: expected None beside a pair"),
-    (twice_on_one_rank, "have this process alone in common, got ranks [0, 1] in both"),
-    (another_s, "expected groups that this process belongs to, got an inner one without it"),
-    (ragged, "expected inner groups of one size"),
-    (crossed, "outer groups that each have the ranks of one place"),
-    (hybrid_of_one_level, "hybrid_shard=True: expected two levels of ranks, got one"),
-    (hybrid_on_one_rank, "expected the same model, optimizer and options on every rank"),
-]
+BAD: dict[str, tuple[Callable[[Grid, int], dict[str, Any]], str]] = {
+    "no inner group": (
+        lambda grid, rank: {"extra_dp_group": grid.outer},
+        "extra_dp_group: expected dp_process_group beside it, got None",
+    ),
+    "three groups": (
+        lambda grid, rank: {"dp_process_group": (grid.outer, grid.inner, grid.inner)},
+        "expected a process group or two, (outer, inner), got 3",
+    ),
+    "a pair and an extra group": (
+        lambda grid, rank: {"dp_process_group": (grid.outer, grid.inner), "extra_dp_group": grid.outer},
+        "extra_dp_group: expected None beside a pair",
+    ),
+    "the same group twice on one rank": (
+        lambda grid, rank: {"dp_process_group": (grid.outer if rank else grid.inner, grid.inner)},
+        "have this process alone in common, got ranks [0, 1] in both",
+    ),
+    "a group of other ranks": (
+        lambda grid, rank: {"dp_process_group": (grid.outer, dist.new_group([0, 1]))},
+        "expected groups that this process belongs to, got an inner one without it",
+    ),
+    "inner groups of several sizes": (
+        lambda grid, rank: groups_of(*RAGGED, rank),
+        "expected inner groups of one size",
+    ),
+    "columns that cross rows at several places": (
+        lambda grid, rank: groups_of(*CROSSED, rank),
+        "outer groups that each have the ranks of one place",
+    ),
+    "hybrid_shard of one level": (
+        lambda grid, rank: {"hybrid_shard": True},
+        "hybrid_shard=True: expected two levels of ranks, got one",
+    ),
+    "hybrid_shard on one rank": (
+        lambda grid, rank: {"dp_process_group": (grid.outer, grid.inner), "hybrid_shard": rank == 2},
+        "expected the same model, optimizer and options on every rank",
+    ),
+}
 
 
 def test_every_rank_is_told_what_is_wrong(subtests: pytest.Subtests) -> None:
-    def rank(rank: int, world_size: int, options: Callable[[Grid, int], dict[str, Any]], message: str) -> None:
-        wrap(**options(Grid.of(rank, (2, 2)), rank))
+    def rank(rank: int, world_size: int, what: str) -> None:
+        wrap(**BAD[what][0](Grid.of(rank, (2, 2)), rank))
 
-    for (options, message), ran in run_cases_expecting(rank, 4, BAD, timeout=30):
-        with subtests.test(options.__name__):
+    for (what,), ran in run_cases_expecting(rank, 4, [(what,) for what in BAD], timeout=30):
+        with subtests.test(what):
             for raised in ran.raised():
-                assert message in raised.message
+                assert BAD[what][1] in raised.message
                 assert raised.type in ("ValueError", "TypeError", "RuntimeError")
 
 
@@ -360,7 +354,7 @@ def test_a_group_of_two_levels_can_be_made_again() -> None:
     def rank(rank: int, world_size: int) -> int:
         grid = Grid.of(rank, (2, 2))
         with pytest.raises(ValueError, match="alone in common"):
-            wrap(**twice_on_one_rank(grid, 0))
+            wrap(dp_process_group=(grid.inner, grid.inner))
         for _ in range(3):
             optimizer = wrap(**grid.options("pair"))
             optimizer.backward(optimizer.optim.param_groups[0]["params"][0].new_ones(1, requires_grad=True).sum())

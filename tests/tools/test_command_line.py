@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +22,7 @@ from torch import Tensor, nn
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import save_checkpoint
 from lowlevel_zero.planning.commands import COMMANDS
-from tests.support.judging import check_movement
-from tests.support.numbers import share_of
-from tests.support.oracle import Odd, Run, adamw, batch, emulate, groups, train_alone, train_rank, worst
+from tests.support.oracle import Odd, Run, adamw, train_rank
 from tests.support.ranks import run_ranks
 
 SAVED_AFTER, STEPS = 3, 6
@@ -51,13 +47,9 @@ RUNS = {
     "fp32, 2 ranks": Run(world_size=2, steps=SAVED_AFTER, drop=drop, model=Buffered, optimizer=adamw).with_options(
         partition_grad=True
     ),
-    "fp32, 1 rank": Run(world_size=1, steps=SAVED_AFTER, drop=drop, model=Buffered, optimizer=adamw),
     "bf16, 3 ranks": Run(
         world_size=3, steps=SAVED_AFTER, drop=drop, dtype=torch.bfloat16, model=Buffered, optimizer=adamw
     ),
-    "fp16, 2 ranks": Run(
-        world_size=2, steps=SAVED_AFTER, drop=drop, dtype=torch.float16, model=Buffered, optimizer=adamw
-    ).with_options(initial_scale=2.0**7),
     "sgd, 2 ranks": Run(
         world_size=2,
         steps=SAVED_AFTER,
@@ -132,80 +124,6 @@ def check_states(got: dict[int, dict[str, Any]], expected: dict[int, dict[str, A
             assert got[place][key].stride() == value.stride(), (place, key)
 
 
-@pytest.fixture(scope="module")
-def continued(saved: Callable[[str], Saved], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    """Parameters of each run after it went on in one process that can't import the package.
-
-    That has the files, torch and safetensors alone, and the models' sources.
-    """
-    folder = tmp_path_factory.mktemp("continued")
-    calls = []
-    for at, (name, run) in enumerate(RUNS.items()):
-        assert main(["consolidate", str(saved(name).path), str(folder / f"{at}")]) == 0
-        batches = [[batch(run, step, 0, rank) for rank in range(run.world_size)] for step in range(SAVED_AFTER, STEPS)]
-        torch.save(batches, folder / f"{at}" / "batches.pt")
-        optimizer = "torch.optim.SGD(params, lr=1.0)" if "sgd" in name else "torch.optim.AdamW(params)"
-        calls.append(f"train_on({str(folder / f'{at}')!r}, Buffered().to({run.dtype}), lambda params: {optimizer})")
-    parts = (
-        "from __future__ import annotations\nfrom typing import Any\n",
-        "import torch\nfrom torch import Tensor, nn\n",
-        "from safetensors.torch import load_file\n",
-        *(inspect.getsource(part) for part in (Odd, Buffered, groups, train_on)),
-        *calls,
-    )
-
-    def elsewhere(rank: int, world_size: int) -> None:
-        for each in [each for each in sys.modules if each.partition(".")[0] == "lowlevel_zero"]:
-            sys.modules[each] = None  # type: ignore[assignment]  # of this rank alone
-        exec(compile("\n\n".join(parts), "script.py", "exec"), {"__name__": "__main__"})
-
-    run_ranks(elsewhere, 1, init=False)
-    return {name: torch.load(folder / f"{at}" / "after.pt", weights_only=True) for at, name in enumerate(RUNS)}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_training_goes_on_where_the_package_is_not(name: str, continued: dict[str, dict[str, Tensor]]) -> None:
-    run = replace(RUNS[name], steps=STEPS)
-    if run.dtype == torch.float32:
-        expected = train_alone(run)[0]
-        difference, where = worst(expected, {key: continued[name][key] for key in expected})
-        assert difference <= 2e-6, where
-    else:
-        check_movement(run, emulate(run)[0], continued[name], share_of(run.dtype, run.world_size))
-
-
-def train_on(folder: str, model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """What anybody would write; fp32 masters, where there are any, are what is stepped."""
-    model.load_state_dict(load_file(f"{folder}/model.safetensors"))
-    state = torch.load(f"{folder}/optimizer.pt", weights_only=True)
-    make(groups(model)).load_state_dict(state)  # whatever it is given, plain AdamW takes it
-    stepped = {p: p for p in model.parameters()}
-    places = [p for group in groups(model) for p in group["params"]]
-    for place, p in enumerate(places):
-        if p.dtype != torch.float32 and p.requires_grad:
-            master = state["state"].get(place, {}).pop("master_param", p.detach().float())
-            stepped[p] = nn.Parameter(master)
-    optimizer = make([{**group, "params": [stepped[p] for p in group["params"]]} for group in groups(model)])
-    optimizer.load_state_dict(state)
-    scale = (state["lowlevel_zero"]["loss_scale"] or {"scale": 1.0})["scale"]
-    for of_ranks in torch.load(f"{folder}/batches.pt", weights_only=True):
-        sums: dict[Any, Tensor] = {}
-        for x, y in of_ranks:
-            ((model(x, set()) - y).square().mean() * scale).backward()
-            for p in model.parameters():
-                if p.grad is not None:
-                    sums[p] = sums.get(p, 0) + p.grad.float() / scale
-                    p.grad = None
-        for p, total in sums.items():
-            stepped[p].grad = total / len(of_ranks)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for p, master in stepped.items():
-                p.copy_(master)
-    torch.save({name: stepped[p].detach() for name, p in model.named_parameters()}, f"{folder}/after.pt")
-
-
 def wide(rank: int, world_size: int, path: Path) -> None:
     from lowlevel_zero import LowLevelZeroOptimizer
 
@@ -272,16 +190,15 @@ def test_a_former_output_is_replaced_when_asked(checkpoint: Path, tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_files_have_the_mode_that_the_umask_leaves(umask: int, mode: int, checkpoint: Path, tmp_path: Path) -> None:
-    before = os.umask(umask)
+def test_files_have_the_mode_that_the_umask_leaves(checkpoint: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
     try:
         assert main(["consolidate", str(checkpoint), str(tmp_path / "out")]) == 0
     finally:
         os.umask(before)
     assert {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {
-        "model.safetensors": mode,
-        "optimizer.pt": mode,
+        "model.safetensors": 0o640,
+        "optimizer.pt": 0o640,
     }
 
 
@@ -425,10 +342,6 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 def make_foreign(path: Path) -> None:
     """torch.distributed.checkpoint's files alone."""
     shutil.rmtree(path)
@@ -450,15 +363,9 @@ def shards(path: Path) -> list[Path]:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing there": (shutil.rmtree, "nothing"),
     "a file": (make_file, "got a file"),
-    "an empty directory": (lambda path: [shutil.rmtree(path), path.mkdir()], "expected a checkpoint of lowlevel_zero"),
     "another's checkpoint": (make_foreign, "torch.distributed.checkpoint's own"),
     "a missing shard": (lambda path: shards(path)[1].unlink(), "__1_0.distcp is missing"),
-    "a truncated shard": (lambda path: truncate(shards(path)[0]), "__0_0.distcp has"),
     "a flipped bit in a shard": (lambda path: flip(shards(path)[1]), "__1_0.distcp is not what was written"),
-    "a flipped bit in .metadata": (lambda path: flip(path / ".metadata"), ".metadata is not what was written"),
-    "a flipped bit in objects.pt": (lambda path: flip(path / "objects.pt"), "objects.pt is not what was written"),
-    "a flipped bit in the manifest": (lambda path: flip(path / "lowlevel_zero.json"), "lowlevel_zero.json: damaged"),
-    "a manifest cut short": (lambda path: truncate(path / "lowlevel_zero.json"), "lowlevel_zero.json: damaged"),
 }
 
 

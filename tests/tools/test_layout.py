@@ -41,8 +41,7 @@ def of_run(rank: int, world_size: int, run: Run) -> tuple[Layout, dict[str, int]
     return layout, held, parts
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+@pytest.mark.parametrize(("world_size", "stage", "dtype"), [(2, 1, torch.float32), (3, 2, torch.bfloat16)])
 def test_it_is_what_ranks_hold_and_buckets_carry(world_size: int, stage: int, dtype: torch.dtype) -> None:
     run = replace(RUN, world_size=world_size, dtype=dtype).with_options(partition_grad=stage == 2)
     expected = {name: p for name, p in Odd().named_parameters() if p.requires_grad}
@@ -198,10 +197,9 @@ def loaded(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
     [
         RUN.with_options(partition_grad=True),
         replace(RUN, dtype=torch.bfloat16, drop=lambda step, rank: {1}),
-        RUN.with_options(reduce_scatter=True, communication_dtype=torch.bfloat16),
         RUN.with_options(fp8_communication=True, fp8_min_numel=20),
     ],
-    ids=["fp32, stage 2", "bf16, a dropped layer", "bf16 on the wire", "fp8 on the wire"],
+    ids=["fp32, stage 2", "bf16, a dropped layer", "fp8 on the wire"],
 )
 def test_a_checkpoint_s_is_that_of_the_runs_that_saved_and_load_it(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "step-2"

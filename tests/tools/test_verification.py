@@ -58,20 +58,7 @@ def test_a_checksum_knows_places_signs_and_chunks(monkeypatch: pytest.MonkeyPatc
     assert checksum(one.reshape(7, 1).t()) == checksum(one)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_that_are_alike_are_left_alone(world_size: int, overlap: bool) -> None:
-    def live(rank: int, world_size: int) -> None:
-        model = Odd()
-        optimizer = wrap(model, overlap_allgather=overlap, verify_every=1)
-        for _ in range(2):
-            train(model, optimizer)
-        optimizer.verify(buffers=True)
-
-    run_ranks(live, world_size)
-
-
-FLIPS = {"layers.1.weight": 1, "inward": 0, "conv.weight": 2, "frozen.bias": 1, "scale": 2}
+FLIPS = {"inward": 0, "frozen.bias": 1}
 
 
 @pytest.mark.parametrize("name", FLIPS)
