@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -324,7 +326,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._guard.refuse_unfrozen()
         if self.step_state.syncs and self.step_state.phase is Phase.SYNCHRONIZED:
             rooms.refuse(self.shard_group, "run a backward")
-        failed = True
+        failed, self.step_state.deferred = True, None
         StepState.in_backward.append(self.step_state)
         try:
             with ExitStack() as begins:
@@ -336,9 +338,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             failed = False
         finally:
             StepState.in_backward.remove(self.step_state)
+            if failed:
+                self.step_state.note_failure(sys.exc_info()[1])
             with ExitStack() as ends:
                 for each in reversed(self.sharded_groups):
                     ends.callback(each.reducer.end, failed)
+        self.step_state.raise_deferred()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -376,13 +381,16 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
                 "run the last backward, and synchronize(), after the with block"
             )
-        self._finish_reductions(self.enter("synchronize"))
-        unit = self.step_state.gradient_scale()
-        if self.scaler is not None:
-            self._overflow = ~self._measured(unit).value.isfinite()
-        for each in self.sharded_groups:
-            each.gradients.materialize_grads(float(unit) if self.options.cpu_offload else unit)
-        self.step_state.phase = Phase.SYNCHRONIZED
+        call, norm = self.enter("synchronize"), self._new_norm()
+        with self.taking_part(norm.catch_up if self.scaler is not None else nullcontext):
+            self._finish_reductions(call)
+            unit = self.step_state.gradient_scale()
+            if self.scaler is not None:
+                self._measure(norm, unit)
+                self._overflow = ~norm.value.isfinite()
+            for each in self.sharded_groups:
+                each.gradients.materialize_grads(float(unit) if self.options.cpu_offload else unit)
+            self.step_state.phase = Phase.SYNCHRONIZED
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -408,28 +416,29 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         rank calls it.
         """
         MAX_NORM("max_norm", max_norm)
-        self._finish_reductions(self.enter("clip_grad_norm_"))
-        state = self.step_state
-        norm = self._measured(1.0 if state.phase is Phase.SYNCHRONIZED else state.gradient_scale()).value
-        factor = clip_factor(norm, max_norm)
-        for each in self.sharded_groups:
-            each.gradients.multiply([record for record in each.records if record.worked], factor)
-        return norm
+        call, norm = self.enter("clip_grad_norm_"), self._new_norm()
+        with self.taking_part(norm.catch_up):
+            self._finish_reductions(call)
+            state = self.step_state
+            self._measure(norm, 1.0 if state.phase is Phase.SYNCHRONIZED else state.gradient_scale())
+            factor = clip_factor(norm.value, max_norm)
+            for each in self.sharded_groups:
+                each.gradients.multiply([record for record in each.records if record.worked], factor)
+        return norm.value
 
-    def _measured(self, unit: float | Tensor) -> GlobalNorm:
-        """The norm of all gradients, times ``unit``."""
-        norm = self._new_norm(unit)
+    def _measure(self, norm: GlobalNorm, unit: float | Tensor) -> None:
+        """Start the norm of all gradients, times ``unit``."""
+        norm.scale = unit
         for each in self.sharded_groups:
             for bucket in each.gradients.sums():
                 norm.add(bucket.measured)
         norm.start()
-        return norm
 
-    def _new_norm(self, unit: float | Tensor) -> GlobalNorm:
+    def _new_norm(self) -> GlobalNorm:
         """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
         several = len(self.sharded_parameters.shard_groups) > 1
         double = several and any(record.communication_dtype == torch.float64 for record in self.sharded_parameters)
-        return GlobalNorm(self.shard_group, self.device, unit, torch.float64 if double else torch.float32)
+        return GlobalNorm(self.shard_group, self.device, dtype=torch.float64 if double else torch.float32)
 
     # ---- step: norm, clip, step the slices, gather them ----
 
@@ -450,26 +459,19 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if not self.step_state.syncs:
             return loss
         call = self._enter_step()
-        self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
         synchronized = self.step_state.phase is Phase.SYNCHRONIZED
-        if synchronized or self._skips_synchronize:
-            rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
-        self._finish_reductions(call)
-        self._guard.follow_edits()
-        unit = 1.0 if synchronized else self.step_state.gradient_scale()
-        if self._norm_first:
-            self._norm = self._step_by_norm(unit)
-        else:
-            norm = self._new_norm(unit)
-            self._stepper.step(Scale(unit), norm)
+        norm, self._stepper.left = self._new_norm(), None
+        with self.taking_part(partial(self._catch_up, norm), undefined=True):
+            self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
+            if synchronized or self._skips_synchronize:
+                rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
+            self._finish_reductions(call)
+            self._guard.follow_edits()
+            self._take_step(norm, 1.0 if synchronized else self.step_state.gradient_scale())
             self._norm = norm
-            if self._tells_norm:
-                self._observer.norm(norm.value)
-        if synchronized:
-            self._release_grads()
-        for each in self.sharded_groups:
-            each.reducer.end_step()
-            each.group.trim()
+            if synchronized:
+                self._release_grads()
+            self._end_step()
         self._observer.cleared()
         first, *_ = self.sharded_groups
         self._untrained.look(first.group.progress.step, any(each.reducer.has_lacked for each in self.sharded_groups))
@@ -484,28 +486,71 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)
         return call._replace(settings=settings, written=self._guard.edited)
 
-    def _step_by_norm(self, unit: float | Tensor) -> GlobalNorm:
-        """The step whose size, or whether it is taken at all, depends on the norm: that has to be there before."""
-        norm = self._measured(unit)
-        self._observer.norm(norm.value)
+    def _take_step(self, norm: GlobalNorm, unit: float | Tensor) -> None:
+        """Step and gather, with gradients of this ``unit``; the norm is measured on the way, if it isn't due before."""
+        if not self._norm_first:
+            norm.scale = unit
+            self._stepper.step(Scale(unit), norm)
+            self._judge(norm)
+            return
+        self._measure(norm, unit)
+        self._judge(norm)
         if self.options.clip_grad_norm > 0:
             unit = unit * clip_factor(norm.value, self.options.clip_grad_norm)
         if norm.is_empty and len(self.sharded_parameters.shard_groups) == 1:
-            return norm
+            return
         flag = None
         if self.scaler is not None:
-            overflow = ~norm.value.isfinite()
-            if self.step_state.phase is Phase.SYNCHRONIZED:
-                overflow |= self._overflow
-            self.scaler.update(overflow)
-            if self._stepper.skips_by_flag and not self._observer.waits:
-                flag = overflow
-            elif overflow.item():  # the host waits for the device; fp16 alone
-                self._skip(self.scaler)
-                return norm
+            flag = self._overflowed(norm)
+            self.scaler.update(flag)
+            if not self._skips_by_flag:
+                if flag.item():  # the host waits for the device; fp16 alone
+                    self._skip(self.scaler)
+                    return
+                flag = None
         on_host = self.options.cpu_offload  # which waits for gradients anyway
         self._stepper.step(Scale(float(unit) if on_host else unit, flag), None)
-        return norm
+
+    def _catch_up(self, norm: GlobalNorm) -> None:
+        """Do what other ranks wait for in a step that has failed on this one."""
+        try:
+            if not self._norm_first:
+                self._stepper.catch_up(norm)
+                if norm.catch_up():
+                    self._judge(norm)
+            elif norm.catch_up() and self._leaves_out(norm):
+                assert self.scaler is not None
+                self._skip(self.scaler)
+            else:
+                self._stepper.catch_up(None)
+        finally:
+            self._end_step()
+
+    def _leaves_out(self, norm: GlobalNorm) -> bool:
+        """Whether other ranks leave the step out for an overflow, after they have looked at the norm."""
+        self._judge(norm)
+        return self.scaler is not None and not self._skips_by_flag and bool(self._overflowed(norm).item())
+
+    def _judge(self, norm: GlobalNorm) -> None:
+        """Have the norm looked at, once, where the host may wait for it now."""
+        if self._tells_norm and not norm.is_judged:
+            norm.is_judged = True
+            self._observer.norm(norm.value)
+
+    def _overflowed(self, norm: GlobalNorm) -> Tensor:
+        """fp16: 0-d, whether the step is to be left out."""
+        overflow = ~norm.value.isfinite()
+        return overflow | self._overflow if self.step_state.phase is Phase.SYNCHRONIZED else overflow
+
+    @property
+    def _skips_by_flag(self) -> bool:
+        """Whether the wrapped optimizer leaves the step out by itself, and the host needn't know."""
+        return self._stepper.skips_by_flag and not self._observer.waits
+
+    def _end_step(self) -> None:
+        for each in self.sharded_groups:
+            each.reducer.end_step()
+            each.group.trim()
 
     def _skip(self, scaler: LossScaler) -> None:
         try:

@@ -46,11 +46,17 @@ DOUBLE_REDUCTION = (
     "beside those that are the caller's to edit: call synchronize() after the last backward of a step"
 )
 
-
 LOST = (
     "expected the whole gradients of every backward, lost some on this rank to an error before ({}): call "
     "optimizer.zero_grad() on every rank, and begin the step anew"
 )
+
+UNDEFINED = (
+    "expected parameters and states that every rank has stepped to the end, but this rank has failed in the midst "
+    "of it ({}), and they are undefined: load a checkpoint on every rank, of the model and of the optimizer"
+)
+# Calls that may be made then.
+_RECOVERIES = ("zero_grad", "load_state_dict")
 
 
 class Reducer:
@@ -129,6 +135,7 @@ class Reducer:
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
+        self._state.undefined = ""
         order, came, _, repeats, detecting = state or PlanState([], 0, True, [], None)
         self.buckets.repeats = set(repeats)
         self._unused.restore(detecting=bool(detecting and detecting[0]))
@@ -266,6 +273,7 @@ class Reducer:
             return
         if self.buckets.is_open:
             self._close_sync()
+            self._state.raise_deferred()
         elif self._keeps_some:
             for record in (each for each in self._records if not each.is_empty):
                 record.show_unreduced()
@@ -319,16 +327,8 @@ class Reducer:
 
     def _start(self, close: bool = False) -> None:
         """Start the buckets that are complete, as far as the plan's order goes; ``close``: all that are left."""
-        try:
-            while self.buckets.start_next(close):
-                self._finish_some()
-        except BaseException as error:
-            self._note_loss(error)
-            raise
-
-    def _note_loss(self, error: BaseException) -> None:
-        """Remember that gradients are lost on this rank, so that no rank steps before ``zero_grad``."""
-        self._state.lost = self._state.lost or f"{type(error).__name__}: {error}"
+        while self.buckets.start_next(close):
+            self._finish_some()
 
     def _leftovers(self) -> list[int]:
         """Indices of parameters whose ``p.grad`` holds what can be reduced."""
@@ -356,15 +356,15 @@ class Reducer:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        try:
-            with self._streams.beside():
-                bucket = self.buckets.in_flight.popleft()
+        bucket = self.buckets.in_flight.popleft()
+        with self._streams.beside():
+            try:
                 self._gradients.accumulate(bucket, bucket.finish_reduce(self._streams))
-                if bucket.dropped_next:
-                    self._gradients.drop(bucket.dropped_next)
-        except BaseException as error:
-            self._note_loss(error)
-            raise
+            except BaseException as error:
+                self._state.defer(error)
+                self._gradients.accumulate(bucket, self.buckets.lost_sum(bucket))  # all ranks keep the same buckets
+            if bucket.dropped_next:
+                self._gradients.drop(bucket.dropped_next)
 
     @property
     def _shows_some(self) -> bool:
@@ -406,7 +406,7 @@ class Reducer:
             Exception: the ``call``'s error, or that of another rank's; nothing has been done then.
         """
         synchronized = self._state.phase is Phase.SYNCHRONIZED
-        if self._state.lost and call.error is None:
+        if self._state.lost and not self._state.undefined and call.error is None:
             call = call._replace(error=RuntimeError(LOST.format(self._state.lost)))
         with self._streams.home():
             present = self.agree_on_syncs(call, with_leftovers=call.error is None and not synchronized)
@@ -425,14 +425,18 @@ class Reducer:
         The call comes first, before anything has been done. But where unused parameters are detected others may be in
         a backward, waiting to hear what this rank will use: then the syncs do.
         """
-        self._drop_cleared()
-        if self.buckets.is_open:
-            try:
+        if self._state.undefined and call.name not in _RECOVERIES and call.error is None:
+            call = call._replace(error=RuntimeError(UNDEFINED.format(self._state.undefined)))
+        try:
+            self._drop_cleared()
+            if self.buckets.is_open:
                 self._close_sync()
-            except Exception as error:  # of whatever kind: others would wait for the agreement
-                call = call._replace(error=call.error or error)
+            self._state.raise_deferred()
+        except Exception as error:  # of whatever kind: others would wait for the agreement
+            call = call._replace(error=call.error or error)
         present = self._run_announced(with_leftovers) if self._unused.detecting else None
         agreed = self._compare(call, self._leftovers() if with_leftovers and present is None else [])
+        self._state.agreed = True
         if present is None:
             while self._group.progress.micro_batch < agreed.syncs:
                 self._join_sync()
@@ -462,7 +466,7 @@ class Reducer:
         written = [record.name for record in call.written if record.shard_group == self._number]
         syncs = self._group.progress.micro_batch + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)
-        agreed = agree(self._group, None, call.error, call.name, progress=progress)
+        agreed = agree(self._group, None, call.error, call.name, progress=progress, failed=self._state.failed)
         self._may_be_alone = False
         self._dropped.clear()
         self._edited.clear()
@@ -489,7 +493,7 @@ class Reducer:
         Communicates: any rank may have run a plain backward alone.
         """
         self.agree_on_syncs(Call("zero_grad"))
-        self._state.lost = ""
+        self._state.begin_anew()
         self._group.progress.micro_batch = 0
 
     def end_step(self) -> None:

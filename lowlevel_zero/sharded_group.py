@@ -76,8 +76,8 @@ class GroupMaker(NamedTuple):
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
         gradients = GradientStore(records, self.stepping.bucket_type(), self.state, self.streams)
         how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.packed)
-        buckets = BucketStore(records, how, self.stepping.bucket_type())
+        buckets = BucketStore(records, how, self.stepping.bucket_type(), self.state)
         reducer = Reducer(parameters, options, gradients, buckets, number, self.state)
         wide = options.pad_buckets_for_high_nccl_busbw
-        gathers = GatherStore(group, self.streams, self.stepping, options.overlap_allgather, wide)
+        gathers = GatherStore(group, self.streams, self.stepping, self.state, options.overlap_allgather, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)

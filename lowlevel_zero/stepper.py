@@ -5,8 +5,9 @@ Where it is the same step, the wrapped optimizer's kernels scale gradients thems
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import methodcaller
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -43,17 +44,24 @@ class GlobalNorm:
         device: where the norm shall be.
         scale: what it is multiplied with.
         dtype: in which squares are summed at least; alike on all ranks.
+
+    Attributes:
+        scale: as given.
+        is_judged: the observer of the step has been told of it.
     """
 
     def __init__(
-        self, group: ShardGroup, device: torch.device, scale: float | Tensor, dtype: torch.dtype = torch.float32
+        self, group: ShardGroup, device: torch.device, scale: float | Tensor = 1.0, dtype: torch.dtype = torch.float32
     ) -> None:
+        self.scale = scale
+        self.is_judged = False
         self._group = group
         self._device = device
-        self._scale = scale
         self._dtype = dtype
         self._norms: list[Tensor] = []
+        self._started = False
         self._pending: Work[Tensor] | None = None
+        self._total: Tensor | None = None  # the sum of squares
         self._value: Tensor | None = None
 
     def add(self, piece: Tensor) -> None:
@@ -63,11 +71,21 @@ class GlobalNorm:
         self._norms.append(torch.linalg.vector_norm(piece, dtype=dtype).to(self._device))
 
     def start(self) -> None:
-        """All pieces have been added: start summing over the ranks, one number; all ranks call it."""
+        """All pieces have been added: start summing over the ranks, one number, once; all ranks call it."""
+        if self._started:
+            return
         squares = torch.zeros((), dtype=self._dtype, device=self._device)
         if self._norms:
             squares += torch.stack([norm.to(self._dtype) for norm in self._norms]).square().sum()
         self._pending = self._group.sum_scalar(squares)
+        self._started = True
+
+    def catch_up(self) -> bool:
+        """Start it unless that is done, and wait for it, as its peers do; whether it is known."""
+        self.start()
+        with suppress(RuntimeError):
+            return bool(self.value.dim() == 0)
+        return False
 
     @property
     def is_empty(self) -> bool:
@@ -77,9 +95,14 @@ class GlobalNorm:
     @property
     def value(self) -> Tensor:
         """0-d, fp32 (fp64 if a piece is)."""
+        assert self._started, "not started"
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._total = pending.wait()
         if self._value is None:
-            assert self._pending is not None, "not started"
-            self._value = self._pending.wait().sqrt() * self._scale
+            if self._total is None:
+                raise RuntimeError("expected the norm of the gradients, lost it to an error before")
+            self._value = self._total.sqrt() * self.scale
         return self._value
 
 
@@ -156,6 +179,7 @@ class Stepper:
     Attributes:
         skips_by_flag: a flag on the device may tell that a step is to be left out, which the host needn't read. All
             ranks were built with the same optimizer, so it is the same on all, whatever becomes of their settings.
+        left: parts of the step under way that haven't started their gather; None: a step is about to begin.
     """
 
     def __init__(
@@ -170,6 +194,7 @@ class Stepper:
         self._groups = groups
         self._step_whole = step_whole
         self.skips_by_flag = is_fused(optim)
+        self.left: deque[Part] | None = None
         self._gate = StepGate()
         finalize(self, optim.register_step_pre_hook(self._gate).remove)
 
@@ -182,26 +207,48 @@ class Stepper:
         """
         self._gate.is_open = True
         try:
-            self._step(scale, norm)
+            self._step(self._parts(), scale, norm)
         finally:
             self._gate.is_open = False
+        self._end(norm)
 
-    def _step(self, scale: Scale, norm: GlobalNorm | None) -> None:
-        parts = [part for group in self._groups for part in self._parts(group)]
+    def catch_up(self, norm: GlobalNorm | None) -> None:
+        """Do what other ranks wait for in a step that has failed on this one; ``norm`` as in ``step``."""
+        for part in self._parts():
+            self._gather(part)
+        self._end(norm)
+
+    def _end(self, norm: GlobalNorm | None) -> None:
+        if norm is not None:
+            norm.start()
+        for group in self._groups:
+            group.gathers.end_step()
+
+    def _parts(self) -> list[Part]:
+        """The parts of the step under way that haven't started their gather."""
+        if self.left is None:
+            self.left = deque(part for group in self._groups for part in self._parts_of(group))
+        return list(self.left)
+
+    def _gather(self, part: Part) -> None:
+        """Let go of the gradients of the next part, and start bringing its slices back."""
+        for record in part.records:
+            record.p32.grad = None
+        part.group.gathers.start_gather(part.records)
+        assert self.left is not None
+        self.left.popleft()
+
+    def _step(self, parts: Sequence[Part], scale: Scale, norm: GlobalNorm | None) -> None:
         in_parts = steps_in_parts(self._optim)
         if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
             for part in parts:  # kernels that don't scale gradients don't see to an overflow either
                 for bucket in part.buckets:  # what is kept is what ranks keep whose kernels do
                     bucket.keep_own_row()
                     bucket.state, bucket.scale = BucketState.STEPPED, scale.factor
-                _gather(part)
+                self._gather(part)
         elif parts:
             with _fused(self._optim) if self._on_host else nullcontext():
                 self._step_parts(parts, scale, norm, in_parts)
-        if norm is not None:
-            norm.start()
-        for group in self._groups:
-            group.gathers.end_step()
 
     def _step_parts(self, parts: Sequence[Part], scale: Scale, norm: GlobalNorm | None, in_parts: bool) -> None:
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it.
@@ -212,13 +259,13 @@ class Stepper:
                     self.assign_gradients(bucket, scale, norm, by_optimizer)
                 if in_parts:
                     self._step_part(part.records)
-                    _gather(part)
+                    self._gather(part)
         if not in_parts:
             self._step_whole([record for part in parts for record in part.records])
             for part in parts:
-                _gather(part)
+                self._gather(part)
 
-    def _parts(self, group: ShardedGroup) -> list[Part]:
+    def _parts_of(self, group: ShardedGroup) -> list[Part]:
         """Buckets that are stepped and gathered together; first what came last, which the next forward wants first.
 
         But to the host gradients come one after the other: the first may be stepped while others are on their way.
@@ -307,10 +354,3 @@ def _fused(optim: Optimizer) -> Iterator[None]:
     finally:
         for group in chosen:
             group["fused"] = None
-
-
-def _gather(part: Part) -> None:
-    """Let go of a part's gradients, and start bringing its slices back."""
-    for record in part.records:
-        record.p32.grad = None
-    part.group.gathers.start_gather(part.records)

@@ -23,6 +23,7 @@ from ..communication.work import Work
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
 from .sharded_parameter import ShardedParameter, take_gradients
+from .step_state import StepState
 
 # Called with the parameters of a bucket and its buffer, when the buffer is about to be reduced.
 Packed: TypeAlias = Callable[[Sequence[ShardedParameter], Tensor], None]
@@ -210,6 +211,7 @@ class BucketStore:
         records: the parameters, by index.
         how: how buckets are reduced.
         new_bucket: makes one, which keeps its shard where steps are taken.
+        state: of the optimizer's step, which learns of lost gradients.
 
     Attributes:
         streams: what buckets are packed, started and finished on.
@@ -222,9 +224,12 @@ class BucketStore:
         expected: what is expected in it; None: all, or nobody knows.
     """
 
-    def __init__(self, records: Sequence[ShardedParameter], how: Reduction, new_bucket: NewBucket) -> None:
+    def __init__(
+        self, records: Sequence[ShardedParameter], how: Reduction, new_bucket: NewBucket, state: StepState
+    ) -> None:
         self._records = records
         self._how = how
+        self._state = state
         self._new_bucket = new_bucket
         self.streams = how.streams
         self.in_flight: deque[Bucket] = deque()
@@ -296,14 +301,20 @@ class BucketStore:
             return False
         try:
             self._start(bucket)
-        except BaseException:
+        except BaseException as error:
             self._start(bucket)  # with zeros for what was taken of its gradients: other ranks wait for it
-            raise
+            self._state.defer(error)
         finally:
             if bucket.state is BucketState.REDUCING:
                 self._next += 1
                 self.in_flight.append(bucket)
         return True
+
+    def lost_sum(self, bucket: Bucket) -> Tensor:
+        """Zeros in place of the sum of a bucket, whose reduction has failed on this rank alone."""
+        lead, size, body = bucket.records[0], self._how.group.size, bucket.planned.body
+        shape = (body,) if self._how.keeps_row_only or size == 1 else (size, body)
+        return lead.padded.new_zeros(shape, dtype=lead.communication_dtype)
 
     @torch.no_grad()  # gradients may have come with a graph of their own
     def _start(self, bucket: Bucket) -> None:

@@ -16,6 +16,7 @@ from ..streams import Mark, Streams
 from .awaited import arrived, can_be_awaited, defer_until_read
 from .bucket_store import StepOnDevice
 from .sharded_parameter import ShardedParameter
+from .step_state import StepState
 
 # Elements of slices that are stepped and gathered in one call: so many that the call itself doesn't count.
 PART = 2**19
@@ -32,9 +33,15 @@ class Gather:
     """
 
     def __init__(
-        self, records: Sequence[ShardedParameter], pending: Work[None], streams: Streams, awaited: bool
+        self,
+        records: Sequence[ShardedParameter],
+        pending: Work[None],
+        streams: Streams,
+        state: StepState,
+        awaited: bool,
     ) -> None:
         self._streams = streams
+        self._state = state
         self._written: Mark | None = None
         self._pending: Work[None] | None = pending
         self.records = records
@@ -43,13 +50,19 @@ class Gather:
             defer_until_read((record.p for record in records), self.finish_gather)
 
     def finish_gather(self) -> None:
-        """Return when the rows are in place for the current stream; may be called again, also after an error.
+        """Return when the rows are in place for the current stream; may be called again.
 
-        A reader on another stream has to wait too: until the device has written them they stay awaited.
+        A reader on another stream has to wait too: until the device has written them they stay awaited. An error is
+        raised once, and leaves parameters undefined.
         """
-        if self._pending is not None:
-            self._write(self._pending)
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                self._write(pending)
+            except BaseException as error:
+                self._state.lose(error, undefined=True)
+                self.forget()
+                raise
             for record in self.records:
                 record.version = record.p._version
         if self._written is not None:
@@ -76,6 +89,7 @@ class GatherStore:
         group: the ranks that share the parameters.
         streams: what gathers are started and finished on.
         stepping: where masters are.
+        state: of the optimizer's step, which learns of failed gathers.
         overlap: don't wait at the end of a step, where a parameter can see to it that its readers wait.
         wide_rows: pad rows for NCCL's bandwidth.
     """
@@ -85,12 +99,14 @@ class GatherStore:
         group: ShardGroup,
         streams: Streams,
         stepping: StepOnDevice,
+        state: StepState,
         overlap: bool = False,
         wide_rows: bool = False,
     ) -> None:
         self._group = group
         self._streams = streams
         self._stepping = stepping
+        self._state = state
         self._overlap = overlap
         self._wide_rows = wide_rows
         self._under_way: deque[Gather] = deque()
@@ -107,7 +123,7 @@ class GatherStore:
             rows = [record.rows for record in records]
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
             pending = self._group.gather(own, rows, records[0].fp8, alignment, About(records))
-        self._under_way.append(Gather(records, pending, self._streams, awaited))
+        self._under_way.append(Gather(records, pending, self._streams, self._state, awaited))
         if not awaited and len(self._under_way) > IN_FLIGHT:
             self.finish(leave=IN_FLIGHT)
 
@@ -127,19 +143,17 @@ class GatherStore:
 
     def end_step(self) -> None:
         """A step has started all its gathers: wait for those that nobody else will wait for."""
-        for gather in self._under_way:
-            if not gather.awaited:
-                gather.finish_gather()
-        self._under_way = deque([gather for gather in self._under_way if gather.awaited])
+        for gather in [each for each in self._under_way if not each.awaited]:
+            self._under_way.remove(gather)
+            gather.finish_gather()
 
     def finish(self, leave: int = 0) -> None:
         """Return when everything is in place, but for the last ``leave`` gathers."""
         while len(self._under_way) > leave:
-            oldest = self._under_way[0]
+            oldest = self._under_way.popleft()
             oldest.finish_gather()
             if oldest.awaited:
                 oldest.forget()
-            self._under_way.popleft()
 
 
 def _one_by_one(tensors: list[Tensor]) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count, zip_longest
 from operator import neg
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .failed_ranks import listed_ranks
 from .shard_group import ShardGroup
+
+T = TypeVar("T", bound=BaseException)
 
 NORMS = "take norms of p.grad"
 
@@ -104,6 +106,7 @@ class _Statement(NamedTuple):
         lines: what has to be alike on all ranks; None: the call is one of a few that compare their progress.
         progress: how far the rank has come; syncs and missing gradients may differ between ranks.
         reason: why the call can't be done; None: it can.
+        failed: the error by which a call before failed on this rank, in words; empty: none.
     """
 
     name: str
@@ -111,6 +114,7 @@ class _Statement(NamedTuple):
     lines: Sequence[str] | None
     progress: SyncProgress
     reason: str | None = None
+    failed: str = ""
 
 
 class WrittenOnSome(RuntimeError):
@@ -132,6 +136,7 @@ def agree(
     doing: str = CONSTRUCT,
     alike: Alike = BUILDS,
     progress: SyncProgress = _NONE,
+    failed: str = "",
 ) -> SyncProgress:
     """Raise on every rank if one has an error, or if their ``lines`` differ, or, without any, what they do.
 
@@ -158,13 +163,28 @@ def agree(
     if most[:-2] == [0, *bounds]:
         return progress._replace(syncs=most[-2], lacks=bool(most[-1]))
     reason = None if error is None else f"{type(error).__name__}: {error}"
-    statements = group.all_gather_object(_Statement(doing, group.number, lines, progress, reason))
+    statements = group.all_gather_object(_Statement(doing, group.number, lines, progress, reason, failed))
     try:
-        error = _what_differs(statements, alike) if error is None else error
-        vars(error)[_AGREED_IN] = (group.group.group_name, next(_moments))
-        raise error
+        raise raised_by_all(_what_differs(statements, alike) if error is None else error, group)
     finally:
         error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
+
+
+def raised_by_all(error: T, group: ShardGroup) -> T:
+    """Return ``error``, marked as one that every rank of ``group`` is about to raise."""
+    vars(error)[_AGREED_IN] = (group.group.group_name, next(_moments))
+    return error
+
+
+def moment() -> int:
+    """Return a number that is above all before."""
+    return next(_moments)
+
+
+def is_raised_by_all(error: BaseException, group: ShardGroup, since: int) -> bool:
+    """Return whether every rank of ``group`` raises ``error``, or one like it, and has done so only ``since``."""
+    name, agreed = vars(error).get(_AGREED_IN, ("", -1))
+    return bool(name == group.group.group_name and agreed > since)
 
 
 @contextmanager
@@ -176,12 +196,11 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
     """
     lines: list[str] = []
     error: Exception | None = None
-    entered = next(_moments)
+    entered = moment()
     try:
         yield lines
     except Exception as raised:  # of whatever type: the others would wait for ever
-        name, agreed = vars(raised).get(_AGREED_IN, ("", -1))
-        if name == group.group.group_name and agreed > entered:
+        if is_raised_by_all(raised, group, entered):
             raise  # all ranks have raised there: agreeing once more, this one would wait for nobody
         error = raised
     try:
@@ -224,13 +243,13 @@ def _what_differs(statements: Sequence[_Statement], alike: Alike) -> Exception:
     for rank, each in enumerate(statements):
         if each.reason is not None:
             return RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
-    names, lines = [each.name for each in statements], [each.lines for each in statements if each.lines is not None]
+    lines = [each.lines for each in statements if each.lines is not None]
     if 0 < len(lines) < len(statements):
-        return _different_calls(names)
+        return _different_calls(statements)
     if any(own != lines[0] for own in lines):
         return ValueError(first_difference(lines, alike))
     if len({(each.name, each.optimizer) for each in statements}) > 1:
-        return _different_calls(_calls_by_optimizer(statements))
+        return _different_calls(statements)
     return _different_progress([each.progress for each in statements])
 
 
@@ -274,18 +293,24 @@ def _uneven(by_rank: Sequence[Sequence[str]]) -> tuple[list[str], str]:
     return names, told
 
 
-def _different_calls(calls: Sequence[str]) -> RuntimeError:
+def _different_calls(statements: Sequence[_Statement]) -> RuntimeError:
+    calls = _calls_by_optimizer(statements)
     clip = "; where a rank has run no backward, torch.nn.utils.clip_grad_norm_ finds no gradients: clip by "
     return RuntimeError(
         "expected the same call on every rank, got "
         + "; ".join(f"rank {rank} to {call}" for rank, call in enumerate(calls))
         + ": let every rank make the same calls in the same order, and begin the step anew with "
-        "optimizer.zero_grad() on all" + (f"{clip}lowlevel_zero.clip_grad_norm_" if NORMS in calls else "")
+        "optimizer.zero_grad() on all"
+        + (f"{clip}lowlevel_zero.clip_grad_norm_" if NORMS in [each.name for each in statements] else "")
     )
 
 
 def _calls_by_optimizer(statements: Sequence[_Statement]) -> list[str]:
-    """Each rank's call, with the optimizer's number where the ranks call several."""
-    if len({each.optimizer for each in statements}) > 1:
-        return [f"{each.name} of optimizer {each.optimizer}" for each in statements]
-    return [each.name for each in statements]
+    """Each rank's call, with the optimizer's number where the ranks call several, and why its last one failed."""
+    several = len({each.optimizer for each in statements}) > 1
+    return [
+        each.name
+        + (f" of optimizer {each.optimizer}" if several else "")
+        + (f", after a call that failed there ({each.failed})" if each.failed else "")
+        for each in statements
+    ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..communication.agreement import raised_by_all
 from ..loss_scaler import LossScaler
 from ..options import ZeroOptions
 from ..sharded_group import ShardedGroup
@@ -135,7 +136,8 @@ class BadNumbers:
             self.waits = self._always_waits or not good
         elif not good and self._options.error_if_nonfinite:
             found = f"expected a finite gradient norm, got {norm}: {self._found(at_hand)}"
-            raise RuntimeError(f"step {step + 1}: {found}. Nothing was stepped")
+            error = RuntimeError(f"step {step + 1}: {found}. Nothing was stepped")
+            raise raised_by_all(error, self._ranks)
         elif self._in_a_row.bit_count() == 1:  # the 1st, 2nd, 4th, ...: parameters seldom recover
             found = self._found(at_hand)
             self._tell(f"step {step + 1}: the gradient norm is {norm}, {self._in_a_row} in a row: {found}")
@@ -155,10 +157,11 @@ class BadNumbers:
         )
         limit = self._options.max_skipped_steps
         if 0 < limit <= count and scale <= scaler.min_scale:
-            raise RuntimeError(
+            error = RuntimeError(
                 f"{text}. The loss scale is at its minimum: look for what is inf or NaN in the model or its inputs, "
                 "use a smaller learning rate or bf16, or pass a smaller min_scale"
             )
+            raise raised_by_all(error, self._ranks)
         self._tell(text)
 
     # ---- where from ----

@@ -14,7 +14,7 @@ from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import StepState
-from ..communication.agreement import WrittenOnSome
+from ..communication.agreement import WrittenOnSome, raised_by_all
 from ..communication.shard_group import ShardGroup
 from ..streams import Streams
 from .verification import difference
@@ -118,7 +118,7 @@ class Guard:
         """
         written = {record.p: record for record in records if record.name in some.names}
         if difference({p: record.name for p, record in written.items()}, group) is not None:
-            raise RuntimeError(str(some)) from None
+            raise raised_by_all(RuntimeError(str(some)), group) from None
         for record in written.values():
             record.version = -1
         self.edited += [record for record in written.values() if record not in self.edited]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
-from ..communication.agreement import Alike, first_difference
+from ..communication.agreement import Alike, first_difference, raised_by_all
 from ..communication.failed_ranks import listed_ranks
 from ..communication.shard_group import ShardGroup
 
@@ -40,21 +40,36 @@ def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Modul
     differences = list(map(difference, by_group, parameters.shard_groups))
     found = next((each for each in differences if each is not None), None)
     if ranks.all_reduce_max([found is not None])[0]:
-        raise RuntimeError(next(text for text in ranks.all_gather_object(found) if text is not None))
+        text = next(text for text in ranks.all_gather_object(found) if text is not None)
+        raise raised_by_all(RuntimeError(text), ranks)
 
 
 def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
-    """Describe the first of these tensors that isn't the same on all ranks of ``group``; None: all are."""
-    sums = _read([checksum(each) for each in names])
+    """Describe the first of these tensors that isn't the same on all ranks of ``group``; None: all are.
+
+    Raises:
+        Exception: this rank's error in reading them; or a ``RuntimeError`` that names another rank's.
+    """
+    error: Exception | None = None
+    sums: list[int] = []
+    try:
+        sums = _read([checksum(each) for each in names])
+    except Exception as raised:  # of whatever type: the others compare
+        error = raised
     digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
-    bounds = [digest, -digest]
-    if group.all_reduce_max(bounds) == bounds:
+    alike = [0, digest, -digest]
+    if group.all_reduce_max([error is not None, *alike[1:]]) == alike:
         return None
-    told = group.all_gather_object((list(names.values()), sums))
-    by_rank = [own for own, _ in told]
+    told = group.all_gather_object((list(names.values()), sums, None if error is None else repr(error)))
+    failed = ((rank, text) for rank, (*_, text) in enumerate(told) if text is not None)
+    for rank, text in failed:
+        raise raised_by_all(error or RuntimeError(f"rank {rank} could not compare its parameters: {text}"), group)
+    by_rank = [own for own, *_ in told]
     if len(set(map(len, by_rank))) > 1:
         return first_difference(by_rank, _MODEL)
-    return _where_values_differ(dict(zip(names.values(), zip(*(sums for _, sums in told), strict=True), strict=True)))
+    return _where_values_differ(
+        dict(zip(names.values(), zip(*(sums for _, sums, _ in told), strict=True), strict=True))
+    )
 
 
 def checksum(tensor: Tensor) -> Tensor:

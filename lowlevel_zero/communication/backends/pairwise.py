@@ -66,13 +66,23 @@ class Pairwise(HostBackend):
         theirs = {of: torch.empty_like(rows[0]) for _, of in self.peers}
         works = self.send_and_receive([(rows[to], theirs[of]) for to, of in self.peers], REDUCE)
 
+        failed: list[RuntimeError] = []
+
         def sum_own() -> None:
             versions = theirs | {self.rank: rows[self.rank]}
-            sum_rows([versions[rank] for rank in range(self.size)], total[self.rank])
+            try:
+                sum_rows([versions[rank] for rank in range(self.size)], total[self.rank])
+            except RuntimeError as error:  # the others wait for the row, whatever it holds
+                failed.append(error)
 
         def spread(_: None) -> Work[Tensor]:
             works = self.send_and_receive([(total[self.rank], total[of]) for _, of in self.peers], SPREAD)
-            return _work(works, lambda: total.view(-1)[: buffer.numel()].view(buffer.shape), total)
+            return _work(works, whole, total)
+
+        def whole() -> Tensor:
+            for error in failed:
+                raise error
+            return total.view(-1)[: buffer.numel()].view(buffer.shape)
 
         return self._sums.after(_work(works, sum_own, rows, *theirs.values()), spread)
 

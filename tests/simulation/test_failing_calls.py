@@ -1,0 +1,153 @@
+"""A public call that fails on one rank after the ranks have agreed on it: nobody waits for ever, and all are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from tests.simulation.world import CARRIERS, Carrier, Fault, Outcome, SimulationEnded, simulate
+
+RANKS, STEPS, TRIES = 2, 2, 5
+X = torch.randn(STEPS, RANKS, 4, 6, generator=torch.Generator().manual_seed(1))
+
+Told = list[tuple[int, str]]  # by rank: what its calls raised
+
+
+class Training:
+    """Two layers on one rank, which goes back to the last checkpoint or begins a step anew when a call raises."""
+
+    def __init__(self, rank: int, told: Told, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.rank, self.told, self.done = rank, told, 0
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
+        optim = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.optimizer = LowLevelZeroOptimizer(
+            optim, model=self.model, reduce_bucket_size=1, stall_timeout=0.0, **options
+        )
+        self.model_state = {name: each.clone() for name, each in self.model.state_dict().items()}
+        self.state = self.optimizer.state_dict()
+
+    def step(self) -> None:
+        self.optimizer.backward(self.model(X[self.done][self.rank]).square().mean())
+        self.optimizer.clip_grad_norm_(0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+
+    def begin_anew(self) -> None:
+        self.optimizer.zero_grad()
+
+    def load(self) -> None:
+        self.model.load_state_dict(self.model_state)
+        self.optimizer.load_state_dict(self.state)
+        self.optimizer.zero_grad()
+        self.done = 0
+
+    def attempt(self, call: Callable[[], None]) -> str:
+        try:
+            call()
+        except SimulationEnded:
+            raise
+        except Exception as error:
+            self.told.append((self.rank, str(error)))
+            assert len(self.told) < 10 * TRIES, "these ranks don't recover"
+            return str(error)
+        return ""
+
+    def run(self) -> Tensor:
+        for _ in range(TRIES):
+            while self.done < STEPS and (raised := self.attempt(self.step)):
+                recover = self.load if "load a checkpoint" in raised else self.begin_anew
+                assert any(not self.attempt(recover) for _ in range(TRIES))
+            if not self.attempt(self.optimizer.verify):
+                return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+            assert any(not self.attempt(self.load) for _ in range(TRIES))
+        raise AssertionError("this rank didn't recover")
+
+
+def train(carrier: Carrier, fault: Fault | None = None, **options: Any) -> tuple[Outcome[Tensor], Told]:
+    told: Told = []
+    outcome = simulate(lambda rank: Training(rank, told, **options).run(), RANKS, 3, carrier, fault, count=True)
+    return outcome, told
+
+
+def in_construction(carrier: Carrier, **options: Any) -> int:
+    return simulate(lambda rank: Training(rank, [], **options).done, RANKS, 3, carrier, count=True).operations[1]
+
+
+WAYS: list[tuple[Carrier, dict[str, Any]]] = [
+    ("messages", {}),
+    ("messages", {"partition_grad": True, "overlap_allgather": True}),
+    ("memory", {"partition_grad": True}),
+    ("memory", {"clip_grad_norm": 1.0}),
+    ("nccl", {}),
+    ("nccl", {"partition_grad": True}),
+]
+
+
+@pytest.mark.parametrize(("carrier", "options"), WAYS, ids=str)
+def test_training_goes_on_wherever_an_operation_fails(carrier: Carrier, options: dict[str, Any]) -> None:
+    clean = train(carrier, **options)[0]
+    first, last = in_construction(carrier, **options), clean.operations[1]
+    for at in range(first + len(options), last, 9):
+        outcome, told = train(carrier, Fault(1, at), **options)
+        own = f"injected fault in operation {at},"
+        here = f"operation {at}: {outcome.tracebacks} {told}"
+        assert (outcome.deadlock, outcome.mismatch, outcome.errors) == (None, None, {}), here
+        assert any(rank == 1 and text.startswith(own) for rank, text in told), here
+        assert any(rank == 0 and own in text and "rank 1" in text for rank, text in told), here
+        for result in outcome.results.values():
+            torch.testing.assert_close(result, clean.results[0], msg=here)
+
+
+class FailingOnce(torch.optim.SGD):
+    """Raises in its first step on rank 1."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if torch.distributed.get_rank() == 1 and not self.__dict__.get("failed"):
+            self.__dict__["failed"] = True
+            raise ArithmeticError("no step today")
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_step_that_fails_on_one_rank_refuses_all_that_follows_until_a_checkpoint_is_loaded(carrier: Carrier) -> None:
+    def job(rank: int) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = LowLevelZeroOptimizer(FailingOnce(model.parameters(), lr=0.1), model=model, assume_elementwise=True)
+        saved = {name: each.clone() for name, each in model.state_dict().items()}, optimizer.state_dict()
+
+        def told(call: Callable[[], Any]) -> str:
+            try:
+                call()
+            except (RuntimeError, ArithmeticError) as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        def step() -> None:
+            optimizer.backward(model(X[0][rank]).square().mean())
+            optimizer.step()
+
+        texts = [told(step), told(optimizer.zero_grad), told(step), told(optimizer.state_dict)]
+        optimizer.zero_grad()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        return [*texts, told(step)]
+
+    outcome = simulate(job, RANKS, 0, carrier)
+    assert (outcome.deadlock, outcome.errors) == (None, {}), outcome.tracebacks
+    own, other = outcome.results[1], outcome.results[0]
+    assert (own[0], other[0]) == ("ArithmeticError: no step today", "")
+    assert (own[1], other[1]) == ("", "")
+    for at, call in ((2, "step"), (3, "state_dict")):
+        assert other[at].startswith(f"RuntimeError: rank 1 could not {call}: RuntimeError: expected parameters")
+        for text in (own[at], other[at]):
+            assert "ArithmeticError: no step today" in text
+            assert "load a checkpoint on every rank" in text
+    assert (own[4], other[4]) == ("", "")
