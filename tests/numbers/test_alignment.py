@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.bookkeeping.bucket_plan import BucketPlan, Item, PlannedBucket, make_plan, narrowed
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.partition import ROW_BYTES, WIDE_ROW, Alignment, EvenSplit, alignment_of
+from lowlevel_zero.partition import ROW_BYTES, WIDE_ROW, Alignment, alignment_of
 from tests.support.judging import check_run
 from tests.support.numbers import trained
 from tests.support.oracle import Run, train_sharded
@@ -52,33 +50,6 @@ def test_units_are_of_128_bytes(dtype: torch.dtype) -> None:
 
 
 # A plan
-
-
-def random_plan(seed: int, alignment: Alignment) -> tuple[list[Item], BucketPlan]:
-    draw = random.Random(seed)
-    world_size = draw.choice([1, 2, 3, 4, 8])
-    numels = [draw.choice([1, 3, 17, 64, 1000, 4096, 65_537, 2**17]) for _ in range(draw.randint(1, 30))]
-    items = [Item(EvenSplit(numel, world_size), "a", draw.random() < 0.8, alignment=alignment) for numel in numels]
-    return items, make_plan(items, draw.sample(range(len(items)), len(items)), draw.choice([1, 5000, 2**19]))
-
-
-def check_bucket(bucket: PlannedBucket, items: list[Item], alignment: Alignment) -> None:
-    assert bucket.sizes == tuple(items[index].split.slice_size for index in bucket.members)
-    assert bucket.row == alignment.padded(bucket.body)
-    assert bucket.body > alignment.wide > alignment.short or 0 <= bucket.row - bucket.body <= 0.02 * bucket.body
-    assert not bucket.in_place or bucket.row == bucket.body == bucket.sizes[0]
-
-
-@pytest.mark.parametrize("alignment", [alignment_of(torch.float32), alignment_of(torch.float32, wide_rows=True)])
-@pytest.mark.parametrize("seed", range(8))
-def test_any_plan_is_aligned_and_so_is_what_is_left_of_it(seed: int, alignment: Alignment) -> None:
-    items, plan = random_plan(seed, alignment)
-    alignments = [alignment] * len(items)
-    used = [random.Random(seed * 100 + index).random() < 0.5 for index in range(len(items))]
-    for one in (plan, narrowed(plan, used, alignments)):
-        for bucket in one.buckets:
-            check_bucket(bucket, items, alignment)
-    assert narrowed(plan, [True] * len(items), alignments) == plan
 
 
 # A run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +34,10 @@ from tests.support.oracle import (
     train_rank,
 )
 
-WORLD_SIZES = (1, 2, 3, 4)
-OTHER_FACTORS: dict[str, dict[str, dict[str, Any]]] = {
+FACTORS: dict[str, dict[str, dict[str, Any]]] = {
+    "ranks": {f"{size} ranks": {"world_size": size} for size in (1, 2, 3, 4)},
+    "stage": {stage: {"options": options} for stage, options in STAGES.items()},
+    "drop": {name: {"drop": DROPS[name]} for name in ("all", "different", "total", "one_rank")},
     "optimizer": {
         "adamw": {"optimizer": adamw},
         "momentum": {"optimizer": momentum},
@@ -70,42 +72,25 @@ def label(case: Iterable[Any]) -> str:
     return "-".join(map(str, case))
 
 
-class Case(NamedTuple):
-    """One run by its levels' names."""
-
-    world_size: int
-    stage: str
-    drop: str
-    others: tuple[str, ...]
-
-    @property
-    def label(self) -> str:
-        return label([self.world_size, self.stage, self.drop, *self.others])
-
-    @property
-    def run(self) -> Run:
-        run = Run(world_size=self.world_size, drop=DROPS[self.drop]).with_options(**STAGES[self.stage])
-        for levels, name in zip(OTHER_FACTORS.values(), self.others, strict=True):
-            settings = dict(levels[name])
-            run = replace(run.with_options(**settings.pop("options", {})), **settings)
-        return run
-
-
-DROPPED = ("all", "different", "total", "one_rank")
-LEVELS = [WORLD_SIZES, tuple(STAGES), DROPPED, *(tuple(each) for each in OTHER_FACTORS.values())]
-CASES = [Case(size, stage, drop, tuple(others)) for size, stage, drop, *others in covering(*LEVELS)]
+def run_of(levels: Iterable[str]) -> Run:
+    """Return the run that has these levels of the factors."""
+    run = Run()
+    for factor, level in zip(FACTORS.values(), levels, strict=True):
+        settings = dict(factor[level])
+        run = replace(run.with_options(**settings.pop("options", {})), **settings)
+    return run
 
 
 def test_the_selection_covers_every_pair_of_levels() -> None:
-    rows = covering(*LEVELS)
+    rows, factors = covering(*FACTORS.values()), list(FACTORS.values())
     assert len(rows) < 30
-    for one, other in combinations(range(len(LEVELS)), 2):
+    for one, other in combinations(range(len(factors)), 2):
         met = {(row[one], row[other]) for row in rows}
-        assert met == set(product(LEVELS[one], LEVELS[other]))
+        assert met == set(product(factors[one], factors[other]))
 
 
 def test_fp32(subtests: pytest.Subtests) -> None:
-    for name, run, ran in trained({case.label: case.run for case in CASES}):
+    for name, run, ran in trained({label(row): run_of(row) for row in covering(*FACTORS.values())}):
         with subtests.test(name):
             check_run(run, ran.values())
 

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -47,46 +46,6 @@ def sharded(model: nn.Module, overlap: bool = True) -> LowLevelZeroOptimizer:
     return LowLevelZeroOptimizer(
         AdamW(model.parameters(), lr=0.05), model=model, reduce_bucket_size=40, overlap_allgather=overlap
     )
-
-
-def train(rank: int, steps: int, overlap: bool, dtype: torch.dtype, stage: int) -> tuple[list[Tensor], list[int]]:
-    """Parameters at the end, and how many were on their way after each step."""
-    torch.manual_seed(0)
-    model = Odd().to(dtype)
-    optimizer = LowLevelZeroOptimizer(
-        AdamW(model.parameters(), lr=0.05),
-        model=model,
-        reduce_bucket_size=40,
-        overlap_allgather=overlap,
-        partition_grad=stage == 2,
-    )
-    awaited = []
-    for step in range(steps):
-        torch.manual_seed(100 * step + rank)
-        optimizer.backward(model(torch.randint(11, (4, 3))))
-        optimizer.step()
-        awaited.append(sum(type(p) is AwaitedParameter for p in model.parameters()))
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()], awaited
-
-
-@pytest.mark.parametrize(("world_size", "shared"), [(2, False), (3, True)])
-def test_training_ends_in_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, shared: bool, world_size: int, subtests: pytest.Subtests
-) -> None:
-    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(shared)))
-
-    def work(rank: int, _size: int, dtype: torch.dtype, stage: int) -> None:
-        expected, none = train(rank, 3, False, dtype, stage)
-        overlapped, awaited = train(rank, 3, True, dtype, stage)
-        assert all(map(torch.equal, overlapped, expected))
-        assert none == [0] * 3
-        assert awaited == [len(expected)] * 3  # the test would show nothing otherwise
-
-    cases = product((torch.float32, torch.bfloat16), (1, 2))
-    for (dtype, stage), ran in run_cases(work, world_size, cases, one_group=True):
-        with subtests.test(dtype=dtype, stage=stage):
-            ran.values()
 
 
 READERS: dict[str, Callable[[nn.Linear], Tensor]] = {
