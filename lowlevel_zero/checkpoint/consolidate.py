@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bookkeeping.module_names import matched, without_wrappers
 from ..state.loading import CLASS, EXTRAS, FP8, State
 from ..state.sharded import renamed
 from .folders import publish, sync
@@ -100,8 +99,7 @@ def bytes_to_do(checkpoint: SavedCheckpoint) -> int:
 
 def not_tensors(checkpoint: SavedCheckpoint) -> list[str]:
     """Names in the model's state dict of what isn't a tensor: extra states of modules."""
-    own = _own_names(checkpoint)
-    return [own[name] for name, value in checkpoint.objects.model.items() if not isinstance(value, Tensor)]
+    return [name for name, value in checkpoint.objects.model.items() if not isinstance(value, Tensor)]
 
 
 def refuse_existing(out: Path, force: bool) -> None:
@@ -122,17 +120,11 @@ def refuse_existing(out: Path, force: bool) -> None:
 # ---- what is written ----
 
 
-def _own_names(checkpoint: SavedCheckpoint) -> dict[str, str]:
-    """By name as it was saved, maybe with wrappers' attributes in it, the likeliest one of the model's own."""
-    return matched(checkpoint.names, {without_wrappers(name) for name in checkpoint.names})
-
-
 def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], Tensor]) -> dict[str, Tensor]:
     """The model's state dict, row-major: the format has no strides. It has no shared tensors either: each its own."""
-    own = _own_names(checkpoint)
     extra = {name: value for name, value in checkpoint.objects.model.items() if isinstance(value, Tensor)}
     found = {alias: read(name, "", checkpoint.model[name].contiguous()) for alias, name in _names(checkpoint)}
-    return {own[name]: value for name, value in (found | extra).items()}
+    return found | extra
 
 
 def _names(checkpoint: SavedCheckpoint) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -144,12 +144,11 @@ class Contents:
                 )
         return number_of
 
-    def meet(self, doing: str, saved: Iterable[str] = (), exclude_frozen: bool = False) -> None:
+    def meet(self, doing: str, exclude_frozen: bool = False) -> None:
         """Learn what other ranks have, where they have different experts. Communicates then: every rank calls it.
 
         Args:
             doing: what for, as ``agree`` has it.
-            saved: the names in the checkpoint that is to be loaded.
             exclude_frozen: leave frozen parameters out.
 
         Raises:
@@ -157,7 +156,7 @@ class Contents:
         """
         if len(self.groups) > 1:
             agree_apart(self.groups, [self.lines(number) for number in range(1, len(self.groups))], doing)
-        names = GlobalNames(self.groups, self._number_of, saved)
+        names = GlobalNames(self.groups, self._number_of)
         self.experts = names.experts
         self.entries, self._stateful = names.of(self.entries), names.of(self._stateful)
         name_of = {entry.tensor: name for name, entry in self.entries.items()}

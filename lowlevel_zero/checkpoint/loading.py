@@ -87,7 +87,7 @@ def load_checkpoint(
         own = {} if rank_state is None else _state_of(folder, saved.manifest, group.group_rank)
         contents = Contents(model, optimizers)
         lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]
-    contents.meet(doing, saved.names)
+    contents.meet(doing)
     with all_or_nothing(group, doing) as undo:
         _check_same(saved, contents, schedulers)
         for name, each in schedulers.items():

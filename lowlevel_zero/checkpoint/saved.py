@@ -1,4 +1,4 @@
-"""A checkpoint as it lies on the disk, by the names that it was saved with: all of it but the tensors' values."""
+"""A checkpoint as it lies on the disk: all of it but the tensors' values."""
 
 from __future__ import annotations
 
@@ -52,12 +52,6 @@ class SavedCheckpoint:
         self.manifest.check_files(path, [METADATA, OBJECTS])
         self.objects: Objects = read_objects(path)
         self.metadata: Metadata = read_metadata(path)
-
-    @property
-    def names(self) -> list[str]:
-        """All names in it that are the model's."""
-        manifest = self.manifest
-        return [*manifest.tensors, *manifest.excluded, *manifest.tied, *self.objects.model]
 
     @cached_property
     def model(self) -> dict[str, Tensor]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ..bookkeeping.module_names import matched
 from ..communication.shard_group import ShardGroup
 
 T = TypeVar("T")
@@ -32,14 +31,11 @@ class GlobalNames:
     experts have the numbers of the whole model: who loads it finds it at any layout. Of experts that have a name in
     common the ones in the group of the lowest ranks are ``<name>@0``, the next ones ``<name>@1``, and so on.
 
-    To load, names are those that were saved: what was saved by a wrapped model may have wrappers' attributes in them.
-
     Communicates where there are several shard groups: all ranks make it together.
 
     Args:
         groups: the shard groups.
         number_of: the shard groups' numbers by the names of this rank's tensors, and aliases of them.
-        saved: the global names of what is to be loaded.
 
     Attributes:
         experts: by global name, those of all ranks.
@@ -48,13 +44,10 @@ class GlobalNames:
         ValueError: something has such a name already; on all ranks.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int], saved: Iterable[str] = ()) -> None:
+    def __init__(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
         self.experts: dict[str, Expert] = {}
         self._own = {name: name for name in number_of}
         self._tell_experts_apart(groups, number_of)
-        found = {own: name for name, own in matched(saved, {*self._own.values(), *self.experts}).items()}
-        self.experts = {found.get(name, name): _renamed(name, found, of) for name, of in self.experts.items()}
-        self._own = {name: found.get(own, own) for name, own in self._own.items()}
 
     def __getitem__(self, name: str) -> str:
         """The global name of what this rank calls ``name``."""
@@ -119,8 +112,3 @@ def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) 
                 "of several groups have this name, so share them out as they were saved, or give them the numbers "
                 "of the whole model before saving, which loads at any layout"
             )
-
-
-def _renamed(name: str, found: Mapping[str, str], expert: Expert) -> Expert:
-    """The expert ``name``, which is what its model calls it, or that and what tells it from others."""
-    return expert._replace(name=found.get(name, name).removesuffix(name.removeprefix(expert.name)))

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
-from lowlevel_zero.bookkeeping import module_names
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, save_checkpoint, state_dict_for
 from tests.support.checkpoints import differences
 from tests.support.ranks import run_ranks
@@ -103,13 +102,8 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("as_before", [False, True], ids=["own names", "names of wrappers"])
-def test_any_wrapping_loads_into_any_other(as_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what was saved with the names that wrappers give."""
-
+def test_any_wrapping_loads_into_any_other(tmp_path: Path) -> None:
     def save(rank: int, world_size: int) -> dict[str, Any]:
-        if as_before:
-            monkeypatch.setattr(module_names, "_WRAPPERS", {})
         expected = {}
         for wrapping in WRAPPINGS:
             model, optimizer = start(wrapping, seed=0)
@@ -133,27 +127,18 @@ def test_any_wrapping_loads_into_any_other(as_before: bool, tmp_path: Path, monk
 
     expected = run_ranks(save, 2)[0]
     for wrapping in WRAPPINGS:
-        named = set(read_manifest(tmp_path / wrapping).tensors)
-        assert as_before or named == OWN, wrapping
-        assert not as_before or (named == OWN) == (wrapping == "bare"), wrapping
+        assert set(read_manifest(tmp_path / wrapping).tensors) == OWN, wrapping
     assert run_ranks(load, 3) == [[]] * 3
 
 
-def test_consolidated_files_load_into_wrapped_and_bare_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consolidated_file_loads_into_wrapped_and_bare_models(tmp_path: Path) -> None:
     """By load_state_dict as it is, but for wrappers that hide the model's own names from it."""
 
-    def save(rank: int, world_size: int, folder: Path) -> Any:
-        told = {}
-        for wrapping in WRAPPINGS:
-            model, optimizer = start(wrapping, seed=0)
-            train(model, optimizer)
-            save_checkpoint(folder / wrapping, model, optimizer)
-            told[wrapping] = whole(model, optimizer)[0]
-        return told
-
-    def save_as_before(rank: int, world_size: int, folder: Path) -> Any:
-        monkeypatch.setattr(module_names, "_WRAPPERS", {})
-        return save(rank, world_size, folder)
+    def save(rank: int, world_size: int) -> Any:
+        model, optimizer = start("both", seed=0)
+        train(model, optimizer)
+        save_checkpoint(tmp_path / "both", model, optimizer)
+        return whole(model, optimizer)[0]
 
     def load(rank: int, world_size: int, file: Path, expected: Any) -> list[str]:
         wrong = []
@@ -165,16 +150,11 @@ def test_consolidated_files_load_into_wrapped_and_bare_models(tmp_path: Path, mo
             wrong += differences(expected, whole(model, _)[0], at=wrapping)
         return wrong
 
-    for folder, how in ((tmp_path / "now", save), (tmp_path / "before", save_as_before)):
-        expected = run_ranks(how, 2, folder)[0]
-        for wrapping in WRAPPINGS:
-            if how is save_as_before and "ddp" in wrapping:
-                continue  # "module" may be the model's own there: nobody can tell without it
-            out = tmp_path / f"{folder.name} {wrapping}"
-            assert main(["consolidate", str(folder / wrapping), str(out)]) == 0
-            named = set(load_file(out / "model.safetensors"))
-            assert named == OWN | {"tied.weight"}, wrapping
-        assert run_ranks(load, 1, tmp_path / f"{folder.name} both" / "model.safetensors", expected["both"]) == [[]]
+    expected = run_ranks(save, 2)[0]
+    assert main(["consolidate", str(tmp_path / "both"), str(tmp_path / "out")]) == 0
+    file = tmp_path / "out" / "model.safetensors"
+    assert set(load_file(file)) == OWN | {"tied.weight"}
+    assert run_ranks(load, 1, file, expected) == [[]]
 
 
 def test_names_of_slices_and_of_messages_are_the_model_s_own() -> None:
