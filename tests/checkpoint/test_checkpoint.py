@@ -332,18 +332,6 @@ def test_dtypes_may_differ(tmp_path: Path) -> None:
     assert run_ranks(save_and_load, 2) == [[], []]
 
 
-def test_a_compiled_model_has_the_names_of_the_bare_one(tmp_path: Path) -> None:
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        pair = Training().start().train(BEFORE, rank, world_size)
-        compiled = torch.compile(pair.model, backend="eager")  # the default one's import takes most of a second
-        save_checkpoint(tmp_path / "a", compiled, pair.optimizer)  # type: ignore[arg-type]
-        again = Training().start(seed=2)
-        load_checkpoint(tmp_path / "a", again.model, again.optimizer)
-        return differences(pair.whole(), again.whole())
-
-    assert run_ranks(save_and_load, 2) == [[], []]
-
-
 def test_saving_changes_nothing_and_edits_of_weights_are_saved(tmp_path: Path) -> None:
     """What a user wrote into 16-bit weights reaches the masters at the next step, saved in between or not."""
 
@@ -411,30 +399,3 @@ def test_a_group_of_some_ranks_saves_and_loads(tmp_path: Path) -> None:
         )
 
     assert run_ranks(save_and_load, 3) == [[]] * 3
-
-
-@pytest.mark.colossalai
-def test_a_boosted_model_goes_on_bare(tmp_path: Path) -> None:
-    from tests.support import boosting
-
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        from colossalai.booster import Booster
-
-        def boosted(seed: int) -> tuple[Any, Any]:
-            booster = Booster(plugin=boosting.ours(stage=2, precision="bf16"))
-            model = boosting.model_of(seed)
-            inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-            model, optimizer, *_ = booster.boost(model, inner)
-            return model, optimizer
-
-        pairs = [boosted(seed) for seed in (0, 1)]
-        for model, _ in pairs:
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.add_(0.01)
-        save_checkpoint(tmp_path / "a", *pairs[0])
-        load_checkpoint(tmp_path / "a", *pairs[1])
-        assert set(read_manifest(tmp_path / "a").tensors) <= set(pairs[0][0].unwrap().state_dict())
-        return differences(dict(pairs[0][0].state_dict()), dict(pairs[1][0].state_dict()))
-
-    assert run_ranks(save_and_load, 2) == [[], []]

@@ -108,8 +108,7 @@ def test_a_checkpoint_has_the_first_rank_s_buffers_and_saving_changes_none(in_ba
     assert differences(first, load_file(tmp_path / "out" / "model.safetensors")) == []
 
 
-@pytest.mark.parametrize("optimizer_first", [False, True])
-@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "async"])
+@pytest.mark.parametrize(("in_background", "optimizer_first"), [(False, True), (True, False)], ids=["at once", "async"])
 def test_sharded_beside_a_model_s_state_dict_has_the_first_rank_s_buffers(
     in_background: bool, optimizer_first: bool, tmp_path: Path
 ) -> None:

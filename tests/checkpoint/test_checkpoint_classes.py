@@ -118,8 +118,7 @@ def fails_in_plain_torch(path: Path, make: Make) -> bool:
     return False
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
+@pytest.mark.parametrize(("way", "steps"), [*((way, 2) for way in WAYS), ("Sharded", 0)])
 def test_another_class_is_refused_and_changes_nothing(steps: int, way: str, saved: Path) -> None:
     def told(of: str, into: str) -> bool:
         if of.split()[-1] == into.split()[-1]:

@@ -134,8 +134,7 @@ def full_disk(after: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "async"])
-@pytest.mark.parametrize("unlucky", [0, 1])
+@pytest.mark.parametrize(("unlucky", "asynchronous"), [(0, False), (1, True)], ids=["now", "async"])
 def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(
     unlucky: int, asynchronous: bool, tmp_path: Path
 ) -> None:
@@ -195,10 +194,9 @@ def fail_to_sync(folder: Path, number: int) -> None:
     patch_rank(os, "fsync", fail)
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
-def test_a_file_system_that_syncs_no_directories_will_do(number: int, tmp_path: Path) -> None:
+def test_a_file_system_that_syncs_no_directories_will_do(tmp_path: Path) -> None:
     def save(rank: int, world_size: int) -> None:
-        fail_to_sync(tmp_path, number)
+        fail_to_sync(tmp_path, errno.EINVAL)
         save_checkpoint(tmp_path / "a", *start(0))
 
     run_ranks(save, 2)
@@ -350,8 +348,7 @@ def failing_save(folder: Path, unlucky: int, rank: int) -> Any:
     return save_checkpoint(folder / "lost", *pair, async_save=True), pair
 
 
-@pytest.mark.parametrize("unlucky", [0, 1])
-@pytest.mark.parametrize("call", [save_checkpoint, load_checkpoint])
+@pytest.mark.parametrize(("call", "unlucky"), [(save_checkpoint, 0), (load_checkpoint, 1)])
 def test_a_failed_asynchronous_save_raises_in_the_next_call_and_only_there(
     call: Any, unlucky: int, tmp_path: Path
 ) -> None:
@@ -371,7 +368,7 @@ def test_a_failed_asynchronous_save_raises_in_the_next_call_and_only_there(
         assert f"{tmp_path}/lost: the checkpoint could not be written. rank {unlucky}: OSError: [Errno 28]" in told
 
 
-@pytest.mark.parametrize("told_on", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("told_on", [(0, 1), (0,)])
 def test_a_failure_that_one_has_waited_for_is_raised_to_the_others(told_on: tuple[int, ...], tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> None:
         write = storage.CommittingWriter.write_data
@@ -396,8 +393,7 @@ from lowlevel_zero.checkpoint import save_checkpoint, storage
 dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
 model = torch.nn.Linear(2, 2)
 optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-if {fails}:
-    storage.CommittingWriter.write_data = lambda *args: open("/nowhere/to/be/found")
+storage.CommittingWriter.write_data = lambda *args: open("/nowhere/to/be/found")
 saving = save_checkpoint("{folder}/a", model, optimizer, async_save=True)
 if {waits}:
     try:
@@ -410,11 +406,11 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize(("fails", "waits", "code"), [(True, False, 120), (True, True, 0), (False, False, 0)])
+@pytest.mark.parametrize(("waits", "code"), [(False, 120), (True, 0)])
 def test_a_failed_asynchronous_save_fails_the_process_unless_somebody_knows(
-    fails: bool, waits: bool, code: int, tmp_path: Path
+    waits: bool, code: int, tmp_path: Path
 ) -> None:
-    script = END.format(folder=tmp_path, fails=fails, waits=waits)
+    script = END.format(folder=tmp_path, waits=waits)
     command, root = [sys.executable, "-c", script], Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
     assert done.returncode == code, done.stderr

@@ -97,8 +97,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("where", ["first", "last", "optimizer", "scheduler"])
-@pytest.mark.parametrize("unlucky", [0, 1])
+@pytest.mark.parametrize(("unlucky", "where"), [(0, "first"), (1, "last"), (0, "optimizer"), (1, "scheduler")])
 def test_what_one_rank_refuses_leaves_every_rank_as_it_was(unlucky: int, where: str, saved: Path) -> None:
     def load(rank: int, world_size: int) -> tuple[str, list[str]]:
         run = Run(5, seen=7, steps=3)

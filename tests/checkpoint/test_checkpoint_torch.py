@@ -112,7 +112,7 @@ def one_process() -> Iterator[None]:
 # What is saved here
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [3])
 def test_torch_s_converter_and_loader_have_all_in_its_shape(world_size: int, tmp_path: Path) -> None:
     model, state = run_ranks(saved, world_size, tmp_path / "a")[0]
     with one_process():
@@ -203,9 +203,7 @@ def test_what_other_runs_saved_goes_on_here(make: Any, world_size: int, tmp_path
 # In a loop of one's own
 
 
-@pytest.mark.parametrize(
-    ("dtype", "asynchronous"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "asynchronous"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
 def test_an_optimizer_travels_in_ones_own_checkpoint(dtype: torch.dtype, asynchronous: bool, tmp_path: Path) -> None:
     training = Training(dtype=dtype)
 

@@ -55,8 +55,7 @@ def same_gradient(one: Tensor, other: Tensor, dtype: torch.dtype = torch.float32
     assert off <= max(2 * torch.finfo(dtype).eps, 1e-6)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_stage_1_and_2_agree(world_size: int) -> None:
+def test_stage_1_and_2_agree() -> None:
     def rank(rank: int, world_size: int) -> None:
         models = twins()
         optimizers = [
@@ -85,11 +84,10 @@ def test_stage_1_and_2_agree(world_size: int) -> None:
         for one, other in zip(*(model.parameters() for model in models), strict=True):
             same(one, other)
 
-    run_ranks(rank, world_size)
+    run_ranks(rank, 4)
 
 
-@pytest.mark.parametrize("master_weights", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float16, True), (torch.bfloat16, False)])
 def test_stage_1_is_ddp(dtype: torch.dtype, master_weights: bool) -> None:
     def rank(rank: int, world_size: int) -> None:
         plain, sharded = twins(dtype)
@@ -122,33 +120,7 @@ def test_stage_1_is_ddp(dtype: torch.dtype, master_weights: bool) -> None:
     run_ranks(rank, 2)
 
 
-def test_stages_agree_after_accumulation() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        models = twins()
-        optimizers = [
-            LowLevelZeroOptimizer(
-                torch.optim.Adam(model.parameters(), lr=0.001),
-                overlap_communication=True,
-                initial_scale=32,
-                clip_grad_norm=1.0,
-                verbose=True,
-                partition_grad=stage == 2,
-            )
-            for stage, model in zip((1, 2), models, strict=True)
-        ]
-        for micro in range(2):
-            for optimizer, model in zip(optimizers, models, strict=True):
-                optimizer.backward(model(data_of(rank + 10 * micro, 32, 123)).sum().float())
-        for optimizer in optimizers:
-            optimizer.step()
-        for one, other in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(one, other)
-
-    run_ranks(rank, 2)
-
-
-@pytest.mark.parametrize("unsynchronised", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "unsynchronised"), [(1, True), (2, False)])
 def test_accumulation_is_ddps(stage: int, unsynchronised: bool) -> None:
     def rank(rank: int, world_size: int) -> None:
         plain, sharded = twins()
@@ -186,8 +158,7 @@ def test_accumulation_is_ddps(stage: int, unsynchronised: bool) -> None:
     run_ranks(rank, 2)
 
 
-@pytest.mark.parametrize("master_weights", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "master_weights"), [(1, True), (2, False)])
 def test_state_is_plain_torchs(stage: int, master_weights: bool) -> None:
     def rank(rank: int, world_size: int) -> None:
         plain, sharded = twins(sizes=(12, 25, 13))
@@ -289,16 +260,3 @@ def test_counting_references_frees_it(options: dict[str, Any]) -> None:
         return deleted
 
     assert run_ranks(rank, 2) == [["gone", "gone"]] * 2
-
-
-def test_an_overflow_is_survived() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        _, model = twins(torch.float16, sizes=(12, 25, 13))
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1), initial_scale=2**16, hysteresis=1)
-        before = model.first.weight.detach().clone()
-        optimizer.backward(model(data_of(0, 4, 12).half()).sum() * (1e4 if rank == 0 else 1.0))
-        optimizer.step()
-        assert torch.equal(before, model.first.weight)
-        assert optimizer.loss_scale == 2**15
-
-    run_ranks(rank, 2)

@@ -224,8 +224,7 @@ def test_loading_a_model_refreshes_the_masters(tmp_path: Path) -> None:
     run_ranks(rank, 3)
 
 
-@pytest.mark.parametrize("safetensors", [False, True])
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(("shard", "safetensors"), [(False, False), (True, True)])
 def test_buffers_and_strides_come_back(tmp_path: Path, shard: bool, safetensors: bool) -> None:
     def rank(rank: int, world_size: int) -> None:
         one, other = image_pair(), image_pair()
@@ -289,8 +288,9 @@ def test_another_world_size_loads_it(tmp_path: Path, precision: str, shard: bool
         run_ranks(loading, world_size)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize(("source", "target"), [(ddp, ours), (ours, ddp), (theirs, ours), (ours, theirs)])
+@pytest.mark.parametrize(
+    ("source", "target", "shard"), [(ddp, ours, False), (ours, ddp, True), (theirs, ours, True), (ours, theirs, False)]
+)
 def test_colossalais_plugins_load_it_and_save_for_it(tmp_path: Path, source: Any, target: Any, shard: bool) -> None:
     options = {"stage": 2, "precision": "fp32", "drop": source is not theirs}  # their shards want all to have a state
 

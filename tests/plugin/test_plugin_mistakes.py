@@ -198,8 +198,7 @@ def test_one_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
     assert "model.pt" in second.message
 
 
-@pytest.mark.parametrize("missing", ["file", "folder", "groups"])
-@pytest.mark.parametrize("unlucky", [0, 1])
+@pytest.mark.parametrize(("unlucky", "missing"), [(0, "file"), (1, "folder"), (1, "groups")])
 def test_one_rank_that_cannot_read_its_optimizer_stops_all(unlucky: int, missing: str, tmp_path: Path) -> None:
     """The others are past the first agreement by then."""
 

@@ -65,8 +65,6 @@ class Run:
 UNUSED = {"find_unused_parameters": True}
 
 RUNS = {
-    "stage 1": Run(),
-    "clipped": Run(trainer=lambda: {"gradient_clip_val": 0.1}),
     "clipped in stage 2, accumulation": Run(
         trainer=lambda: {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}, zero=STAGE_2
     ),
@@ -74,9 +72,7 @@ RUNS = {
         trainer=lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, zero=STAGE_2
     ),
     "clipped under autocast": Run(trainer=lambda: {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}, zero=STAGE_2),
-    "accumulation": Run(trainer=lambda: {"accumulate_grad_batches": 3}, zero=STAGE_2),
     "double": Run(trainer=lambda: {"precision": "64-true"}),
-    "layer drop": Run(lambda: Net(drop=True), ddp=UNUSED),
     "layer drop, accumulation": Run(
         lambda: Net(drop=True), lambda: {"accumulate_grad_batches": 2}, zero=STAGE_2, ddp=UNUSED
     ),
@@ -92,7 +88,6 @@ RUNS = {
     "checkpointed": Run(lambda: Net(checkpointed=True, adam=True), zero=STAGE_2),
     "compiled": Run(lambda: Net(compiled=True)),
     "late": Run(lambda: Late(adam=True), zero={"overlap_allgather": True}),
-    "offload": Run(lambda: Net(adam=True), zero={"cpu_offload": True, **STAGE_2}),
     "moving average": Run(trainer=lambda: {"callbacks": [EMAWeightAveraging(decay=0.8)]}, zero=STAGE_2),
     "average": Run(
         trainer=lambda: {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1)], "max_epochs": 3},

@@ -120,17 +120,12 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 EACH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 RUNS = {
     "as it comes": Run(),
-    "stage 2": Run(zero={**STAGE_2, "reduce_bucket_size": 300}, model=lambda rank: llama()),
     "stage 2, momentum, clipped": Run({"max_grad_norm": 0.3}, STAGE_2, keywords=by_momentum),
-    "momentum, not clipped": Run({"max_grad_norm": 0}, keywords=by_momentum),
     "accumulated": Run({**ACCUMULATED, "max_grad_norm": 0.3}, STAGE_2, keywords=by_momentum),
     "accumulated, a rest": Run({"gradient_accumulation_steps": 4, "num_train_epochs": 2, "max_steps": -1}, STAGE_2),
-    "accumulated, reduced each time": Run({**ACCUMULATED, **EACH}, STAGE_2, keywords=by_momentum),
     "tokens are counted everywhere": Run({**ACCUMULATED, "average_tokens_across_devices": True}, keywords=by_momentum),
-    "checkpointed": Run({"gradient_checkpointing": True}, STAGE_2),
     "reentrant": Run({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     "layer drop": Run({"max_steps": 6}, STAGE_2, model=LayerDrop, keywords=by_momentum),
-    "layer drop, accumulated": Run(ACCUMULATED, model=LayerDrop, keywords=by_momentum),
     "compiled": Run(
         {"torch_compile": True, "torch_compile_backend": "eager"}, STAGE_2, model=lambda rank: LayerDrop(rank, kept=1)
     ),
