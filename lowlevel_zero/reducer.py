@@ -7,6 +7,9 @@
 - Where there are other optimizers, the gradients of a plain ``loss.backward()`` are reduced once the ranks have agreed,
   and so are those of further shard groups. Each rank alone knows what it has run: with reductions that start as they
   come, ranks would give a communicator different orders, or wait for each other in different optimizers.
+- No backward waits for other ranks without end, since they may be waiting for this one in another call: it bounds the
+  buffers in flight as long as the others keep up. Where it is to hear what they use, and doesn't, its sync is put off
+  until the ranks have agreed on a call.
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
   sync, before the step, on all ranks.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
@@ -20,6 +23,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -37,7 +41,7 @@ from .bookkeeping.step_state import Phase, StepState
 from .communication.agreement import Call, SyncProgress, agree
 from .communication.work import Work
 from .options import ZeroOptions
-from .unused_parameters import Presence, UnusedParameters
+from .unused_parameters import UnusedParameters
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -55,7 +59,9 @@ UNDEFINED = (
     "expected parameters and states that every rank has stepped to the end, but this rank has failed in the midst "
     "of it ({}), and they are undefined: load a checkpoint on every rank, of the model and of the optimizer"
 )
-# Calls that may be made then.
+# Seconds that a backward waits for other ranks, which may be waiting for this one in another call.
+_PATIENCE = 5.0
+# Calls that may be made with undefined parameters.
 _RECOVERIES = ("zero_grad", "load_state_dict")
 
 
@@ -109,8 +115,9 @@ class Reducer:
         self.plan = LearntPlan(self._records, group, bucket_size, options.pad_buckets_for_high_nccl_busbw)
         self._hooks: list[RemovableHandle] = []
         self.remove_hooks = finalize(self, _remove, self._hooks)
-        self._announced: Work[Presence] | None = None  # what the open sync carries
-        self._unread: deque[Work[Presence]] = deque()  # of syncs that carry everything
+        self._announced: Work[bytes] | None = None  # what the open sync carries
+        self._unread: deque[Work[bytes]] = deque()  # what the syncs do that have carried everything
+        self._put_off: deque[Work[bytes]] = deque()  # what the syncs will that run when all agree
         self._dropped: list[tuple[int, str]] = []  # parameters, and when, that the ranks are to agree on
         self._edited: Counter[str] = Counter()  # edits of gradients that the ranks are to agree on
         self.has_lacked = False
@@ -177,6 +184,8 @@ class Reducer:
         elif self._state.syncs and self.buckets.is_open:
             self._close_sync()
             self._unused.lacked |= self.buckets.lacked and not failed
+        elif self._gradients.taken_out:
+            self._gradients.put_back()
 
     @staticmethod
     def gradient_ready(reducer: ReferenceType[Reducer], record: ShardedParameter, _: Tensor) -> None:
@@ -213,7 +222,7 @@ class Reducer:
             return False
         if not self.buckets.is_open:
             self._check_plain(record)
-            if self._number > 0 or not self._state.is_alone:
+            if self._number > 0 or not self._state.is_alone or self._put_off:
                 self._keep_until_all_agree(record)
                 return False
             self._open_plain()
@@ -275,8 +284,13 @@ class Reducer:
             self._close_sync()
             self._state.raise_deferred()
         elif self._keeps_some:
-            for record in (each for each in self._records if not each.is_empty):
-                record.show_unreduced()
+            self._show_kept()
+
+    def _show_kept(self) -> None:
+        """Let ``p.grad`` tell of gradients that stay there until the ranks agree."""
+        self._keeps_some = True
+        for record in (each for each in self._records if not each.is_empty):
+            record.show_unreduced()
 
     # ---- one sync ----
 
@@ -284,6 +298,10 @@ class Reducer:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
         self._state.phase = Phase.COMING
+        if self._put_off:  # all ranks run their syncs in one order
+            named = None if reached is None else reached.union(self._leftovers())
+            self._put_off.append(self._unused.announce_sync(named))
+            return
         self._finish_some(leave=0)
         self.buckets.open_sync(self.plan.whole if reached is None else None, reached)
         if reached is not None:
@@ -297,7 +315,7 @@ class Reducer:
                 "model.zero_grad() was called"
             )
 
-    def _join_sync(self, used: bytes | None = None) -> None:
+    def _join_sync(self, used: bytes | None) -> None:
         """Run a sync that all ranks know of, with what is left here: of what has a byte other than 0 in ``used``.
 
         None: of everything.
@@ -305,14 +323,17 @@ class Reducer:
         self.buckets.open_sync(self.plan.whole if used is None else self.plan.of(used), ())
         self._close_sync()
 
-    def _read_announced(self, announced: Work[Presence]) -> None:
+    def _read_announced(self, announced: Work[bytes]) -> None:
         """Learn what the ranks will use in the open sync."""
         self._announced = None
-        self.buckets.follow(self.plan.of(announced.wait().used))
+        self.buckets.follow(self.plan.of(announced.wait()))
 
     def _close_sync(self) -> None:
         """Start what is left of the open sync."""
         if self._announced is not None:
+            if not self._comes(self._announced):
+                self._put_off_sync(self._announced)
+                return
             self._read_announced(self._announced)
         self._start(close=True)
         self.buckets.close()
@@ -324,6 +345,14 @@ class Reducer:
         if self.buckets.unexpected:
             self._unused.learn(self.buckets.unexpected)
         self._finish_some()
+
+    def _put_off_sync(self, announced: Work[bytes]) -> None:
+        """Leave a sync's gradients in ``p.grad`` until all agree: others may not tell what it carries before."""
+        self._put_off.append(announced)
+        self._announced = None
+        self.buckets.put_off()
+        self._gradients.put_back()
+        self._show_kept()
 
     def _start(self, close: bool = False) -> None:
         """Start the buckets that are complete, as far as the plan's order goes; ``close``: all that are left."""
@@ -350,10 +379,23 @@ class Reducer:
         in_flight = self.buckets.in_flight
         if not self._may_be_alone and self._by_itself and self._state in StepState.in_backward:
             leave = self._most_in_flight if leave is None else leave
-            while leave is not None and len(in_flight) > leave:
+            while leave is not None and len(in_flight) > leave and self._comes(in_flight[0].work):
                 self._finish_oldest()
         while in_flight and in_flight[0].work.done():
             self._finish_oldest()
+
+    def _comes(self, work: Work[Any]) -> bool:
+        """Wait a while for what other ranks may not begin before all agree on a call; return whether it is there.
+
+        They may have come to another call than a backward, and wait for this rank there. Once a wait was in vain there
+        are no more until the ranks have agreed. But where several optimizers share a communicator on a device, all
+        ranks run their syncs in the order of calls, so none can be left for later.
+        """
+        if work.done() or (self._in_order and not self._state.is_alone):
+            return True
+        if not self._may_be_alone:
+            self._may_be_alone = not self._group.comes(work, _PATIENCE)
+        return not self._may_be_alone
 
     def _finish_oldest(self) -> None:
         bucket = self.buckets.in_flight.popleft()
@@ -420,10 +462,7 @@ class Reducer:
         """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
 
         Nothing is in flight then, and the current stream waits for all sums. ``p.grad`` stays, but for what is left
-        there ``with_leftovers``.
-
-        The call comes first, before anything has been done. But where unused parameters are detected others may be in
-        a backward, waiting to hear what this rank will use: then the syncs do.
+        there ``with_leftovers``. The call comes first, before anything has been done.
         """
         if self._state.undefined and call.name not in _RECOVERIES and call.error is None:
             call = call._replace(error=RuntimeError(UNDEFINED.format(self._state.undefined)))
@@ -434,14 +473,15 @@ class Reducer:
             self._state.raise_deferred()
         except Exception as error:  # of whatever kind: others would wait for the agreement
             call = call._replace(error=call.error or error)
-        present = self._run_announced(with_leftovers) if self._unused.detecting else None
-        agreed = self._compare(call, self._leftovers() if with_leftovers and present is None else [])
+        agreed = self._compare(call, self._leftovers() if with_leftovers else [])
         self._state.agreed = True
-        if present is None:
-            while self._group.progress.micro_batch < agreed.syncs:
-                self._join_sync()
-            if agreed.lacks:
-                present = self._unused.exchange_presence().wait().used
+        while self._unread:
+            self._unread.popleft().wait()
+        while self._put_off:
+            self._join_sync(self._put_off.popleft().wait())
+        while self._group.progress.micro_batch < agreed.syncs:
+            self._join_sync(self._agree_on_use(with_leftovers) if self._unused.detecting else None)
+        present = self._unused.exchange_presence().wait() if agreed.lacks else None
         while self.buckets.in_flight:
             self._finish_oldest()
         self._streams.join()
@@ -464,7 +504,7 @@ class Reducer:
             edited = sorted(f"{what} ({times} times)" if times > 1 else what for what, times in self._edited.items())
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
         written = [record.name for record in call.written if record.shard_group == self._number]
-        syncs = self._group.progress.micro_batch + bool(leftovers)
+        syncs = self._group.progress.micro_batch + len(self._put_off) + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)
         agreed = agree(self._group, None, call.error, call.name, progress=progress, failed=self._state.failed)
         self._may_be_alone = False
@@ -472,20 +512,9 @@ class Reducer:
         self._edited.clear()
         return agreed
 
-    def _run_announced(self, with_leftovers: bool) -> bytes:
-        """Run the syncs that others announce, and those of leftovers, until no rank opens another.
-
-        Returns the presence map.
-        """
-        while self._unread:
-            self._unread.popleft().wait()
-        while True:
-            leftovers = self._leftovers() if with_leftovers else []
-            announced = self._unused.announce_sync(leftovers) if leftovers else self._unused.exchange_presence()
-            presence = announced.wait()
-            if not presence.opens:
-                return presence.used
-            self._join_sync(presence.used)
+    def _agree_on_use(self, with_leftovers: bool) -> bytes:
+        """What a sync carries that this rank has not run, and others may have."""
+        return self._unused.announce_sync(self._leftovers() if with_leftovers else ()).wait()
 
     def discard(self) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.

@@ -6,9 +6,9 @@ ranks, DDP's ``local_used_map``.
 *Detection* is off at first: a sync carries all parameters, and opens without a message. Once a backward has left a
 parameter without a gradient on some rank it is on, on all ranks, for good: ``optimizer.backward(loss)`` reads off the
 graph which parameters it will reach, a message of the same kind opens the sync, and what no rank uses is left out of
-it. A sync whose loss isn't known before (of a plain ``loss.backward()``) names all parameters. Messages then pair up
-one to one: a rank whose presence map, at ``step``, meets another's opening message joins that sync with zeros, and
-sends its map again, until no rank opens a sync.
+it. A sync whose loss isn't known before (of a plain ``loss.backward()``) names all parameters. There is one such
+message for each sync: once the ranks have agreed on a call, a rank that has run fewer syncs than others sends those
+that it lacks, and joins with what it has.
 
 The graph shows less than the truth (a reentrant checkpoint, a Function that runs a backward of its own), or more (a
 hook that swallows a gradient). Less: the gradient waits in ``p.grad`` for one more sync, before the step, and the
@@ -18,7 +18,6 @@ parameter is named from then on. More: the presence map tells.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,22 +26,10 @@ from torch.autograd.graph import Node
 from .bookkeeping.parameter_store import ParameterStore
 from .communication.work import Work
 
-# A message: whether its sender opens a sync; whether it has lacked a gradient in this step; and a byte a parameter.
-_MAP = 2
+# A message: whether its sender has lacked a gradient in this step; and a byte a parameter.
+_MAP = 1
 # The class of the graph's nodes that accumulate into ``p.grad``.
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-
-
-class Presence(NamedTuple):
-    """What the messages of all ranks have come to.
-
-    Attributes:
-        opens: a rank opens a sync, so all run one.
-        used: by index, a byte that is 1 where a rank may have a gradient, or, if no sync is opened, has had one.
-    """
-
-    opens: bool
-    used: bytes
 
 
 class UnusedParameters:
@@ -88,24 +75,24 @@ class UnusedParameters:
 
     # ---- what the ranks have together ----
 
-    def announce_sync(self, named: Collection[int] | None) -> Work[Presence]:
-        """Start telling the others of a sync, and of what it may carry; None: anything."""
+    def announce_sync(self, named: Collection[int] | None) -> Work[bytes]:
+        """Start telling the others what a sync may carry on this rank (None: anything); the result: on some rank."""
         used = bytearray(b"\1" * len(self._records) if named is None else len(self._records))
         for index in named or ():
             used[index] = 1
-        return self._exchange(True, used)
+        return self._exchange(used)
 
-    def exchange_presence(self) -> Work[Presence]:
-        """Start telling the others what has had a gradient here since ``zero_grad``, and that no sync is opened."""
-        return self._exchange(False, bytearray([record.worked for record in self._records]))
+    def exchange_presence(self) -> Work[bytes]:
+        """Start telling the others what has had a gradient here since ``zero_grad``; the result: on some rank."""
+        return self._exchange(bytearray([record.worked for record in self._records]))
 
-    def _exchange(self, opens: bool, used: bytearray) -> Work[Presence]:
-        buffer = bytearray((opens, self.lacked)) + used
+    def _exchange(self, used: bytearray) -> Work[bytes]:
+        buffer = bytearray((self.lacked,)) + used
 
-        def read(maxima: Tensor) -> Presence:
+        def read(maxima: Tensor) -> bytes:
             of_any = bytes(maxima.tolist())
-            self.lacked |= bool(of_any[1])
-            return Presence(bool(of_any[0]), of_any[_MAP:])
+            self.lacked |= bool(of_any[0])
+            return of_any[_MAP:]
 
         return self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)).then(read)
 

@@ -321,6 +321,11 @@ class BucketStore:
         with self.streams.home(join=False):
             self.lacked |= not bucket.start_reduce(self._how, self.arrivals)
 
+    def put_off(self) -> None:
+        """The sync is over without a bucket: what it carries isn't known yet."""
+        self._buckets = []
+        self.is_open = False
+
     def close(self) -> None:
         """All buckets of the sync have been started: it is over."""
         with self.streams.home(join=False):

@@ -42,7 +42,7 @@ from .process_groups import (
     timeout_of,
 )
 from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
-from .runtime import Threads, runtime
+from .runtime import Threads, Worker, runtime
 from .work import Chain, OnStream, OnThread, Work
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -50,6 +50,8 @@ SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 _HOST = torch.device("cpu")
 _LEAST = torch.iinfo(torch.int64).min
 _MESSAGE_BYTES = 64 * 2**20  # of a broadcast
+
+_SHORTEST_NAP = 5e-5  # seconds
 
 
 class ShardGroup:
@@ -98,6 +100,7 @@ class ShardGroup:
         self.context.users.add(self)
         self.number = next(self.context.shard_groups)
         self.progress = Progress(self.context)
+        self._waiting: Worker | None = None
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # which would be a circle
         self._chains: dict[str, Chain] = {}
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
@@ -338,6 +341,27 @@ class ShardGroup:
             AGREEMENT, None, (), Work, lambda: self._agreements().all_gather_object(mine)
         )
         return gather.wait()
+
+    # ---- waiting for ranks that may not come ----
+
+    def comes(self, work: Work[Any], seconds: float) -> bool:
+        """Wait for ``work`` of the hosts for so long at most; return whether it is over.
+
+        gloo tells of its messages only those who wait for them: there a thread does, and goes on.
+        """
+        began = now = runtime().now()
+        if self.hosts.shares_memory:
+            while not (over := work.done()) and now < began + seconds:
+                runtime().sleep(max(_SHORTEST_NAP, (now - began) / 8))
+                now = runtime().now()
+            return over
+        if self._waiting is None:
+            self._waiting = runtime().worker("lowlevel_zero waiting", self.context.threads)
+        waited = self._waiting.submit(work.wait)
+        work.wait, work.done = waited.result, waited.done
+        with suppress(Exception):  # whoever takes the result raises it
+            waited.result(seconds)
+        return waited.done()
 
     # ---- memory, and the end ----
 

@@ -48,8 +48,8 @@ class SimulatedFuture(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """What the task has returned, or raises what it has raised."""
         if not self.done():
-            self.network.scheduler.wait(self.done)
-        return super().result(timeout)
+            self.network.scheduler.wait(self.done, timeout)
+        return super().result(None if self.done() else 0)
 
 
 class SimulatedWorker(Worker):
