@@ -105,6 +105,7 @@ def let_go(optimizer: ShardedOptimizer) -> None:
             optimizer.finish_gathers()
         for group in optimizer.sharded_parameters.shard_groups:
             group.leave()
+    optimizer.streams.join()  # before others have the memory of what is added up beside
     optimizer.sharded_groups.clear()  # whose parts know the list, and would wait for the garbage collector
 
 

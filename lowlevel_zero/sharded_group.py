@@ -75,7 +75,9 @@ class GroupMaker(NamedTuple):
         parameters, options = self.parameters, self.options
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
         gradients = GradientStore(records, self.stepping.bucket_type(), self.state, self.streams)
-        how = Reduction(group, options.keeps_row_only, options.gradient_predivide_factor, self.streams, self.packed)
+        under_way = group.backend(records[0].padded.device).in_flight
+        divisor = options.gradient_predivide_factor
+        how = Reduction(group, options.keeps_row_only, divisor, self.streams, self.packed, under_way)
         buckets = BucketStore(records, how, self.stepping.bucket_type(), self.state)
         reducer = Reducer(parameters, options, gradients, buckets, number, self.state)
         wide = options.pad_buckets_for_high_nccl_busbw

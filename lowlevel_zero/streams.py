@@ -6,10 +6,13 @@ as a rule. (NCCL works on a stream of its own beside it, in the order of the str
 waits for every stream that a gradient came on, and for whoever calls; who calls waits for home before it goes on where
 it may look at results.
 
-Home never waits for a reduction before the step: reductions are finished and summed on a stream *beside* it, which
-waits for home, and which home joins when the step's gradients are to be complete. What one stream's memory is used for
-by another is told to the allocator, which then sees to it that nobody else gets it too early; so all of it can be let
-go of at any time.
+Home never waits for the latest reductions before the step: reductions are finished and summed on a stream *beside* it,
+which waits for home, and which home joins when the step's gradients are to be complete. What that stream uses is kept
+by reference, with an event at its end, until home has waited for it: then home, where it was allocated, may use its
+memory again, however far the host is ahead of the device. So memory of reductions under way is bounded by their
+number: before a bucket is packed, home waits for all but the last few. (FSDP2 keeps its last buffer and event so.)
+What was allocated beside home is only used again beside it, which begins by waiting for home. Gradients alone may come
+from any stream, and are told to the allocator.
 
 A CUDA graph that somebody captures is to hold its own work: a stream that is being captured waits for nobody here, and
 nobody waits for it.
@@ -17,6 +20,7 @@ nobody waits for it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -53,11 +57,14 @@ class Streams:
     def note_gradient_stream(self) -> None:
         """A gradient has come on the current stream."""
 
-    def keep(self, tensors: Iterable[Tensor | None]) -> None:
-        """Keep their memory from being used again, once they are let go of, before the current stream is done."""
+    def keep(self, *used: object) -> None:
+        """Keep what the stream beside home uses, until home has waited for it."""
+
+    def limit(self, most: int) -> None:
+        """Have home wait for what is done beside it, but for the last ``most`` parts, and let go of what they used."""
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """The same, on home, of gradients: they have come on any stream."""
+        """Keep the memory of gradients, which have come on any stream, from being used again before home is done."""
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
         """Work on the home stream; ``join``: what the caller's stream does afterwards, it does after that work."""
@@ -95,6 +102,8 @@ class DeviceStreams(Streams):
         self._api = api
         self._home = api.current_stream(device)
         self._beside: Any = None
+        self._keeping: list[object] | None = None  # what is used beside home by what is being told; None: it is over
+        self._kept: deque[tuple[Any, list[object]]] = deque()  # the same of what has been told, and its end
         self._producers: dict[Any, None] = {}
         self._others_seen = False
 
@@ -105,17 +114,23 @@ class DeviceStreams(Streams):
             self._producers[stream] = None
             self._others_seen = True
 
-    def keep(self, tensors: Iterable[Tensor | None]) -> None:
-        """Tell the allocator that the current stream uses them."""
-        stream = self.current()
-        for tensor in tensors:
-            if tensor is not None and tensor.device == self._device:
-                tensor.record_stream(stream)
+    def keep(self, *used: object) -> None:
+        """By reference: the allocator would wait for events that a host which is far ahead hasn't seen yet."""
+        if self._keeping is not None:
+            self._keeping += used
+
+    def limit(self, most: int) -> None:
+        """In the order in which they were kept."""
+        while len(self._kept) > most:
+            end, _ = self._kept.popleft()
+            self._home.wait_event(end)
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Where there is but home, the allocator knows."""
+        """Tell the allocator; where there is but home, it knows."""
         if self._others_seen:
-            self.keep(gradients)
+            for gradient in gradients:
+                if gradient is not None and gradient.device == self._device:
+                    gradient.record_stream(self.current())
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
         """The home stream, after the current one and those of gradients."""
@@ -139,17 +154,31 @@ class DeviceStreams(Streams):
     @contextmanager
     def beside(self) -> Iterator[None]:
         """A stream of its own."""
+        if self._keeping is not None:  # within what is done there
+            yield
+            return
         if self._beside is None:
             self._beside = self._api.Stream(self._device)
         for stream in {self._home, self.current()}:
             self._beside.wait_stream(stream)
-        with self._api.stream(self._beside):
-            yield
+        kept: list[object] = []
+        self._keeping = kept
+        try:
+            with self._api.stream(self._beside):
+                yield
+        finally:
+            self._keeping = None
+            if kept:
+                end = self._api.Event()
+                end.record(self._beside)
+                self._kept.append((end, kept))
 
     def join(self) -> None:
-        """The current stream waits, if there was anything."""
+        """The current stream waits, if there was anything, and home does."""
         if self._beside is not None:
-            self.current().wait_stream(self._beside)
+            for stream in {self._home, self.current()}:
+                stream.wait_stream(self._beside)
+            self._kept.clear()
 
     def captures(self) -> bool:
         """As ``torch.cuda`` tells; a device that doesn't has no graphs."""

@@ -47,6 +47,7 @@ class Reduction(NamedTuple):
         divisor: what gradients are divided by before they are summed.
         streams: what buckets are packed, started and finished on.
         packed: is called with each buffer.
+        under_way: reductions that a device may have under way when a bucket is packed.
     """
 
     group: ShardGroup
@@ -54,6 +55,7 @@ class Reduction(NamedTuple):
     divisor: float
     streams: Streams
     packed: Packed
+    under_way: int
 
 
 class Bucket:
@@ -133,9 +135,10 @@ class Bucket:
 
     def finish_reduce(self, streams: Streams) -> Tensor:
         """The sum, when it is there: this rank's row, ``[body]``, or several ranks', ``[world_size, body]``."""
-        total = self.work.wait()
-        streams.keep((total, *self.work.tensors))
+        work = self.work
         del self.work  # and what it keeps alive
+        total = work.wait()
+        streams.keep(work, total)
         return (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
 
     # ---- what it leaves ----
@@ -319,6 +322,8 @@ class BucketStore:
     @torch.no_grad()  # gradients may have come with a graph of their own
     def _start(self, bucket: Bucket) -> None:
         with self.streams.home(join=False):
+            if self.streams.several:
+                self.streams.limit(self._how.under_way)
             self.lacked |= not bucket.start_reduce(self._how, self.arrivals)
 
     def put_off(self) -> None:

@@ -27,7 +27,7 @@ class GradientStore:
         new_bucket: makes one, which keeps its shard where steps are taken. All arithmetic but the step's own is done
             where the parameters are.
         state: of the optimizer's step.
-        streams: beside home, sums are added to until the ranks agree on a step's.
+        streams: beside home, sums are added to until the ranks agree on a step's. What goes there is kept until then.
 
     Attributes:
         version: goes up with each change of a gradient.
@@ -95,11 +95,11 @@ class GradientStore:
 
         A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
-        sums = at_least_fp32(bucket.sums())
+        before = bucket.sums()
+        self._streams.keep(before, bucket.scale)
+        sums = at_least_fp32(before)
         if bucket.scale is not None:
             sums = sums * (bucket.scale / self._gradient_scale())
-            if isinstance(bucket.scale, Tensor):
-                self._streams.keep([bucket.scale])
             bucket.scale = None
         return sums
 
@@ -168,6 +168,7 @@ class GradientStore:
         found = self._by_bucket(records)
         for bucket, some in found.items():
             bucket.empty.update(record.index for record in some)
+        self._streams.keep(*found)
         self._forget_empty()
         self._zero_sums({bucket: found[bucket] for bucket in self._buckets if bucket in found})
 

@@ -97,7 +97,7 @@ class StepOnHost(StepOnDevice):
         """Start copying a row to the host on a stream of its own; return the copy, and the mark of its end."""
         with self._streams.beside():
             host = self._copy_down(row)
-            self._streams.keep([row])
+            self._streams.keep(row)
             return host, self._streams.mark()
 
     @staticmethod

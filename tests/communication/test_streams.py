@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
 from lowlevel_zero.communication.backends.backend import Alone
+from lowlevel_zero.communication.backends.shared_memory import SharedMemory
 from lowlevel_zero.communication.hierarchical import Replicated
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.communication.work import OnStream, Work
 from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
+from tests.support.internals import finish_late
 from tests.support.ranks import run_ranks
 
 
@@ -104,31 +107,32 @@ class Api:
 
 
 class Simulated(DeviceStreams):
-    """On the host's tensors, whose memory can't be pinned, nor kept for a stream.
+    """On the host's tensors, whose memory can't be pinned, nor be told of to the allocator.
 
     Attributes:
-        kept: where memory is, and the stream that it was kept for.
+        told: gradients of which the allocator would be told.
     """
 
     pins = False
 
     def __init__(self, device: torch.device, api: Any) -> None:
         super().__init__(device, api)
-        self.kept: list[tuple[int, Line]] = []
+        self.told: list[Tensor] = []
 
-    def keep(self, tensors: Any) -> None:
-        self.kept += [(each.untyped_storage().data_ptr(), self.current()) for each in tensors if each is not None]
+    def keep_gradients(self, gradients: Any) -> None:
+        if self._others_seen:
+            self.told += [each for each in gradients if each is not None]
 
 
 class Traced:
     """A model of several buckets whose gradients come on several streams, and what has been done where."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, producers: int, **options: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, producers: int, layers: int = 4, **options: Any) -> None:
         self.api = Api()
         self.home = self.api.now
         monkeypatch.setattr(optimizer, "streams_of", lambda devices: Simulated(next(iter(devices)), self.api))
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
         self.optimizer = LowLevelZeroOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.1),
             reduce_bucket_size=30,
@@ -251,10 +255,46 @@ def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after
             assert all(caller.comes_after(point) for point in (*traced.packed, *traced.added, *traced.written))
             traced.optimizer.zero_grad()
             traced.api.now = traced.home
-        kept = traced.optimizer.streams.kept
-        assert {line for _, line in kept} == ({*beside, traced.home} if producers else beside)
-        on_home = [where for where, line in kept if line is traced.home]
-        assert len(on_home) == (24 if producers else 0)  # all gradients, where any comes on a stream of its own
+        told = traced.optimizer.streams.told
+        assert len(told) == (24 if producers else 0)  # all gradients, where any comes on a stream of its own
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buffers_under_way_are_bounded_however_far_the_host_is_ahead(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """The last few are kept; home waits for older ones before it lets go of their memory, and for no others."""
+    most = SharedMemory.in_flight
+
+    def work(rank: int, world_size: int) -> None:
+        finish_late(monkeypatch, done=True)  # as on a device, which nobody asks how far it is
+        traced = Traced(monkeypatch, 0, layers=12, partition_grad=stage == 2)
+        buffers: list[ReferenceType[Any]] = []
+        held: list[int] = []
+        waited: list[int] = []
+        new_buffer = ShardGroup.new_buffer
+
+        def watch(group: ShardGroup, *args: Any) -> Tensor:
+            waited.append(sum(map(traced.home.comes_after, traced.added)))
+            held.append(sum(each() is not None for each in buffers))
+            buffer = new_buffer(group, *args)
+            buffers.append(ref(buffer.untyped_storage()))
+            return buffer
+
+        monkeypatch.setattr(ShardGroup, "new_buffer", watch)
+        for _ in range(2):
+            for seen in (buffers, held, waited, traced.added):
+                seen.clear()
+            traced.backward()
+            traced.backward()  # adds to sums
+            assert len(held) > 2 * most
+            assert waited == [max(0, at - most) for at in range(len(waited))]
+            assert stage == 1 or max(held) == most
+            traced.optimizer.step()
+            assert not traced.optimizer.streams._kept
+            traced.optimizer.zero_grad()
 
     run_ranks(work, 2)
 
@@ -342,7 +382,7 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch
             copied.append(arrived)
             ((line, _),) = (point for point in (traced.added[-1],) if arrived.event.seen[point[0]] >= point[1])
             assert line is not traced.home
-            assert self._streams.kept[-1] == (row.untyped_storage().data_ptr(), line)  # until it has been copied
+            assert self._streams._keeping[-1] is row  # until it has been copied
             return host, arrived
 
         monkeypatch.setattr(StepOnHost, "down", spy_down)
