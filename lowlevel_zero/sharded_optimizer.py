@@ -27,6 +27,8 @@ from .loss_scaler import LossScaler
 from .optim.modes import switch
 from .options import ZeroOptions
 from .sharded_group import ShardedGroup
+from .state.values import whole_gradients
+from .state.whole import WholeState
 from .stepper import GlobalNorm
 from .streams import Streams
 
@@ -146,7 +148,7 @@ class ShardedOptimizer(Optimizer):
             only_on_master: leave the states empty on all ranks but the first.
         """
         self.finish_syncs("state_dict")
-        return rooms.state_dict(self, pinned_state_dicts, only_on_master)
+        return self.whole_state.state_dict(pinned_state_dicts, only_on_master)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -161,8 +163,14 @@ class ShardedOptimizer(Optimizer):
         """
         self._guard.enter("load_state_dict")
         self.finish_syncs("load_state_dict")
-        rooms.load_state_dict(self, state_dict)
+        self.whole_state.load(state_dict)
         self.step_state.undefined = ""
+
+    @property
+    def whole_state(self) -> WholeState:
+        """The optimizer's state, to be read and loaded by those that have brought the ranks to the same call."""
+        optim, parameters, groups = self.optim, self.sharded_parameters, self.sharded_groups
+        return WholeState(optim, parameters, groups, self.scaler, self.options.fp8_communication, self.model)
 
     # ---- modes, of a wrapped optimizer that has some ----
 
@@ -355,7 +363,7 @@ class ShardedOptimizer(Optimizer):
         self._guard.enter(doing)
         call = f"{doing} of {record.common_name}"
         self._finish_reductions(Call(call))
-        (whole,) = rooms.whole_gradients([record], self.sharded_group_of(record))
+        (whole,) = whole_gradients([record], self.sharded_group_of(record))
         return None if whole is None else whole.to(record.p.dtype)
 
     def get_working_grads_by_group_id(self, group_id: int) -> list[Tensor]:
@@ -420,7 +428,7 @@ class ShardedOptimizer(Optimizer):
         Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
         """
         self.finish_syncs("state_dict")
-        return rooms.state_dict_shard(self, max_shard_size, pinned_state_dicts, only_on_master)
+        return self.whole_state.shards(max_shard_size, pinned_state_dicts, only_on_master)
 
     def unwrap(self) -> Optimizer:
         """The wrapped optimizer, which holds slices."""

@@ -13,7 +13,7 @@ background              writes by a thread, whose failures nobody misses
 manifest, objects       the files that aren't tensors: sizes and checksums; settings and DCP's index as data, never run
 saved                   all of these together, for one checkpoint
 consolidate             a checkpoint as files that load without this package
-sharded                 an optimizer for one's own ``dcp.save`` and ``dcp.load``
+sharded, sharded_state  an optimizer's state by name, also for one's own ``dcp.save`` and ``dcp.load``
 ======================  ===============================================================================================
 """
 

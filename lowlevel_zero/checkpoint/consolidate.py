@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..state.loading import CLASS, EXTRAS, FP8, State
-from ..state.sharded import renamed
 from .folders import publish, sync
 from .objects import Settings
 from .optimizers import Name
 from .saved import SavedCheckpoint
+from .sharded_state import renamed
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
 _MAPPED_FROM = 2**20  # bytes of a tensor that is read into a file, of which the system keeps in memory what fits

@@ -21,11 +21,11 @@ from ..partition import EvenSplit
 from ..state.boxes import BoxedTensor, boxed
 from ..state.global_names import GlobalNames, check_same_experts, of_all_ranks
 from ..state.loading import MASTER
-from ..state.sharded import ShardedState, States
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name, called
 from .saved import SavedCheckpoint
+from .sharded_state import ShardedState, States
 
 _EXTRA = "_extra_state"
 

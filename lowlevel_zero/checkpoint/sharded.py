@@ -28,8 +28,8 @@ from ..state.loading import (
     takes_master,
     warn_of_lost_states,
 )
-from ..state.sharded import ShardedState
 from .objects import packed, unpacked
+from .sharded_state import ShardedState
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -98,7 +98,7 @@ class Sharded(Stateful):
             sharded.load(slices, settings, undo)
         self.optimizer.zero_grad()
         sharded.load_progress(settings)
-        restore_masters(self.optimizer, slices, settings[FP8])
+        restore_masters(self.optimizer.sharded_parameters, slices, settings[FP8])
         present = settings.get("present", {})
         warn_of_lost_states(self.optimizer.shard_group, sharded.lost(settings, present))
         self._warn_of_masters([name for name, keys in present.items() if MASTER in keys], slices)

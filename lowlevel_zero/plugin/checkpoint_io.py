@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.background import Background
 from ..state.loading import EXTRAS, FP8
-from ..state.whole import load_state_shards, packed_groups, scale_as_numbers
+from ..state.whole import scale_as_numbers
 from .boosted import BoostedModel, BoostedOptimizer
 from .checkpoint_checks import (
     check_boosted,
@@ -56,7 +56,7 @@ from .files import (
     tagged,
 )
 
-# Among an index's metadata, of which ColossalAI reads its own keys alone: what ``load_state_shards`` calls them.
+# Among an index's metadata, of which ColossalAI reads its own keys alone: what ``WholeState.load_shards`` calls them.
 _EXTRAS = {f"{EXTRAS}.{key}": key for key in ("loss_scale", FP8)}
 
 
@@ -223,7 +223,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             try:
                 if self.coordinator.is_master():
                     taken, form = list(pieces) if use_async else pieces, _optimizer_form(use_async)
-                    groups = partial(_save_groups, packed_groups(optimizer), names[2], _metadata(optimizer))
+                    groups = partial(
+                        _save_groups, optimizer.whole_state.packed_groups(), names[2], _metadata(optimizer)
+                    )
                     write = partial(_write_folder, taken, checkpoint, names, form, groups)
                     self._do(write, use_async)
             finally:
@@ -259,8 +261,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         if groups_file is None:
             raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
         files, _ = index.get_checkpoint_filenames()
-        load_state_shards(
-            optimizer,
+        optimizer.whole_state.load_shards(
             read_optimizer_file(groups_file),
             (read_optimizer_file(file) for file in files),
             {key: index.metadata[full] for full, key in _EXTRAS.items() if full in index.metadata},

@@ -1,10 +1,11 @@
-"""The optimizer's state for its callers: whole, as plain torch has it, and sharded, for torch.distributed.checkpoint.
+"""The optimizer's state for its callers: whole tensors, as plain torch has them, and the parts of sharded states.
 
-======================  ===============================================================================================
-whole, values           whole tensors on the host, one at a time; many of them, in few messages
-boxes                   sharded tensors: a rank's slice as rectangles of the parameter's shape
-sharded, global_names   an optimizer's state and settings by name, which are alike on all ranks, also of experts
-======================  ===============================================================================================
+=============  ========================================================================================================
+whole, values  whole tensors on the host, one at a time, or many of them in few messages
+loading        states into slices, on all ranks or on none
+boxes          sharded tensors: a rank's slice as rectangles of the parameter's shape
+global_names   names of parameters that are the same on all ranks, experts' ones too
+=============  ========================================================================================================
 
-Hangs on ``optimizer.sharded_parameters`` and ``optimizer.sharded_groups``, which it reads.
+It takes the wrapped optimizer, records and sharded groups. ``checkpoint`` makes sharded states of these parts.
 """

@@ -83,7 +83,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         return BoxedTensor(local, self.start, self.shape, self.strides)
 
     def parts(self) -> dict[Shape, Tensor]:
-        """By its offsets each box, as a view of ``local``."""
+        """Return each box as a view of ``local``, by its offsets."""
         if not self.numel():
             return {(0,) * self.dim(): self.local[:0].view(self.shape)}
         outermost_first = sorted(range(self.dim()), key=lambda dim: -self.strides[dim])
@@ -105,7 +105,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         return found
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """A loader asks for this, and then reads: into memory of its own, since what it reads may be refused."""
+        """Return the chunks for a loader, which reads into new memory, since the values may be refused."""
         self.local = torch.empty_like(self.local)
         return self._chunks()
 
@@ -127,7 +127,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What copying a state dict needs; it has no other arithmetic."""
+        """Run the operations that copying a state dict needs; there are no others."""
         boxed = next(each for each in args if isinstance(each, BoxedTensor))
         if func is torch.ops.aten.new_empty.default:
             return boxed.with_local(torch.empty_like(boxed.local, **(kwargs or {})))

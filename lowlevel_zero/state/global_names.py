@@ -50,11 +50,11 @@ class GlobalNames:
         self._tell_experts_apart(groups, number_of)
 
     def __getitem__(self, name: str) -> str:
-        """The global name of what this rank calls ``name``."""
+        """Return the global name of the parameter that this rank calls ``name``."""
         return self._own[name]
 
     def of(self, own: Mapping[str, T]) -> dict[str, T]:
-        """What this rank has by its own names, by global ones."""
+        """Return values that this rank has by its own names, by global names."""
         return {self._own[name]: value for name, value in own.items()}
 
     def _tell_experts_apart(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
@@ -79,19 +79,19 @@ class GlobalNames:
 
 
 def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:
-    """What every rank tells of its ``experts``; nothing where the shard groups show that there are none."""
+    """Return the ``experts`` of every rank; nothing where the shard groups show that there are none."""
     return [] if len(groups) == 1 else groups[0].all_gather_object(experts)
 
 
 def of_all_ranks(
     groups: Sequence[ShardGroup], number_of: Mapping[str, int], *own: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """What this rank has by global names, and then what others have of their experts. Communicates with experts.
+    """Return this rank's values by global name, then other ranks' of their experts. Communicates with experts.
 
     Args:
         groups: the shard groups.
         number_of: the shard groups' numbers by global names.
-        own: what this rank has, in several dicts; so it returns as many.
+        own: this rank's values, in one dict or several; as many are returned.
     """
     found = [dict(each) for each in own]
     experts = [{name: value for name, value in each.items() if number_of[name]} for each in own]

@@ -1,4 +1,4 @@
-"""Loading into slices: what whole state dicts and sharded ones have in common; all ranks take it over, or none."""
+"""Loading states into slices, for whole state dicts and sharded ones: all ranks load, or none does."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import together
 from ..communication.shard_group import ShardGroup
+from ..loss_scaler import LossScaler
 from ..optim.probe import missing_in
 from ..optim.quantised import block_size, quantised_state
-from ..sharded_optimizer import ShardedOptimizer
 from .values import Slice, whole_slices
 
 _log = logging.getLogger("lowlevel_zero")
@@ -39,9 +40,9 @@ _SAME_CLASS = "build the optimizer that was saved, or load the model alone"
 
 @contextmanager
 def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
-    """Every rank enters; if the body raises on one of them, what it has put on the stack is called on all.
+    """Yield a stack of callbacks, which are called on all ranks if the body raises on one; every rank enters.
 
-    If none does, the stack lets go of what it has kept for that.
+    If it raises on none, the stack lets go of its callbacks.
     """
     undo = ExitStack()
     try:
@@ -55,16 +56,16 @@ def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
 
 
 def load_slices(
-    optimizer: ShardedOptimizer,
+    optim: Optimizer,
+    parameters: ParameterStore,
     param_groups: Sequence[Mapping[str, Any]],
     states: Mapping[ShardedParameter, State],
     undo: ExitStack,
 ) -> None:
-    """Hand slices to the wrapped optimizer's own ``load_state_dict``, which casts them to ``p32``'s dtype.
+    """Load states of slices, without masters, by the ``load_state_dict`` of ``optim``, which casts them.
 
-    Of masters nothing is taken here. ``undo`` gets what takes it all back: hooks of the caller's may raise.
+    ``undo`` gets a callback that restores the former states and groups, since hooks of the caller may raise.
     """
-    optim, parameters = optimizer.optim, optimizer.sharded_parameters
     place = {p32: at for at, p32 in enumerate(p32 for group in optim.param_groups for p32 in group["params"])}
     groups = [
         {**saved, "params": [place[p32] for p32 in held["params"]]}
@@ -79,25 +80,25 @@ def load_slices(
     optim.load_state_dict({"state": state, "param_groups": groups})
 
 
-def load_scale(optimizer: ShardedOptimizer, loss_scale: Mapping[str, Any] | None) -> None:
-    """Go on with a loss scale, as ``scale_as_numbers`` gave it; None: the present one stays."""
-    if optimizer.scaler is not None and loss_scale is not None:
-        optimizer.scaler.load_state_dict(loss_scale)
+def load_scale(scaler: LossScaler | None, loss_scale: Mapping[str, Any] | None) -> None:
+    """Continue with a loss scale that ``scale_as_numbers`` returned; None: the present one stays."""
+    if scaler is not None and loss_scale is not None:
+        scaler.load_state_dict(loss_scale)
 
 
-def restore_masters(optimizer: ShardedOptimizer, states: Mapping[ShardedParameter, State], fp8: bool) -> None:
+def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter, State], fp8: bool) -> None:
     """Let parameters have the masters among ``states`` where these round to them, as ``restore_master`` does.
 
     A parameter that is fp32 itself becomes its master where it was loaded from what 16 bits had kept of it. That
     communicates: every rank calls it, with the masters of the same parameters.
     """
-    wide: list[list[Slice]] = [[] for _ in optimizer.sharded_parameters.shard_groups]
+    wide: list[list[Slice]] = [[] for _ in parameters.shard_groups]
     for record in sorted((record for record in states if MASTER in states[record]), key=lambda record: record.index):
         if record.keeps_more:
             record.restore_master(states[record][MASTER], fp8)
         elif takes_master(record):
             wide[record.shard_group].append(Slice(record, states[record][MASTER]))
-    for slices, group in zip(wide, optimizer.sharded_parameters.shard_groups, strict=True):
+    for slices, group in zip(wide, parameters.shard_groups, strict=True):
         for each, master in zip(slices, whole_slices(slices, group), strict=True):
             _widen(each.record.p, master)
 
@@ -129,7 +130,7 @@ def warn_of_lost_states(group: ShardGroup, names: Sequence[str]) -> None:
 def check_class(
     optim: Optimizer, saved: str | None, param_groups: Sequence[Mapping[str, Any]], states: Mapping[int, State]
 ) -> None:
-    """Raise ``ValueError`` if what was saved is of another class than ``optim``; its settings may differ.
+    """Raise ``ValueError`` if the saved state is of another class than ``optim``; its settings may differ.
 
     Args:
         saved: the class's name; None: nobody has recorded it, as in plain torch's state dicts. Then a small optimizer

@@ -1,4 +1,4 @@
-"""Whole values of many parameters, in few large messages: masters, gradients and states; for whoever reads them."""
+"""Whole masters, gradients and states of many parameters, gathered in few large messages."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ MESSAGE_BYTES = 64 * 2**20
 
 
 class Slice(NamedTuple):
-    """A tensor of which each rank holds its ``[s]`` elements of one parameter."""
+    """A tensor of which each rank holds a slice, ``[s]`` elements of one parameter."""
 
     record: ShardedParameter
     own: Tensor
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype]:
-        """What slices must have in common to share a message."""
+        """Return the device and dtype, which slices in one message have in common."""
         return self.record.padded.device, self.own.dtype
 
 
 def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
-    """Whether a state is one number an element of the parameter, of which this rank holds its own."""
+    """Return whether a state has one number for each element of this rank's slice."""
     return isinstance(value, Tensor) and key not in SCALARS and value.shape == record.p32.shape
 
 
 def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
-    """``[world_size, s]`` without its padding, as a tensor of ``p``'s shape and strides."""
+    """Return ``[world_size, s]`` without its padding, as a tensor of ``p``'s shape and strides."""
     return record.restore(rows.reshape(-1)[: record.split.numel])
 
 
 def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
-    """The whole of each, in order: of ``p``'s shape and strides and on its device, of the slice's dtype.
+    """Yield the whole tensor of each slice: of ``p``'s shape and strides and on its device, of the slice's dtype.
 
     They travel in few messages of at most ``MESSAGE_BYTES`` (or one larger tensor), each when its first tensor is asked
     for. Communicates: all ranks iterate to the end.
@@ -51,7 +51,7 @@ def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]
 
 
 def _batches(slices: Iterable[Slice], world_size: int) -> Iterator[list[Slice]]:
-    """Neighbours of one device and dtype, as many as fit."""
+    """Yield neighbouring slices of one device and dtype, as many as fit into a message."""
     batch: list[Slice] = []
     room = MESSAGE_BYTES
     for each in slices:
@@ -75,12 +75,12 @@ def _gathered(batch: Sequence[Slice], group: ShardGroup) -> list[Tensor]:
 
 
 def whole_masters(records: Iterable[ShardedParameter], group: ShardGroup) -> Iterator[Tensor]:
-    """The whole of each ``p32``, fp32 at least. Communicates: all ranks iterate to the end."""
+    """Return the whole of each ``p32``, fp32 at least. Communicates: all ranks iterate to the end."""
     return map(at_least_fp32, whole_slices((Slice(record, record.p32.detach()) for record in records), group))
 
 
 def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) -> Iterator[Tensor | None]:
-    """Averaged, unscaled gradients, fp32 at least; None where no rank has one.
+    """Yield whole averaged, unscaled gradients, fp32 at least; None where no rank has one.
 
     Communicates unless every rank has all rows anyway (stage 1, before the step): all ranks iterate to the end.
     """
@@ -100,7 +100,7 @@ def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) ->
 def whole_states(
     records: Sequence[ShardedParameter], optim: Optimizer, key: str, group: ShardGroup
 ) -> Iterator[Tensor | None]:
-    """One of the optimizer's states: whole, floating-point ones fp32 at least; 0-d for a number; None for none.
+    """Yield the state ``key`` of each parameter: whole, fp32 at least if floating-point; a number 0-d; None for none.
 
     Communicates: all ranks iterate to the end.
     """
@@ -114,7 +114,7 @@ def whole_states(
 
 
 def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
-    """A copy of what this rank has as a state, on ``p``'s device; of a number a 0-d tensor; None: there is none."""
+    """Return a copy of a state on ``p``'s device, a number as a 0-d tensor; None: there is none."""
     if value is None:
         return None
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
@@ -122,7 +122,7 @@ def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """``tensor``, 16-bit ones as fp32."""
+    """Return ``tensor``, as fp32 if it is bf16 or fp16."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

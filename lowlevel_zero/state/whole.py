@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..bookkeeping.bucket_plan import PlanState
+from ..bookkeeping.module_names import parameter_names
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import slice_state
@@ -20,7 +21,6 @@ from ..communication.shard_group import ShardGroup
 from ..loss_scaler import LossScaler
 from ..optim.quantised import flat_state
 from ..sharded_group import ShardedGroup
-from ..sharded_optimizer import ShardedOptimizer
 from .loading import (
     CLASS,
     EXTRAS,
@@ -49,33 +49,154 @@ _SAVED = Alike(
 Pinned = dict[int, State]
 
 
-def state_dict(optimizer: ShardedOptimizer, pinned: Pinned | None = None, only_on_master: bool = False) -> State:
-    """A plain torch optimizer's state dict, as one process would have it: whole tensors, on the host.
+class WholeState(NamedTuple):
+    """The state of an optimizer over slices, as one process would have it: whole tensors, on the host.
 
-    Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
-    them, frozen ones included. fp32 masters of 16-bit parameters are saved as ``master_param``; the loss scale, bucket
-    plans and whether parameters travelled in fp8 under ``EXTRAS``.
+    Attributes:
+        optim: the wrapped optimizer.
+        parameters: the records of its slices.
+        groups: the same records by shard group.
+        scaler: of the loss; None: there is none.
+        fp8: whether parameters travel in fp8.
+        model: gives names to messages; None: there is none.
     """
-    shards = state_dict_shard(optimizer, math.inf, pinned, only_on_master)
-    state = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
-    plans = (group.reducer.plan_state() for group in optimizer.sharded_groups)
-    plan, *others = [None if plan is None else plan._asdict() for plan in plans]
-    fp8, scale = optimizer.options.fp8_communication, scale_as_numbers(optimizer.scaler)
-    own: State = {CLASS: type(optimizer.optim).__name__, "loss_scale": scale, "plan": plan, FP8: fp8}
-    extras = {**own, **({OTHER_PLANS: others} if others else {})}
-    return {"state": state, "param_groups": packed_groups(optimizer), EXTRAS: extras}
 
+    optim: Optimizer
+    parameters: ParameterStore
+    groups: Sequence[ShardedGroup]
+    scaler: LossScaler | None
+    fp8: bool
+    model: nn.Module | None
 
-def packed_groups(optimizer: ShardedOptimizer) -> list[State]:
-    """The param groups with their settings, and their parameters as places, counted through all groups."""
-    parameters = optimizer.sharded_parameters
-    places = _places(parameters)
-    groups = zip(optimizer.param_groups, parameters.groups, strict=True)
-    return [{**settings, "params": [places[p] for p in members]} for settings, members in groups]
+    def state_dict(self, pinned: Pinned | None = None, only_on_master: bool = False) -> State:
+        """Return a plain torch optimizer's state dict.
+
+        Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
+        them, frozen ones included. fp32 masters of 16-bit parameters are saved as ``master_param``; the loss scale,
+        bucket plans and whether parameters travelled in fp8 under ``EXTRAS``.
+        """
+        shards = self.shards(math.inf, pinned, only_on_master)
+        state = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
+        plans = (group.reducer.plan_state() for group in self.groups)
+        plan, *others = [None if plan is None else plan._asdict() for plan in plans]
+        scale = scale_as_numbers(self.scaler)
+        own: State = {CLASS: type(self.optim).__name__, "loss_scale": scale, "plan": plan, FP8: self.fp8}
+        extras = {**own, **({OTHER_PLANS: others} if others else {})}
+        return {"state": state, "param_groups": self.packed_groups(), EXTRAS: extras}
+
+    def packed_groups(self) -> list[State]:
+        """Return the param groups with their settings; parameters are places, counted through all groups."""
+        places = _places(self.parameters)
+        groups = zip(self.optim.param_groups, self.parameters.groups, strict=True)
+        return [{**settings, "params": [places[p] for p in members]} for settings, members in groups]
+
+    def shards(
+        self, max_shard_size: float, pinned: Pinned | None = None, only_on_master: bool = False
+    ) -> Iterator[tuple[dict[int, State], float]]:
+        """Yield ``state_dict``'s state by place, in pieces, each with its size in MiB; at least one piece.
+
+        Communicates as it goes: all ranks iterate to the end.
+
+        Args:
+            max_shard_size: MiB in a piece; a parameter whose state is larger has a piece of its own.
+            pinned: buffers by place and name, made at the first call, that the tensors are returned in.
+            only_on_master: ranks other than the first of those that share a parameter get empty states.
+
+        Raises:
+            ValueError: ranks have different states, as where a hook of one of them has added some; on all of them.
+        """
+        optim, parameters = self.optim, self.parameters
+        for records, group in zip(parameters.by_shard_group, parameters.shard_groups, strict=True):
+            lines = [line for record in records for line in _gathered_states(optim, record)]
+            agree(group, lines, None, "give its state dict", _STATES)
+        places = _places(parameters)
+        piece: dict[int, State] = {}
+        held = 0.0
+        for record in parameters:
+            state = own_state(optim, record)
+            if not state:
+                continue
+            place = places[record.p]
+            kept = None if pinned is None else pinned.setdefault(place, {})
+            ranks = parameters.shard_groups[record.shard_group]
+            whole, size = _whole_state(state, record, ranks, kept, keep=ranks.group_rank == 0 or not only_on_master)
+            if piece and held + size > max_shard_size:
+                yield piece, held
+                piece, held = {}, 0.0
+            piece[place] = whole
+            held += size
+        yield piece, held
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a plain torch optimizer's state dict (or ``state_dict``'s) into slices.
+
+        Every rank calls it, with the same state dict.
+
+        Raises (on all ranks; nothing has been changed then):
+            TypeError: not a mapping.
+            ValueError: its class, groups or shapes aren't this optimizer's, or ranks have different ones.
+        """
+        with together(self.parameters.shard_groups[0], _DOING, _SAVED) as lines:
+            if not isinstance(state_dict, Mapping):
+                raise TypeError(f"state_dict: expected an optimizer's state dict, got {type(state_dict).__name__}")
+            if not {"state", "param_groups"} <= state_dict.keys():
+                raise ValueError(
+                    "state_dict: expected an optimizer's, with 'state' and 'param_groups', "
+                    f"got one with {sorted(map(str, state_dict))[:4]}"
+                )
+            if len(self.parameters.shard_groups) == 1:
+                lines += _described(state_dict)
+        extras = state_dict.get(EXTRAS) or {}
+        self.load_shards(state_dict["param_groups"], [state_dict["state"]], extras)
+        if all(group.reducer.idle for group in self.groups):
+            _restore_plans(self.groups, [extras.get("plan"), *extras.get(OTHER_PLANS, [])])
+
+    def load_shards(
+        self,
+        param_groups: Sequence[Mapping[str, Any]],
+        shards: Iterable[Mapping[Any, State]],
+        extras: Mapping[str, Any],
+    ) -> None:
+        """Load whole states that come in pieces, by place, of which only slices are kept; every rank calls it.
+
+        Any number of ranks may have saved them.
+
+        Args:
+            param_groups: the groups that ``packed_groups`` returned.
+            shards: the pieces that ``shards`` yielded.
+            extras: what ``state_dict`` has beside: ``CLASS``, ``"loss_scale"`` (without one the present one stays)
+                and ``FP8``, as far as it is known.
+
+        Raises (on all ranks; nothing has been changed then):
+            ValueError: the class, groups or shapes aren't this optimizer's, or it is no loss scale.
+        """
+        parameters, loss_scale = self.parameters, extras.get("loss_scale")
+        slices: dict[ShardedParameter, State] = {}
+        lost: list[str] = []
+        samples: dict[int, State] = {}
+        with all_or_nothing(parameters.shard_groups[0], _DOING) as undo:
+            if loss_scale is not None:
+                LossScaler().load_state_dict(loss_scale)
+            places = _parameters_by_place(parameters, param_groups)
+            for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
+                record = parameters.find(places[place]) if place in places else None
+                if record is not None:
+                    _check_shapes(state, record)
+                    master = {MASTER: record.slice_of(state[MASTER])} if MASTER in state else {}
+                    own = {key: value for key, value in state.items() if key != MASTER}
+                    slices[record] = slice_state(own, record) | master
+                    add_sample(samples, own, record)
+                elif state and place in places:
+                    lost.append(parameter_names(parameters.groups, self.model)[places[place]])
+            check_class(self.optim, extras.get(CLASS), param_groups, samples)
+            load_slices(self.optim, parameters, param_groups, slices, undo)
+        load_scale(self.scaler, loss_scale)
+        restore_masters(parameters, slices, extras.get(FP8, False))
+        warn_of_lost_states(parameters.shard_groups[0], lost)
 
 
 def scale_as_numbers(scaler: LossScaler | None) -> State | None:
-    """A loss scaler's state on the host; None of none. Waits for the device."""
+    """Return a loss scaler's state on the host; None: there is no scaler. Waits for the device."""
     if scaler is None:
         return None
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in scaler.state_dict().items()}
@@ -85,56 +206,15 @@ def _places(parameters: ParameterStore) -> dict[Tensor, int]:
     return {p: place for place, p in enumerate(p for group in parameters.groups for p in group)}
 
 
-def state_dict_shard(
-    optimizer: ShardedOptimizer,
-    max_shard_size: float,
-    pinned: Pinned | None = None,
-    only_on_master: bool = False,
-) -> Iterator[tuple[dict[int, State], float]]:
-    """``state_dict``'s state by place, in pieces, each with its size in MiB; at least one piece.
-
-    Communicates as it goes: all ranks iterate to the end.
-
-    Args:
-        max_shard_size: MiB in a piece; a parameter whose state is larger has a piece of its own.
-        pinned: buffers by place and name, made at the first call, that the tensors are returned in.
-        only_on_master: ranks other than the first of those that share a parameter get empty states.
-
-    Raises:
-        ValueError: ranks have different states, as where a hook of one of them has added some; on all of them.
-    """
-    optim, parameters = optimizer.optim, optimizer.sharded_parameters
-    for records, group in zip(parameters.by_shard_group, parameters.shard_groups, strict=True):
-        lines = [line for record in records for line in _gathered_states(optim, record)]
-        agree(group, lines, None, "give its state dict", _STATES)
-    places = _places(parameters)
-    piece: dict[int, State] = {}
-    held = 0.0
-    for record in parameters:
-        state = own_state(optim, record)
-        if not state:
-            continue
-        place = places[record.p]
-        kept = None if pinned is None else pinned.setdefault(place, {})
-        ranks = parameters.shard_groups[record.shard_group]
-        whole, size = _whole_state(state, record, ranks, kept, keep=ranks.group_rank == 0 or not only_on_master)
-        if piece and held + size > max_shard_size:
-            yield piece, held
-            piece, held = {}, 0.0
-        piece[place] = whole
-        held += size
-    yield piece, held
-
-
 def _gathered_states(optim: Optimizer, record: ShardedParameter) -> Iterator[str]:
-    """What is gathered of a parameter's state, a line each."""
+    """Yield a line for each of a parameter's states that is gathered."""
     for key, value in own_state(optim, record).items():
         if is_slice(key, value, record):
             yield f"{key} of {record.common_name}, {value.dtype}"
 
 
 def own_state(optim: Optimizer, record: ShardedParameter) -> State:
-    """A parameter's state on this rank, its master among it; an optimizer without state may have masters too."""
+    """Return a parameter's state on this rank, with its master; an optimizer without state may have masters too."""
     state = flat_state(optim, optim.state.get(record.p32, {}))
     kept = (state or record.stepped) and record.keeps_more
     return {**state, MASTER: record.p32.detach()} if kept else dict(state)
@@ -143,7 +223,7 @@ def own_state(optim: Optimizer, record: ShardedParameter) -> State:
 def _whole_state(
     state: Mapping[str, Any], record: ShardedParameter, group: ShardGroup, pinned: State | None, keep: bool
 ) -> tuple[State, float]:
-    """One parameter's whole state, or nothing unless ``keep``, and its size in MiB."""
+    """Return one parameter's whole state, or nothing unless ``keep``, and its size in MiB."""
     whole: State = {}
     size = 0.0
     for key, value in state.items():
@@ -167,7 +247,7 @@ def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
 
 
 def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """What whole state dicts must have in common to be one, a line each."""
+    """Yield the lines that whole state dicts on all ranks must have in common."""
     for at, group in enumerate(state_dict["param_groups"]):
         yield f"group {at} of {len(group['params'])} parameters"
     for place, state in state_dict["state"].items():
@@ -175,78 +255,12 @@ def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
         yield f"state of parameter {place}: {', '.join(values)}"
 
 
-def load_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a plain torch optimizer's state dict (or ``state_dict``'s) into slices; every rank calls it, with the same.
-
-    Raises (on all ranks; nothing has been changed then):
-        TypeError: not a mapping.
-        ValueError: its class, groups or shapes aren't this optimizer's, or ranks have different ones.
-    """
-    with together(optimizer.shard_group, _DOING, _SAVED) as lines:
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict: expected an optimizer's state dict, got {type(state_dict).__name__}")
-        if not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(
-                "state_dict: expected an optimizer's, with 'state' and 'param_groups', "
-                f"got one with {sorted(map(str, state_dict))[:4]}"
-            )
-        if len(optimizer.sharded_parameters.shard_groups) == 1:
-            lines += _described(state_dict)
-    extras = state_dict.get(EXTRAS) or {}
-    load_state_shards(optimizer, state_dict["param_groups"], [state_dict["state"]], extras)
-    if all(group.reducer.idle for group in optimizer.sharded_groups):
-        _restore_plans(optimizer.sharded_groups, [extras.get("plan"), *extras.get(OTHER_PLANS, [])])
-
-
 def _restore_plans(groups: Sequence[ShardedGroup], plans: Iterable[Mapping[str, Any] | None]) -> None:
-    """Go on with the bucket plans of another run, where they are of as many parameters; with no gradients around."""
+    """Continue with the bucket plans of another run that have as many parameters; no gradients may be under way."""
     for group, saved in zip(groups, plans, strict=False):
         plan = None if saved is None else PlanState(**saved)
         if plan is not None and len(plan.order) == len(group.records):
             group.reducer.restore_plan(plan)
-
-
-def load_state_shards(
-    optimizer: ShardedOptimizer,
-    param_groups: Sequence[Mapping[str, Any]],
-    shards: Iterable[Mapping[Any, State]],
-    extras: Mapping[str, Any],
-) -> None:
-    """Load whole states that come in pieces, by place, of which only slices are kept; every rank calls it.
-
-    Args:
-        optimizer: whose they are; any number of ranks may have saved them.
-        param_groups: what ``packed_groups`` gave.
-        shards: what ``state_dict_shard`` gave.
-        extras: what ``state_dict`` gave beside: ``CLASS``, ``"loss_scale"`` (without one the present one stays) and
-            ``FP8``, as far as it is known.
-
-    Raises (on all ranks; nothing has been changed then):
-        ValueError: the class, groups or shapes aren't this optimizer's, or it is no loss scale.
-    """
-    parameters, loss_scale = optimizer.sharded_parameters, extras.get("loss_scale")
-    slices: dict[ShardedParameter, State] = {}
-    lost: list[str] = []
-    samples: dict[int, State] = {}
-    with all_or_nothing(optimizer.shard_group, _DOING) as undo:
-        if loss_scale is not None:
-            LossScaler().load_state_dict(loss_scale)
-        places = _parameters_by_place(parameters, param_groups)
-        for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
-            record = parameters.find(places[place]) if place in places else None
-            if record is not None:
-                _check_shapes(state, record)
-                master = {MASTER: record.slice_of(state[MASTER])} if MASTER in state else {}
-                own = {key: value for key, value in state.items() if key != MASTER}
-                slices[record] = slice_state(own, record) | master
-                add_sample(samples, own, record)
-            elif state and place in places:
-                lost.append(optimizer.parameter_names()[places[place]])
-        check_class(optimizer.optim, extras.get(CLASS), param_groups, samples)
-        load_slices(optimizer, param_groups, slices, undo)
-    load_scale(optimizer, loss_scale)
-    restore_masters(optimizer, slices, extras.get(FP8, False))
-    warn_of_lost_states(optimizer.shard_group, lost)
 
 
 def _parameters_by_place(parameters: ParameterStore, param_groups: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:

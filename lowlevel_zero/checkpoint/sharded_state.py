@@ -15,11 +15,11 @@ from ..bookkeeping.sharding import SCALARS
 from ..loss_scaler import LossScaler
 from ..optim.probe import NoProbe, first_states
 from ..optim.quantised import quantised_state
+from ..optimizer import LowLevelZeroOptimizer
 from ..sharded_group import ShardedGroup
-from ..sharded_optimizer import ShardedOptimizer
-from .boxes import BoxedTensor, boxed
-from .global_names import from_all_ranks, of_all_ranks
-from .loading import (
+from ..state.boxes import BoxedTensor, boxed
+from ..state.global_names import from_all_ranks, of_all_ranks
+from ..state.loading import (
     CLASS,
     MASTER,
     TRIED,
@@ -30,8 +30,8 @@ from .loading import (
     load_slices,
     takes_master,
 )
-from .values import is_slice
-from .whole import own_state, scale_as_numbers
+from ..state.values import is_slice
+from ..state.whole import own_state, scale_as_numbers
 
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
@@ -59,7 +59,7 @@ class ShardedState:
         present: the names of the states that are tensors, masters among them, of all ranks' parameters that have some.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, names: Mapping[Tensor, str]) -> None:
+    def __init__(self, optimizer: LowLevelZeroOptimizer, names: Mapping[Tensor, str]) -> None:
         optimizer.finish_gathers()
         follow_edits(optimizer.sharded_parameters)
         self._optimizer = optimizer
@@ -232,11 +232,11 @@ class ShardedState:
 
         Checked settings are expected.
         """
-        load_slices(self._optimizer, settings["param_groups"], slices, undo)
+        load_slices(self._optim, self._optimizer.sharded_parameters, settings["param_groups"], slices, undo)
 
     def load_progress(self, settings: Mapping[str, Any]) -> None:
         """Go on with the loss scale and the bucket plans. There must be no gradients around."""
-        load_scale(self._optimizer, settings["loss_scale"])
+        load_scale(self._optimizer.scaler, settings["loss_scale"])
         plans = [settings["plan"], *settings["other_plans"]]
         index = {name: record.index for name, record in self._records.items()}
         for group in self._optimizer.sharded_groups:
