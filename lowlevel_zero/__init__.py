@@ -1,8 +1,7 @@
 """Per-parameter, evenly-split ZeRO stage 1 and 2 for PyTorch."""
 
-from . import rooms  # noqa: F401  # before the core, which it imports, and which looks into it
+from .clipping import clip_grad_norm_, clip_grad_value_
 from .deepspeed.config import options_from_deepspeed
-from .gradients.clipping import clip_grad_norm_, clip_grad_value_
 from .optimizer import LowLevelZeroOptimizer
 
 __all__ = [

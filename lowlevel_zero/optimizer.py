@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import rooms
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.parameter_store import ParameterStore
@@ -37,6 +36,9 @@ from .diagnostics.settings import Settings
 from .diagnostics.stall_report import seconds_of, watch
 from .diagnostics.untrained import Untrained
 from .experts.assignment import assign, data_parallel_group, make_groups
+from .gradients.calls import Calls
+from .gradients.edits import check_edits, refuse
+from .gradients.of_optimizer import OptimizerGradients
 from .lives import alive, let_go, refuse_wrapped, register, retire_former
 from .loss_scaler import LossScaler
 from .offload.step_on_host import StepOnHost
@@ -200,7 +202,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._settings = Settings(optimizer)
         self._untrained = Untrained(model, self.sharded_parameters, self.shard_group.group_rank, alive)
         self._make_groups()
-        self.gradients = rooms.OptimizerGradients(self)
+        self.calls = Calls(self.sharded_groups, self.shard_group, self._guard, self.step_state)
+        self.gradients = OptimizerGradients(self.sharded_groups, self.shard_group, self.calls, self.step_state)
         self.gradients.make_handles(self.sharded_parameters)
         self._make_stepper()
         register(self)
@@ -325,7 +328,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
         self._guard.refuse_unfrozen()
         if self.step_state.syncs and self.step_state.phase is Phase.SYNCHRONIZED:
-            rooms.refuse(self.shard_group, "run a backward")
+            refuse(self.shard_group, "run a backward")
         failed, self.step_state.deferred = True, None
         StepState.in_backward.append(self.step_state)
         try:
@@ -375,15 +378,15 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             RuntimeError: called again before ``step`` or ``zero_grad``, or under ``no_sync``.
         """
         if self.step_state.phase is Phase.SYNCHRONIZED:
-            rooms.refuse(self.shard_group, "synchronize")
+            refuse(self.shard_group, "synchronize")
         if not self.step_state.syncs:
             raise RuntimeError(
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
                 "run the last backward, and synchronize(), after the with block"
             )
-        call, norm = self.enter("synchronize"), self._new_norm()
+        call, norm = self.calls.enter("synchronize"), self._new_norm()
         with self.taking_part(norm.catch_up if self.scaler is not None else nullcontext):
-            self._finish_reductions(call)
+            self.calls.finish_gradients(call)
             unit = self.step_state.gradient_scale()
             if self.scaler is not None:
                 self._measure(norm, unit)
@@ -416,9 +419,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         rank calls it.
         """
         MAX_NORM("max_norm", max_norm)
-        call, norm = self.enter("clip_grad_norm_"), self._new_norm()
+        call, norm = self.calls.enter("clip_grad_norm_"), self._new_norm()
         with self.taking_part(norm.catch_up):
-            self._finish_reductions(call)
+            self.calls.finish_gradients(call)
             state = self.step_state
             self._measure(norm, 1.0 if state.phase is Phase.SYNCHRONIZED else state.gradient_scale())
             factor = clip_factor(norm.value, max_norm)
@@ -464,8 +467,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         with self.taking_part(partial(self._catch_up, norm), undefined=True):
             self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
             if synchronized or self._skips_synchronize:
-                rooms.check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
-            self._finish_reductions(call)
+                check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
+            self.calls.finish_gradients(call)
             self._guard.follow_edits()
             self._take_step(norm, 1.0 if synchronized else self.step_state.gradient_scale())
             self._norm = norm
@@ -481,7 +484,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def _enter_step(self) -> Call:
         """Begin a step, for which the ranks compare what steers it, and which weights have been written."""
-        call = self.enter("step")
+        call = self.calls.enter("step")
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)
         return call._replace(settings=settings, written=self._guard.edited)

@@ -1,4 +1,4 @@
-"""An optimizer over slices, as others see it: torch, the rooms of this package, and ColossalAI's callers."""
+"""An optimizer over slices, as others see it: torch, the rooms above it, and ColossalAI's callers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import rooms
 from .bookkeeping.module_names import parameter_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_state import Phase, StepState
-from .communication.agreement import Call, WrittenOnSome, is_raised_by_all, moment
+from .bookkeeping.step_state import StepState
+from .communication.agreement import Call, is_raised_by_all, moment
 from .communication.shard_group import ShardGroup
 from .diagnostics.guards import Guard
 from .diagnostics.verification import verify
+from .gradients.calls import Calls
+from .gradients.of_optimizer import OptimizerGradients
 from .layout.held import memory_held
 from .layout.records import Layout, layout_of
 from .loss_scaler import LossScaler
 from .optim.modes import switch
 from .options import ZeroOptions
 from .sharded_group import ShardedGroup
-from .state.values import whole_gradients
 from .state.whole import WholeState
 from .stepper import GlobalNorm
 from .streams import Streams
@@ -53,6 +53,9 @@ class ShardedOptimizer(Optimizer):
     streams: Streams  # those of the device that work is done on
     mode: str | None  # the one of "train" and "eval" that was called last
     runs: tuple[str, ...]  # for checkpoints in files: this optimizer's run, and then those that it went on from
+
+    calls: Calls  # what its methods begin with, and finish
+    gradients: OptimizerGradients  # what callers do with ``p.grad``
 
     _guard: Guard  # of its calls
     _norm: GlobalNorm | None  # the last step's
@@ -194,10 +197,10 @@ class ShardedOptimizer(Optimizer):
         return partial(self._switch, mode, back)
 
     def _switch(self, mode: str, back: str) -> None:
-        switch(self.optim, self.sharded_groups, self.enter(mode), back, again=self.mode == mode)
+        switch(self.optim, self.sharded_groups, self.calls.enter(mode), back, again=self.mode == mode)
         self.mode = mode
 
-    # ---- what rooms ask for, beside the attributes ----
+    # ---- for the rooms above, beside the attributes ----
 
     def sharded_group_of(self, record: ShardedParameter) -> ShardedGroup:
         """The ranks that share a parameter, and what belongs to them."""
@@ -215,49 +218,15 @@ class ShardedOptimizer(Optimizer):
 
     def finish_gradients(self) -> None:
         """Finish all reductions: each record's gradient is complete then. Communicates: every rank calls it."""
-        self._finish_reductions(Call("look at gradients"))
-
-    def finish_gradients_for(self, doing: str) -> None:
-        """Complete all gradients for what callers do with ``p.grad``."""
-        call = self.enter(doing)
-        if self.step_state.phase is Phase.SYNCHRONIZED:
-            rooms.refuse(self.shard_group, doing)
-        self._finish_reductions(call)
-
-    def enter(self, doing: str) -> Call:
-        """Begin a call for which gathers are to be finished; what the ranks then have to agree on.
-
-        Raises:
-            RuntimeError: it can't be made here or now.
-        """
-        self._guard.enter(doing)
-        for each in self.sharded_groups:
-            each.gathers.finish()
-        return Call(doing, self._guard.trouble())
-
-    def _finish_reductions(self, call: Call) -> None:
-        """Complete all gradients, on all ranks alike, unless one of them can't do what it was called for."""
-        for each in self.sharded_groups:
-            try:
-                each.reducer.finish(call)
-            except WrittenOnSome as some:
-                self._guard.check_same_values(some, each.records, each.group)
-                each.reducer.finish(call._replace(written=()))
-        self.step_state.raise_deferred()
-        if self.step_state.phase is Phase.COMING:
-            self.step_state.phase = Phase.COMPLETE
+        self.calls.finish_gradients(Call("look at gradients"))
 
     def finish_syncs(self, doing: str) -> None:
         """Bring all ranks to the same gradient sync, with nothing in flight; ``p.grad`` stays. Communicates.
 
         Args:
-            doing: what for: one of the names of ``Call``, the same on every rank.
+            doing: one of the names of ``Call``, the same on every rank.
         """
-        self._guard.refuse_in_backward(doing)
-        with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
-            for each in self.sharded_groups:
-                each.reducer.agree_on_syncs(Call(doing))
-        self.step_state.raise_deferred()
+        self.calls.finish_syncs(doing)
 
     @contextmanager
     def taking_part(self, catch_up: Callable[[], object], undefined: bool = False) -> Iterator[None]:
@@ -355,16 +324,7 @@ class ShardedOptimizer(Optimizer):
 
         Every rank calls it, after backward: reductions are finished, and in stage 2 the slices are gathered.
         """
-        return self.whole_gradient(self.sharded_parameters[working_param], "get_param_grad")
-
-    @torch.no_grad()
-    def whole_gradient(self, record: ShardedParameter, doing: str) -> Tensor | None:
-        """What ``get_param_grad`` returns, for a call of another name; ranks that read different ones are told so."""
-        self._guard.enter(doing)
-        call = f"{doing} of {record.common_name}"
-        self._finish_reductions(Call(call))
-        (whole,) = whole_gradients([record], self.sharded_group_of(record))
-        return None if whole is None else whole.to(record.p.dtype)
+        return self.gradients.whole(self.sharded_parameters[working_param], "get_param_grad")
 
     def get_working_grads_by_group_id(self, group_id: int) -> list[Tensor]:
         """This rank's slices ``[s]`` of the averaged gradients of one param group; dropped layers are left out."""

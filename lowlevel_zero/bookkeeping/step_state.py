@@ -57,6 +57,11 @@ class StepState:
         """Whether this process has no other optimizer."""
         return len(StepState.alive) == 1
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether losses are scaled."""
+        return self._scaler is not None
+
     def gradient_scale(self) -> float | Tensor:
         """What a gradient as reductions leave it is to be multiplied with to be averaged and unscaled."""
         return self._average if self._scaler is None else self._average / self._scaler.scale

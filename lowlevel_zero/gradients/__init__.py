@@ -1,5 +1,4 @@
-"""Gradients between backward and step: what ``p.grad`` is then, and how torch and trainers take norms of it and clip.
+"""Gradients between backward and step: the sharded ``p.grad``, its norms and edits, and calls that ranks make together.
 
-Hangs on ``ShardedParameter.handle``, which a record shows as ``p.grad`` once its gradient has been reduced; without
-one, ``p.grad`` is None then.
+A record shows its ``ShardedParameter.handle`` as ``p.grad`` once its gradient has been reduced.
 """

@@ -1,45 +1,46 @@
-"""What callers do with gradients between backward and step, whatever they call for it: norms, clipping, looks."""
+"""Gradient access between backward and step: norms, clipping, edits, full tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
-from weakref import ref
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.step_state import Phase
+from ..bookkeeping.step_state import Phase, StepState
 from ..communication.agreement import NORMS
-from ..state.values import Slice, whole_slices
+from ..communication.shard_group import ShardGroup
+from ..sharded_group import ShardedGroup
+from ..state.values import Slice, whole_gradients, whole_slices
+from .calls import Calls
 from .sharded_gradient import ShardedGradient
-
-if TYPE_CHECKING:
-    from ..optimizer import LowLevelZeroOptimizer
-    from ..sharded_group import ShardedGroup
 
 Edit: TypeAlias = Callable[[Tensor], object]
 
 
 class OptimizerGradients:
-    """The gradients of one optimizer's parameters; see ``ShardedGradient``, which asks for them.
+    """The gradients of one optimizer's parameters, which ``ShardedGradient`` reads and edits.
 
     Args:
-        optimizer: whose they are; held weakly, since ``p.grad`` leads here.
+        groups: the parameters by the ranks that share them; the list may grow.
+        ranks: all data-parallel ranks.
+        calls: begins the calls that all ranks make together.
+        state: of the optimizer's step.
     """
 
-    def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
-        self._optimizer = ref(optimizer)
-        self._groups = optimizer.sharded_groups
-        self._group = optimizer.shard_group
-        self._device = optimizer.device
+    def __init__(self, groups: Sequence[ShardedGroup], ranks: ShardGroup, calls: Calls, state: StepState) -> None:
+        self._groups = groups
+        self._group = ranks
+        self._calls = calls
+        self._state = state
         self._known: dict[float, list[Tensor]] = {}
         self._known_at: tuple[int, ...] = ()
 
     def make_handles(self, records: Iterable[ShardedParameter]) -> None:
-        """Give records what they show as ``p.grad`` and ``p32.grad``, once there is a ``g``."""
+        """Give records the objects that they show as ``p.grad`` and ``p32.grad``, once there is a ``g``."""
         for record in records:
             record.handle = ShardedGradient(record, record.p, self)
             record.slice_handle = ShardedGradient(record, record.p32, self)
@@ -47,9 +48,9 @@ class OptimizerGradients:
     # ---- for torch's own functions, on one parameter's p.grad after the other ----
 
     def norms(self, records: Sequence[ShardedParameter], norm_type: float) -> list[Tensor]:
-        """The norm of each whole gradient, averaged and unscaled: 0-d, fp32 at least.
+        """Return the norm of each whole gradient, averaged and unscaled: 0-d, fp32 at least.
 
-        Those of all parameters come in one collective, whichever are asked for, and are kept until gradients change.
+        One collective brings the norms of all parameters, which are kept until gradients change.
         """
         self._check(norm_type)
         if len(self._groups) > 1:
@@ -59,7 +60,7 @@ class OptimizerGradients:
                 "lowlevel_zero.clip_grad_norm_, which count all of them"
             )
         if not self._finished or self._known_at != self.versions or norm_type not in self._known:
-            self._alive.finish_gradients_for(NORMS)
+            self._calls.finish_gradients_for(NORMS)
             if self._known_at != self.versions:
                 self._known.clear()
                 self._known_at = self.versions
@@ -78,7 +79,7 @@ class OptimizerGradients:
         fp16: an element that overflowed stays as it is, so that the step is skipped, as ``GradScaler`` skips one
         whatever has been made of its gradients.
         """
-        keeps_overflow = self._alive.scaler is not None
+        keeps_overflow = self._state.is_scaled
         for store, some in self._to_edit(edits, what):
             for record, own in store.edited(some):
                 before = own.clone() if keeps_overflow else None
@@ -106,17 +107,23 @@ class OptimizerGradients:
             yield each.gradients, some
 
     def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
-        """Yield each shard group, its reductions finished, and those of the records that have a gradient there."""
+        """Yield each shard group, with finished reductions, and the records that have a gradient there."""
         if not self._finished:
-            self._alive.finish_gradients_for("edit p.grad")
+            self._calls.finish_gradients_for("edit p.grad")
         for each in self._groups:
             some = [record for record in records if record.shard_group == each.number and record.worked]
             if some:
                 yield each, some
 
-    def whole(self, record: ShardedParameter) -> Tensor | None:
-        """Return all of a gradient, averaged and unscaled, or None. Every rank calls it, for the same parameter."""
-        return self._alive.whole_gradient(record, "read p.grad")
+    @torch.no_grad()
+    def whole(self, record: ShardedParameter, doing: str = "read p.grad") -> Tensor | None:
+        """Return a whole gradient, averaged and unscaled, in ``p``'s dtype, or None if no rank has one.
+
+        Every rank calls it, for the same parameter; ranks that read different ones raise. ``doing`` names the call.
+        """
+        self._calls.finish_gradients_to_read(record, doing)
+        (whole,) = whole_gradients([record], self._group_of(record))
+        return None if whole is None else whole.to(record.p.dtype)
 
     def own(self, record: ShardedParameter) -> Tensor:
         """Return a copy of this rank's slice, ``[s]``, averaged, unscaled, fp32 at least; zeros where there is none."""
@@ -129,21 +136,23 @@ class OptimizerGradients:
     @torch.no_grad()
     def gathered(self, record: ShardedParameter, own: Tensor) -> Tensor:
         """Return the whole of which each rank kept its slice, ``own``. Every rank calls it, for the same parameter."""
-        optimizer = self._alive
         doing = f"read a detached p.grad of {record.common_name}"
-        optimizer.enter(doing)
-        optimizer.finish_syncs(doing)
-        (whole,) = whole_slices([Slice(record, own)], optimizer.sharded_group_of(record).group)
+        self._calls.enter(doing)
+        self._calls.finish_syncs(doing)
+        (whole,) = whole_slices([Slice(record, own)], self._group_of(record).group)
         return whole.to(record.p.dtype)
 
-    # ---- for those of this package, on all that they are about together ----
+    def _group_of(self, record: ShardedParameter) -> ShardedGroup:
+        return next(each for each in self._groups if each.number == record.shard_group)
+
+    # ---- for this package's own clipping, on all parameters of a call together ----
 
     def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
-        """The norm of some parameters' gradients, of all experts too: 0-d, fp32 at least. Every rank calls it."""
+        """Return the norm of some parameters' gradients, experts' too: 0-d, fp32 at least. Every rank calls it."""
         self._check(norm_type)
-        self._alive.finish_gradients_for("lowlevel_zero.clip_grad_norm_")
+        self._calls.finish_gradients_for("lowlevel_zero.clip_grad_norm_")
         wanted = set(records)
-        pieces = [torch.zeros((), dtype=self._dtype, device=self._device)]
+        pieces = [torch.zeros((), dtype=self._dtype, device=self._groups[0].records[0].padded.device)]
         for each in self._groups:
             measured = zip(each.records, each.gradients.norms(norm_type, self._dtype), strict=True)
             pieces += [norm for record, norm in measured if record in wanted]
@@ -156,7 +165,7 @@ class OptimizerGradients:
             raise ValueError(f"norm_type: expected a number above 0, or inf, got {norm_type}")
 
     def _together(self, own: Tensor, norm_type: float) -> Tensor:
-        """The norms of whole gradients, of those of slices, ``[n]``: the same on all ranks, bit for bit."""
+        """Return the norms of whole gradients, from the norms of slices, ``[n]``: the same bits on all ranks."""
         group = self._group
         rows = own.new_empty(group.size, len(own))
         rows[group.rank] = own
@@ -165,23 +174,17 @@ class OptimizerGradients:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of norms: fp64 where a parameter of any rank's is, else fp32."""
+        """Return the dtype of norms: fp64 if a parameter on any rank is, else fp32."""
         records = [record for each in self._groups for record in each.records]
         double = any(torch.float64 in (record.p.dtype, record.communication_dtype) for record in records)
         return torch.float64 if double else torch.float32
 
     @property
-    def _alive(self) -> LowLevelZeroOptimizer:
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the optimizer is gone"
-        return optimizer
-
-    @property
     def _finished(self) -> bool:
-        """Whether nothing has come since all ranks finished their reductions together."""
-        return self._alive.step_state.phase is Phase.COMPLETE
+        """Return whether no gradient has come since all ranks finished their reductions together."""
+        return self._state.phase is Phase.COMPLETE
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Numbers that change with each change of a gradient."""
+        """Return numbers that change with each change of a gradient."""
         return tuple(each.gradients.version for each in self._groups)

@@ -8,7 +8,7 @@ from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
 from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 
-from ..gradients.clipping import clip_grad_norm_, clip_grad_value_
+from ..clipping import clip_grad_norm_, clip_grad_value_
 from ..lives import alive
 from ..optimizer import LowLevelZeroOptimizer
 from ..sharded_optimizer import ShardedOptimizer

@@ -1,4 +1,4 @@
-"""Clipping as torch has it, over whatever a training consists of: sharded parameters of several optimizers, and others.
+"""Clipping like torch's, of sharded parameters of several optimizers and of others together.
 
 ``torch.nn.utils``'s own functions do the same where every rank has run the same backwards. These also finish a step
 whose plain backwards weren't as many on each rank, see to experts, and take parameters whose gradients are sharded with
@@ -13,10 +13,10 @@ from operator import methodcaller
 import torch
 from torch import Tensor
 
-from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..lives import alive
-from ..optimizer import LowLevelZeroOptimizer
-from ..stepper import clip_factor
+from .bookkeeping.sharded_parameter import ShardedParameter
+from .lives import alive
+from .sharded_optimizer import ShardedOptimizer
+from .stepper import clip_factor
 
 
 @torch.no_grad()
@@ -86,16 +86,15 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
 
 def _parted(
     parameters: Tensor | Iterable[Tensor],
-) -> tuple[dict[LowLevelZeroOptimizer, list[ShardedParameter]], list[Tensor]]:
-    """Sharded parameters by their optimizers, which come in one order on all ranks; and the others."""
+) -> tuple[dict[ShardedOptimizer, list[ShardedParameter]], list[Tensor]]:
+    """Return sharded parameters by their optimizers, in the same order on all ranks, and the other parameters."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     plain = dict.fromkeys(given)
-    sharded: dict[LowLevelZeroOptimizer, list[ShardedParameter]] = {}
+    sharded: dict[ShardedOptimizer, list[ShardedParameter]] = {}
     for optimizer in alive().values():
-        if isinstance(optimizer, LowLevelZeroOptimizer):
-            of = {p: record for p in given if (record := optimizer.sharded_parameters.find(p)) is not None}
-            if of:
-                sharded[optimizer] = list(dict.fromkeys(of.values()))
-                for p in of:
-                    del plain[p]
+        of = {p: record for p in given if (record := optimizer.sharded_parameters.find(p)) is not None}
+        if of:
+            sharded[optimizer] = list(dict.fromkeys(of.values()))
+            for p in of:
+                del plain[p]
     return sharded, list(plain)
