@@ -361,11 +361,11 @@ def test_eighty_steps_take_no_more_than_twenty() -> None:
         assert 0 < held < 2**20
 
 
-def test_fifty_optimizers_one_after_another_take_no_more_than_one() -> None:
+def test_ten_optimizers_one_after_another_take_no_more_than_one() -> None:
     def run(rank: int, world_size: int) -> list[tuple[int, int, int]]:
         gc.freeze()  # what torch left behind at its import takes long to look at
         seen = []
-        for _ in range(50):
+        for _ in range(10):
             model, optimizer = make()
             step_once(model, optimizer)
             step_once(model, optimizer)

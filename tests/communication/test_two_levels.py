@@ -171,18 +171,6 @@ def test_an_error_of_either_level_is_raised_by_who_waits() -> None:
     assert whole.wait() == 3
 
 
-def test_the_thread_ends_with_its_owner() -> None:
-    chain = OnThread(Threads())
-    done = Event()
-    done.set()
-    assert chain.after(by_hand(done, 1), lambda value: by_hand(done, value)).wait() == 1
-    thread = chain._worker._thread
-    assert thread is not None
-    del chain
-    thread.join(10)
-    assert not thread.is_alive()
-
-
 def test_the_thread_finishes_before_the_interpreter_goes() -> None:
     script = (
         "import time\n"

@@ -49,7 +49,7 @@ def test_wire_is_the_table_s() -> None:
 
 
 @pytest.mark.parametrize("numels", NUMELS.values(), ids=NUMELS.keys())
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_packing_groups_by_rank(world_size: int, numels: list[int]) -> None:
     flats = [torch.randn(numel) for numel in numels]
     wire = empty_wire(numels, world_size, torch.float32)
@@ -66,7 +66,7 @@ def test_packing_casts(of: torch.dtype, to: torch.dtype) -> None:
     assert torch.equal(wire, by_element(wire, [flat.to(to) for flat in flats]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_expanded_numbers_pack_as_if_they_were_written_out(world_size: int) -> None:
     zero = torch.zeros((), dtype=torch.bfloat16)
     flats = [zero.expand(5), torch.randn(7).bfloat16(), (zero + 1).expand(2 * world_size)]
@@ -84,7 +84,7 @@ def test_strided_columns_pack() -> None:
 
 
 @pytest.mark.parametrize("numels", NUMELS.values(), ids=NUMELS.keys())
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_unpacking_undoes_packing(world_size: int, numels: list[int]) -> None:
     flats = [torch.randn(numel) for numel in numels]
     wire = empty_wire(numels, world_size, torch.float32)

@@ -69,17 +69,13 @@ CASES = (
     Case(),
     Case(options=STAGE2),
     Case(options={"reduce_scatter": True}),
-    Case(BF16),
-    Case(BF16, options=STAGE2),
     Case(BF16, sgd, options=STAGE2),
     Case(BF16, momentum, 3, STAGE2),
     Case(BF16, torch.optim.Adagrad, 2),
     Case(FP16, torch.optim.Adam, options=STAGE2),
     Case(FP32, momentum, options={"cpu_offload": True}),
     Case(BF16, options={"slice_multiple": 64, **STAGE2}),
-    Case(BF16, options={"cpu_offload": True, **STAGE2}),
     Case(BF16, torch.optim.RMSprop, 2, {"cpu_offload": True, **STAGE2}),
-    Case(BF16, options={"master_weights": False, **STAGE2}),
     Case(BF16, options={"master_weights": False, "cpu_offload": True}),
     Case(BF16, options={"communication_dtype": FP32, **STAGE2}),
     Case(FP32, options={"communication_dtype": BF16}),
@@ -109,9 +105,9 @@ def held_in(rank: int, case: Case) -> tuple[Estimate, dict[str, int], dict[str, 
     return told, after_backward, optimizer.memory_held()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_it_is_what_runs_hold(world_size: int) -> None:
-    cases = {1: CASES[::2], 2: CASES, 4: CASES[1::2]}[world_size]  # each at two sizes
+    cases = {1: CASES[::3], 3: CASES}[world_size]
 
     def work(rank: int, world_size: int) -> list[Any]:
         return [held_in(rank, case) for case in cases]
