@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends.backend import Backend
-from .flat_buffers import in_rows, sum_rows_in_fp32
+from .flat_buffers import sum_rows_in_fp32
 from .work import Chain, Work
 
 BLOCK = 256
@@ -77,7 +77,7 @@ class Fp8(Backend):
     def __init__(self, way: Backend, chain: Chain) -> None:
         super().__init__(way.rank, way.size)
         self._way = way
-        self._chain = chain
+        self.chain = chain
         self.in_flight = way.in_flight
 
     def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
@@ -87,22 +87,10 @@ class Fp8(Backend):
         encode(buffer, encoded)
         return self._way.exchange_rows(encoded).then(lambda theirs: decode(theirs, row))
 
-    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
+    def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """Each rank sums everybody's version of its own row, its own one rounded like theirs."""
         dtype = buffer.dtype
         return self.exchange_rows(buffer).then(lambda rows: sum_rows_in_fp32(rows, dtype))
-
-    def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Sums of rows are gathered."""
-        shape, numel = buffer.shape, buffer.numel()
-
-        def spread(row: Tensor) -> Work[Tensor]:
-            total = row.new_empty(self.size, len(row))
-            total[self.rank] = row
-            return self.all_gather(total)
-
-        scattered = self.reduce_scatter(in_rows(buffer, self.size))  # of any shape: it may be another level's row
-        return self._chain.after(scattered, spread).then(lambda total: total.flatten()[:numel].view(shape))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
         """As it is."""

@@ -52,7 +52,7 @@ class Hierarchical(Backend):
         buffer = self._inner.new_buffer(self.size // self._inner.size * row, dtype, device)
         return buffer.view(self.size, row)
 
-    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
+    def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """A block of rows within, then across."""
         return self._chain.after(self._inner.reduce_scatter(self._blocks(buffer)), self._reduce_across)
 
@@ -68,9 +68,9 @@ class Hierarchical(Backend):
         scattered = self._inner.reduce_scatter(self._blocks(buffer))
         self._chain.go_on()
         block = self._chain.after(scattered, self._outer.all_reduce)
-        return self._chain.behind(block, partial(self._spread, like=buffer))
+        return self._chain.behind(block, partial(self._spread_within, like=buffer))
 
-    def _spread(self, block: Tensor, like: Tensor) -> Work[Tensor]:
+    def _spread_within(self, block: Tensor, like: Tensor) -> Work[Tensor]:
         whole = torch.empty_like(like)
         return self._inner.gather([block], [self._blocks(whole)], block.numel()).then(lambda _: whole)
 

@@ -16,8 +16,6 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.accessors import full_fp32_params
 from lowlevel_zero.checkpoint import Sharded
 from lowlevel_zero.communication import shard_group
-from lowlevel_zero.communication.backends.pairwise import Pairwise
-from lowlevel_zero.communication.backends.shared_memory import SharedMemory
 from lowlevel_zero.communication.fp8 import BLOCK, decode, encode, encoded_size
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.judging import off_the_way
@@ -28,7 +26,7 @@ CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
 WAYS = ["native", "messages", "shared memory", "staged"]
 RANKS = 3
-_on_gloo, _send, _start_shared = ShardGroup.on_gloo, Pairwise.send_and_receive, SharedMemory._start
+_on_gloo = ShardGroup.on_gloo
 
 
 def choose(way: str) -> None:

@@ -29,6 +29,7 @@ PLAN, BUCKETS = "bookkeeping/bucket_plan.py", "bookkeeping/bucket_store.py"
 SUMS, GATHERS = "bookkeeping/gradient_store.py", "bookkeeping/gather_store.py"
 RECORDS, WHOLE = "bookkeeping/sharded_parameter.py", "state/whole.py"
 FLAT, FP8 = "communication/flat_buffers.py", "communication/fp8.py"
+BACKEND = "communication/backends/backend.py"
 PAIRS, MEMORY = "communication/backends/pairwise.py", "communication/backends/shared_memory.py"
 LEVELS, FOLDERS = "communication/hierarchical.py", "checkpoint/folders.py"
 
@@ -156,17 +157,17 @@ MUTANTS = [
     ),
     # what is summed
     Mutant(
-        "a rank's row is left out of a sum of messages",
-        PAIRS,
-        "sum_rows([buffer[self.rank], *others], into)",
-        "sum_rows([*others, *others], into)",
+        "a rank's own row is left out of a sum",
+        BACKEND,
+        "theirs | {self.rank: own}",
+        "theirs | {self.rank: next(iter(theirs.values()))}",
         COLLECTIVES,
     ),
     Mutant(
-        "a rank's row is left out of a sum in shared memory",
+        "a rank reads the first part of a buffer in shared memory",
         MEMORY,
-        "sum_rows([own, *theirs.values()])",
-        "sum_rows([*theirs.values(), *theirs.values()])",
+        "places[of].offset + places[of].start",
+        "places[of].offset",
         COLLECTIVES,
     ),
     Mutant(

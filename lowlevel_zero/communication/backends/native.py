@@ -46,7 +46,7 @@ class Native(Backend):
             raise RuntimeError("expected a process group to communicate over, found it destroyed")
         return group
 
-    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
+    def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """One collective into a fresh row."""
         if self._sums_in_fp32 and buffer.element_size() <= 2:
             return self.exchange_rows(buffer).then(lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..flat_buffers import in_rows, keep_own, lay_end_to_end, sum_rows
+from ..flat_buffers import keep_own, lay_end_to_end
 from ..runtime import Threads
 from ..work import OnThread, Work
-from .backend import AGREED, BUFFERS, GATHER, HAND_OUT, KINDS, MAXIMUM, PRESENT, REDUCE, SPREAD, HostBackend, PeerError
+from .backend import AGREED, BUFFERS, GATHER, KINDS, MAXIMUM, PRESENT, SPREAD, HostBackend, PeerError, Trade
 
 T = TypeVar("T")
 
@@ -47,51 +47,26 @@ class Pairwise(HostBackend):
         self._group, self._buffers = ref(group), ref(buffers or group)
         self._ranks = dist.get_process_group_ranks(group)
         self._first_tag = KINDS * number
-        self._sums, self._maps = OnThread(threads), OnThread(threads)
+        self.chain, self._maps = OnThread(threads), OnThread(threads)
         turns = range(1, self.size)
         self.peers = [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in turns]
         self._in_rounds = [peer for turn, peer in zip(turns, self.peers, strict=True) if turn & (turn - 1) == 0]
 
-    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
-        """Each rank gets everybody's version of its own row, and sums them."""
-        others = torch.empty_like(buffer[1:])
-        works = self.send_and_receive([(buffer[to], others[at]) for at, (to, _) in enumerate(self.peers)], REDUCE)
-        into = others[0] if self.size == 2 else None
-        return _work(works, lambda: sum_rows([buffer[self.rank], *others], into), buffer, others)
+    def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
+        """A message to each of the others, and one from each."""
+        buffer, places = what.buffer, what.into
+        parts = [buffer] * self.size if what.sizes is None else buffer.split_with_sizes(list(what.sizes))
+        if places is None:
+            sizes = [0 if rank == self.rank else size for rank, size in enumerate(what.coming)]
+            places = buffer.new_empty(sum(sizes)).split_with_sizes(sizes)
+        theirs = {of: places[of] for _, of in self.peers}
+        works = self.send_and_receive([(parts[to], theirs[of]) for to, of in self.peers], what.kind)
+        return _work(works, lambda: read(theirs), buffer, *theirs.values())
 
-    def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Each rank sums a row, in rank order, and sends it to all others, whatever it is at then."""
-        rows = in_rows(buffer, self.size)
-        total = torch.empty_like(rows)
-        theirs = {of: torch.empty_like(rows[0]) for _, of in self.peers}
-        works = self.send_and_receive([(rows[to], theirs[of]) for to, of in self.peers], REDUCE)
-
-        failed: list[RuntimeError] = []
-
-        def sum_own() -> None:
-            versions = theirs | {self.rank: rows[self.rank]}
-            try:
-                sum_rows([versions[rank] for rank in range(self.size)], total[self.rank])
-            except RuntimeError as error:  # the others wait for the row, whatever it holds
-                failed.append(error)
-
-        def spread(_: None) -> Work[Tensor]:
-            works = self.send_and_receive([(total[self.rank], total[of]) for _, of in self.peers], SPREAD)
-            return _work(works, whole, total)
-
-        def whole() -> Tensor:
-            for error in failed:
-                raise error
-            return total.view(-1)[: buffer.numel()].view(buffer.shape)
-
-        return self._sums.after(_work(works, sum_own, rows, *theirs.values()), spread)
-
-    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
-        """Each rank sends every other one what is for it."""
-        mine, theirs = buffer.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
-        works = self.send_and_receive([(mine[to], theirs[of]) for to, of in self.peers], HAND_OUT)
-        theirs[self.rank].copy_(mine[self.rank])
-        return _work(works, lambda: into, buffer, into)
+    def _spread(self, row: Tensor, total: Tensor) -> Work[None]:
+        """Messages with an order of their own: gathers may start meanwhile. It allocates nothing, so it can't fail."""
+        works = self.send_and_receive([(row, total[of]) for _, of in self.peers], SPREAD)
+        return _work(works, lambda: None, total)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
         """Each rank sends its own row to all others: what is large straight from where it is, the rest end to end."""
@@ -118,9 +93,7 @@ class Pairwise(HostBackend):
             return cast("Work[T]", self._maximum(few.clone(), kind))
         if kind == AGREED:
             return Work(lambda: combine(self._gathered(few)), tensors=(few,))
-        parts = few.expand(self.size, *few.shape).clone()
-        works = self.send_and_receive([(few, parts[of]) for _, of in self.peers], kind)
-        return _work(works, lambda: combine(parts), few)
+        return super().exchange(few, kind, combine)
 
     def _maximum(self, few: Tensor, kind: int) -> Work[Tensor]:
         """In rounds, each of which doubles the number of ranks whose maximum this one has; in place.

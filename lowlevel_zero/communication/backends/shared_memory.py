@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..flat_buffers import keep_own, lay_end_to_end, sum_rows
 from ..work import Work
-from .backend import GATHER, HAND_OUT, KINDS, REDUCE, HostBackend
+from .backend import GATHER, KINDS, REDUCE, HostBackend, Trade
 from .memory_pool import Block, Memory
 
 T = TypeVar("T")
@@ -57,16 +57,12 @@ class SharedMemory(HostBackend):
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer in a block; each is handed to one reduction."""
-        block, buffer = self._memory.take(self.size * row, dtype)
-        self._handed_out[buffer.data_ptr()] = block
-        return buffer.view(self.size, row)
+        return self._in_block(self.size * row, dtype).view(self.size, row)
 
-    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
-        """Each rank sums its own row of all buffers, from its own version on, in turn."""
-        own = buffer[self.rank]
-        starts = range(0, buffer.nbytes, own.nbytes)
-        sizes = [own.numel()] * self.size
-        return self._start(REDUCE, buffer, starts, sizes, lambda theirs: sum_rows([own, *theirs.values()]))
+    def _in_block(self, numel: int, dtype: torch.dtype) -> Tensor:
+        block, packed = self._memory.take(numel, dtype)
+        self._handed_out[packed.data_ptr()] = block
+        return packed
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Every rank sums all rows, in rank order: to the same bits."""
@@ -75,13 +71,12 @@ class SharedMemory(HostBackend):
             theirs[self.rank] = buffer.view(-1)
             return sum_rows([theirs[rank] for rank in range(self.size)]).view(buffer.shape)
 
-        return self._start(REDUCE, buffer, (), [buffer.numel()] * self.size, add)
+        return self.trade(Trade(REDUCE, buffer.view(-1), None, [buffer.numel()] * self.size), add)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
         """Each rank copies what it lacks out of the others' blocks, straight to where it belongs."""
         sizes = list(map(Tensor.numel, own))
-        numel = sum(sizes)
-        block, packed = self._memory.take(numel, rows[0].dtype)
+        packed = self._in_block(sum(sizes), rows[0].dtype)
         lay_end_to_end(packed, own)
         keep_own(own, rows, self.rank)  # from own, not the block: an fp32 master is its row already
 
@@ -89,30 +84,7 @@ class SharedMemory(HostBackend):
             for of, packed in theirs.items():
                 torch.split_with_sizes_copy(packed, sizes, out=[each[of] for each in rows])
 
-        return self._start(GATHER, packed, (), [numel] * self.size, copy, block)
-
-    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
-        """Each rank copies its part out of the others' blocks."""
-        mine, parts = buffer.split_with_sizes(list(sizes)), into.split_with_sizes(list(sizes_into))
-        parts[self.rank].copy_(mine[self.rank])
-        starts = [buffer.element_size() * before for before in accumulate(sizes, initial=0)]
-
-        def copy(theirs: dict[int, Tensor]) -> Tensor:
-            for of, part in theirs.items():
-                parts[of].copy_(part)
-            return into
-
-        return self._start(HAND_OUT, buffer, starts, sizes_into, copy)
-
-    def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
-        """All of it to all."""
-
-        def read(theirs: dict[int, Tensor]) -> T:
-            theirs[self.rank] = few.view(-1)
-            parts = torch.stack(list(map(theirs.__getitem__, range(self.size))))
-            return combine(parts.view(self.size, *few.shape))
-
-        return self._start(kind, few, (), [few.numel()] * self.size, read)
+        return self.trade(Trade(GATHER, packed, None, [len(packed)] * self.size), copy)
 
     def held(self) -> list[Tensor]:
         """Blocks, in use or kept."""
@@ -130,47 +102,34 @@ class SharedMemory(HostBackend):
             memory.pipe.tell(0)  # which blocks this process has finished with, for its peers to do the same
         memory.trim(0 if for_good else KEPT)
 
-    # ---- the one way of all of them ----
+    def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
+        """Tell the others where the buffer lies, and read theirs when they have told the same.
 
-    def _start(
-        self,
-        kind: int,
-        buffer: Tensor,
-        starts: Sequence[int],
-        sizes: Sequence[int],
-        read: Callable[[dict[int, Tensor]], T],
-        block: Block | None = None,
-    ) -> Work[T]:
-        """Tell the peers where a buffer lies, and read theirs when they have told the same.
-
-        Args:
-            kind: of collective.
-            buffer: this rank's; one that doesn't lie in a block is copied into one.
-            starts: from which byte on it is for rank 0, 1, ...; empty: all of it is for all.
-            sizes: how many elements of theirs are for this rank.
-            read: makes the result of the peers' parts, by rank in turn; those of no elements aren't there.
-            block: where ``buffer`` lies, if that is known.
+        A buffer that doesn't lie in a block is copied into one.
         """
-        memory = self._memory
-        mine = block or self._handed_out.pop(buffer.data_ptr(), None)
-        if mine is None:
-            mine, packed = memory.take(buffer.numel(), buffer.dtype)
-            packed.copy_(buffer.view(-1))
-        key = memory.pipe.tell(self._first_kind + kind, mine.offset, starts)
+        memory, own = self._memory, what.buffer
+        if own.data_ptr() not in self._handed_out:
+            own = self._in_block(len(own), own.dtype).copy_(own)
+        block = self._handed_out.pop(own.data_ptr())
+        starts = [own.element_size() * before for before in accumulate(what.sizes, initial=0)] if what.sizes else ()
+        key = memory.pipe.tell(self._first_kind + what.kind, block.offset, starts)
 
         def finish() -> T:
             memory = self._memory
             places = memory.pipe.receive(key, memory.timeout)
             parts = {}
             for of, theirs in memory.maps.items():
-                if sizes[of]:
+                if what.coming[of]:
                     offset = places[of].offset + places[of].start
-                    parts[of] = torch.frombuffer(theirs, dtype=buffer.dtype, count=sizes[of], offset=offset)
+                    parts[of] = torch.frombuffer(theirs, dtype=own.dtype, count=what.coming[of], offset=offset)
             try:
+                if what.into is not None:
+                    for of, part in parts.items():
+                        what.into[of].copy_(part)
                 return read(parts)
             finally:
-                mine.readers.discard(self.rank)
+                block.readers.discard(self.rank)
                 for of, place in places.items():
                     memory.pipe.peers[of].finished.append(place.offset)
 
-        return Work(finish, lambda: self._memory.pipe.has(key), (buffer,))
+        return Work(finish, lambda: self._memory.pipe.has(key), (what.buffer,))

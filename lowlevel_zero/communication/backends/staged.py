@@ -27,7 +27,7 @@ class Staged(Backend):
         super().__init__(host.rank, host.size)
         self._host = host
 
-    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
+    def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """As ``host`` does it."""
         device = buffer.device
         return self._host.reduce_scatter(self._staged(buffer)).then(lambda row: row.to(device))
