@@ -125,7 +125,7 @@ class FingerprintStore:
             self._fail(_difference(fingerprints))
 
     def forget(self) -> None:
-        """All ranks have compared what they published a step ago: remove it."""
+        """Remove what this rank published a step ago, which all ranks have compared by now."""
         for key in self._to_forget:
             self._store.delete_key(key)
         self._to_forget, self._own = self._own, []

@@ -18,7 +18,7 @@ _EVERY = 64  # steps between two looks, in the long run
 
 
 class _Trained(Protocol):
-    """An optimizer, as far as it says what is trained."""
+    """An optimizer, with the two attributes that say which parameters it trains."""
 
     model: nn.Module | None
     sharded_parameters: ParameterStore

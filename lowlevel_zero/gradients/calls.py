@@ -1,4 +1,4 @@
-"""Calls that all ranks make together on the gradients of one optimizer: each begins, and finishes what is under way."""
+"""Calls on the gradients of one optimizer, which all ranks make together: they finish reductions and gathers first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Calls:
         self._state = state
 
     def enter(self, doing: str) -> Call:
-        """Begin a call that needs finished gathers, and return what the ranks then have to agree on.
+        """Finish gathers for a call, and return the call, on which the ranks then have to agree.
 
         Raises:
             RuntimeError: it can't be made here or now.
@@ -43,7 +43,7 @@ class Calls:
         return Call(doing, self._guard.trouble())
 
     def finish_gradients(self, call: Call) -> None:
-        """Complete all gradients, on all ranks alike, unless one of them can't do what it was called for."""
+        """Complete all gradients on all ranks, or raise on all of them if ``call`` can't be made on one."""
         for each in self._groups:
             try:
                 each.reducer.finish(call)

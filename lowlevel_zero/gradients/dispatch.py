@@ -1,4 +1,4 @@
-"""What torch's operations do with sharded gradients among their arguments."""
+"""Dispatch of torch's operations on sharded gradients."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _is_engine(caller: FrameType | None) -> bool:
-    """Whether autograd's engine called, and not a hook; None: it did, on a thread of its own."""
+    """Return whether autograd's engine called, and not a hook; None: it did, on another thread."""
     while caller is not None and caller.f_code.co_name != "_engine_run_backward":
         if not (caller.f_code.co_name == "__torch_dispatch__" or caller.f_globals["__name__"].startswith("torch.")):
             return False
@@ -119,7 +119,7 @@ def _read(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _write(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Write to whole gradients; each rank then takes its slice of what has changed."""
+    """Write to whole gradients; each rank then takes its slices of those that changed."""
     written = [each.root() for each in _written(func, args, kwargs) if is_sharded(each)]
     wholes = Wholes(name_of(func))
     given, keywords = wholes.given(args), wholes.given(kwargs)
@@ -206,7 +206,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _at(at: int, value: Any, count: int) -> Any:
-    """What stands beside one tensor of a list."""
+    """Return the other arguments for one tensor of a list."""
     return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
 
 

@@ -1,4 +1,4 @@
-"""What kind of operation on ``p.grad`` each of torch's operators is, told by its schema and tags."""
+"""The kind of each of torch's operators on ``p.grad``, from its schema and tags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 
 class Kind(Enum):
-    """What an operator does with a sharded gradient among its arguments."""
+    """The way in which an operator treats a sharded gradient among its arguments."""
 
     NORM = "takes the norm of a tensor, or of each in a list"
     SCALE = "multiplies or divides a tensor, or each in a list"

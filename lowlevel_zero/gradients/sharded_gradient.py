@@ -237,12 +237,12 @@ class DetachedGradient(ShardedGradient):
         self.keep_current()
 
     def full_tensor(self) -> Tensor:
-        """Return all of what it keeps. Every rank calls it."""
+        """Return the whole gradient that this detached one keeps. Every rank calls it."""
         record, gradients = self.held()
         return self._of.full_tensor() if self.is_current else gradients.gathered(record, self._kept)
 
     def to_local(self) -> Tensor:
-        """Return a copy of this rank's slice of what it keeps."""
+        """Return a copy of this rank's slice of the gradient that this detached one keeps."""
         return self._kept.clone()
 
     def live(self) -> ShardedGradient | None:

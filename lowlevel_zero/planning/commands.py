@@ -26,7 +26,7 @@ _PAUSE = 10.0  # seconds between lines of progress, where none can be redrawn
 
 
 class Command(NamedTuple):
-    """A sub-command: what it is called, what it does in a few words, what it takes, and what does it."""
+    """A sub-command: its name, its purpose in a few words, its arguments and the function that runs it."""
 
     name: str
     does: str
@@ -77,7 +77,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _open(path: Path) -> SavedCheckpoint:
-    """The checkpoint ``path``, or the newest whole one in it, which is said then, out of the way of results."""
+    """Return the checkpoint at ``path``, or the newest whole one in it, which a line on stderr names."""
     found = locate(path)
     if found != path:
         print(f"{path}: the newest whole checkpoint is {found}", file=sys.stderr)
@@ -87,7 +87,7 @@ def _open(path: Path) -> SavedCheckpoint:
 
 
 def _progress(total: int) -> Any:
-    """tqdm's bar over so many bytes, on stderr; None where it isn't installed."""
+    """Return tqdm's bar over ``total`` bytes, on stderr; None where it isn't installed."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: as records, for machines; as a table, for people. No tensor is read but step counters."""
+"""The contents of a checkpoint, as records and as a table. Of its tensors only step counters are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..layout.text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
 def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
-    """All but the tensors' values, as ``inspect --json`` prints it.
+    """Return everything but the tensors' values, as ``inspect --json`` prints it.
 
     ``steps`` is the least and the most steps that a parameter has taken; None where no state counts them. ``groups``
     are the param groups' settings, with the number of their parameters, frozen ones included. Of several optimizers
@@ -57,7 +57,7 @@ def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
 
 
 def _only(by_name: Mapping[Name, Any]) -> Any:
-    """The only optimizer's, else all by name."""
+    """Return the value of the only optimizer, or all values by name."""
     return by_name[None] if None in by_name else dict(by_name)
 
 
@@ -87,7 +87,7 @@ def _names(value: Any) -> list[str] | str | None:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """What ``describe`` has: a heading, a table of the parameters, and the rest."""
+    """Return what ``describe`` found as text: a heading, a table of the parameters, and the rest."""
     return "\n\n".join(("\n".join(_heading(found)), _table(found), "\n".join(_rest(found))))
 
 
@@ -108,7 +108,7 @@ def _heading(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _bytes(lines: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Of the model's tensors, and of their states."""
+    """Return the bytes of the model's tensors, and of their states."""
     states = (each["bytes"] for line in lines for each in line["state"].values())
     return sum(line["tensor"]["bytes"] for line in lines), sum(states)
 
@@ -147,7 +147,7 @@ def _group(optimizer: Name, at: int | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """Of a list its items; of a dict what it has but for None and False."""
+    """Return a value as text: the items of a list; of a dict all entries that aren't None or False."""
     if isinstance(value, Mapping):
         named = ((name, _text(each)) for name, each in value.items() if each is not None and each is not False)
         return ", ".join(f"{name} {text}" for name, text in named)

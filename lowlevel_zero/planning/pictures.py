@@ -18,9 +18,9 @@ _ROOM = 1.35  # of the longest bar, for the numbers at its end
 
 @contextmanager
 def figure_in(path: str | os.PathLike[str], width: float, height: float) -> Iterator[Any]:
-    """A ``matplotlib.figure.Figure`` to draw into, so many inches wide and high; written to ``path`` at the end.
+    """Yield a ``matplotlib.figure.Figure`` of ``width`` and ``height`` inches, and write it to ``path`` at the end.
 
-    The suffix of ``path`` says in which format. Nothing of ``pyplot``, or of its user's settings, is touched.
+    The suffix of ``path`` says in which format. ``pyplot`` and its user's settings stay untouched.
 
     Raises:
         ModuleNotFoundError: matplotlib isn't installed.

@@ -76,7 +76,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print what is asked for."""
+    """Print the memory of a run, or the time of its steps where ``--link`` is given."""
     model = options.params if options.model is None else _made(options.model)
     numel = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else model
     title = f"{counted(numel, 'parameter')}, {options.dtype}"
@@ -149,7 +149,7 @@ def _plan_time(options: argparse.Namespace, model: nn.Module | int, title: str, 
 
 
 def _sizes(model: nn.Module | int, bucket_size: int) -> list[int]:
-    """Of its trained parameters; of a number, such that each fills a bucket."""
+    """Return the sizes of a model's trained parameters; a number is cut into sizes that fill buckets."""
     if isinstance(model, nn.Module):
         return [p.numel() for p in model.parameters() if p.requires_grad]
     whole, rest = divmod(model, bucket_size)
@@ -163,7 +163,7 @@ def _time_row(each: StepTime) -> tuple[str, ...]:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: Sequence[int] = ()) -> str:
-    """With an empty line before each further world size."""
+    """Return rows as a table, with an empty line before each further world size."""
     lines = [head]
     for row in rows:
         if lines[-1] is not head and lines[-1][0] != row[0]:

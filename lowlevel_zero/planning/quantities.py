@@ -1,4 +1,4 @@
-"""What people write on a command line, as in ``8``, ``7B``, ``100Gbit`` or ``20us``: each raises for anything else."""
+"""Quantities on a command line, as in ``8``, ``7B``, ``100Gbit`` or ``20us``; other text raises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST = 1e18  # more bytes, elements or operations a second than any machine has
 def _quantity(
     expected: str, units: Mapping[str, float], least: float = 0, most: float = _MOST, whole: bool = False
 ) -> Callable[[str], Any]:
-    """Reads a number times its unit: a float, or of ``whole`` ones an int."""
+    """Return a function that reads a number times its unit: a float, or an int if it is to be ``whole``."""
 
     def read(text: str) -> float:
         match = _NUMBER_AND_UNIT.fullmatch(text.lower())

@@ -1,4 +1,4 @@
-"""How long a step takes over a link: a simulation, bucket by bucket, of the slowest rank, for which all others wait.
+"""The time of a step over a link, by a simulation of the slowest rank's buckets, for which all others wait.
 
 A link carries one collective after another. A backward computes on while it does, until too many buckets are under way;
 then rows are stepped and gathered, one bucket behind the other. What a gather could hide behind the next forward isn't
@@ -21,14 +21,14 @@ from ..partition import EvenSplit, alignment_of
 
 
 class Link(NamedTuple):
-    """What joins each rank to the others; it sends and receives at once."""
+    """The link that joins each rank to the others; it sends and receives at once."""
 
     rate: float  # bytes a second, each way
     latency: float = 0.0  # seconds from rank to rank, beside what a message's bytes take
     ring: bool = False  # rows go from neighbour to neighbour; else from each rank to all others at once
 
     def seconds(self, row: float, ranks: int) -> float:
-        """One reduce-scatter, or one all-gather, of rows of so many bytes: each rank sends all but one."""
+        """Return the time of a reduce-scatter or all-gather of rows of ``row`` bytes; each rank sends all but one."""
         hops = (ranks - 1 if self.ring else 1) if ranks > 1 else 0
         return (ranks - 1) * row / self.rate + hops * self.latency
 
@@ -43,17 +43,17 @@ class Computing(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """All of it."""
+        """Return the sum of all phases."""
         return self.forward + self.backward + self.step
 
     def of_slowest(self, ranks: int) -> Computing:
-        """That of the slowest of so many ranks, on average: of n exponentials, the mean times 1 + 1/2 + ... + 1/n."""
+        """Return the mean of the slowest rank: the largest of n exponentials has the mean times 1 + 1/2 + ... + 1/n."""
         slower = 1 + self.straggling * sum(1 / rank for rank in range(1, ranks + 1))
         return Computing(self.forward * slower, self.backward * slower, self.step * slower)
 
 
 class BucketRow(NamedTuple):
-    """What of a bucket travels from a rank to each other."""
+    """The part of a bucket that travels from a rank to each other rank."""
 
     numel: int  # of its parameters: its share of what there is to compute
     reduced: int  # bytes of a row of gradients
@@ -75,7 +75,7 @@ class StepTime(NamedTuple):
 
 
 def bucket_rows(shapes: Sequence[tuple[int, torch.dtype]], ranks: int, options: ZeroOptions) -> Iterator[BucketRow]:
-    """The buckets of trained parameters of so many elements each, as a run fills them before it has learnt an order."""
+    """Yield the buckets of trained parameters of these ``shapes``, as a run fills them before it knows an order."""
     items = [_item(numel, dtype, ranks, options) for numel, dtype in shapes]
     plan = make_plan(items, range(len(items))[::-1], options.bucket_size())
     for bucket in plan.buckets:
@@ -93,7 +93,7 @@ def _item(numel: int, dtype: torch.dtype, ranks: int, options: ZeroOptions) -> I
 
 
 def step_time(rows: Sequence[BucketRow], ranks: int, stage: int, computing: Computing, link: Link) -> StepTime:
-    """That of a step of one backward; stage 0 is DDP with these buckets, which gathers nothing."""
+    """Return the time of a step with one backward; stage 0 is DDP with these buckets, which gathers nothing."""
     ways = 1 if stage == 2 else 2  # an all-reduce is a reduce-scatter and an all-gather
     reductions = [ways * link.seconds(row.reduced, ranks) for row in rows]
     gathers = [link.seconds(row.gathered, ranks) if stage else 0.0 for row in rows]
