@@ -330,10 +330,10 @@ def tolerance(part: PartReference, dtype: torch.dtype, size: float, roundings: f
     return share * size + least + roundings * size * torch.finfo(dtype).eps
 
 
-def _signature(call: Call) -> tuple[str | None, int, int]:
+def _signature(call: Call) -> tuple[str | None, int, float]:
     """What ranks compare of a call."""
     agreed = CALLS[call.name].agreed
-    return agreed, call.of, call.at if agreed == "get_param_grad" else 0
+    return agreed, call.of, {"get_param_grad": call.at, "clip_grad_norm_": call.amount}.get(agreed or "", 0)
 
 
 def _names(numbers: Iterable[int]) -> str:
