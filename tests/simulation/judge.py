@@ -258,8 +258,9 @@ class Judge:
         elif call.name in ("clip", "torch's clip"):
             self._compare_told(part, here.values(), part.clip(call.amount))
         elif call.name == "norm":
-            average = part.average((call.at, 0))
-            self._compare_told(part, here.values(), torch.zeros(()) if average is None else average.double().norm())
+            for each in here.values():
+                average = part.average((each.call.at, 0))
+                self._compare_told(part, [each], torch.zeros(()) if average is None else average.double().norm())
         elif call.name in EDITS:
             part.edit(call)
         elif call.name == "clone":

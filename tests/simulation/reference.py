@@ -120,7 +120,8 @@ class PartReference:
     def _reduce(self, rank: int) -> None:
         own, local = self.own[rank], self.local[rank]
         for key, gradient in local.items():
-            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
+            sent = gradient.to(getattr(torch, self.part.keywords.get("communication_dtype", "float32")))
+            wide = sent.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
             own[key] = own[key] + wide if key in own else wide
         local.clear()
 
