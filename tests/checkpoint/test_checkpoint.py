@@ -16,7 +16,7 @@ from lowlevel_zero.checkpoint.optimizers import LED_BY_ANY_RANK
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
 from tests.support.ranks import run_ranks
 
-WORLD_SIZES = (1, 2, 3, 4)
+WORLD_SIZES = (1, 2, 3)
 TRAININGS = [Training(1, torch.bfloat16), Training(2, torch.float32)]
 
 

@@ -262,31 +262,3 @@ def test_what_no_optimizer_trains_but_requires_gradients_stays_in(tmp_path: Path
     manifest = read_manifest(tmp_path / "a")
     assert list(manifest.excluded) == FROZEN
     assert manifest.tensors["down.weight"].kind == "untrained"
-
-
-@pytest.mark.colossalai  # with which peft comes
-def test_adapters_of_peft_are_saved_without_the_model_they_adapt(tmp_path: Path) -> None:
-    import peft
-
-    def start(seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
-        torch.manual_seed(0)  # of a pretrained base
-        base = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-        torch.manual_seed(seed)
-        config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False, modules_to_save=None)
-        model = peft.get_peft_model(base, config)
-        inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        return model, LowLevelZeroOptimizer(inner, model=model)
-
-    def run(rank: int, world_size: int) -> list[str]:
-        model, optimizer = start(1)
-        optimizer.backward(model(torch.ones(1, 64)).sum())
-        optimizer.step()
-        save_checkpoint(tmp_path / "a", model, optimizer, exclude_frozen=True)
-        other, its_optimizer = start(2 + rank)
-        load_checkpoint(tmp_path / "a", other, its_optimizer)
-        return differences(dict(model.state_dict()), dict(other.state_dict()))
-
-    assert run_ranks(run, 2) == [[], []]
-    assert all("lora_" in name for name in read_manifest(tmp_path / "a").tensors)
-    assert main(["consolidate", str(tmp_path / "a"), str(tmp_path / "out")]) == 0
-    assert len(load_file(tmp_path / "out" / "model.safetensors")) == 4

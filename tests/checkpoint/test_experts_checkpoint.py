@@ -148,9 +148,7 @@ class Move(NamedTuple):
 
 MOVES = [
     Move((4, 2), (2, 2), False),
-    Move((2, 2), (4, 2), True),
     Move((4, 4), (4, 2), True),
-    Move((2, 1), (4, 4), True),
     Move((4, 2), (1, 1), True),
 ]
 

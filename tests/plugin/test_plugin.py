@@ -151,8 +151,7 @@ def test_fp16_defaults_find_their_scale() -> None:
         assert not torch.equal(values["inward.weight"], model_values()["inward.weight"].half())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_no_sync_accumulates_as_ddp_does(stage: int) -> None:
+def test_no_sync_accumulates_as_ddp_does() -> None:
     def accumulated(rank: int, make: Any, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
         pair = boost(make, momentum, **options)
         with pair.booster.no_sync(pair.model, pair.optimizer):
@@ -166,7 +165,7 @@ def test_no_sync_accumulates_as_ddp_does(stage: int) -> None:
 
     def rank(rank: int, world_size: int) -> None:
         expected, their_grads = accumulated(rank, ddp)
-        got, our_grads = accumulated(rank, ours, stage=stage, precision="fp32")
+        got, our_grads = accumulated(rank, ours, stage=2, precision="fp32")
         check_equal(their_grads, our_grads)
         assert our_grads["inward.weight"] is not None
         assert our_grads["dropped.weight"] is None
