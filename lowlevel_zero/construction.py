@@ -97,7 +97,8 @@ def shard(
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
         sharding = Sharding(optimizer, parameters, options, names, partial(slice_multiple, optimizer))
         sharding.include_untrained(model)
-    sharding.broadcast_initial_values()
+    with together(parameters.shard_groups[0], doing):
+        sharding.broadcast_initial_values()
     return sharding
 
 
