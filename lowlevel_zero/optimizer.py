@@ -416,11 +416,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
         What ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does for a plain optimizer; that
         function itself would see no gradients here. After ``synchronize`` the slices' ``.grad`` are clipped. Every
-        rank calls it, with the same ``max_norm``.
+        rank calls it.
         """
         MAX_NORM("max_norm", max_norm)
         call, norm = self.calls.enter("clip_grad_norm_"), self._new_norm()
-        call = call._replace(name=f"{call.name} to {max_norm}")
         with self.taking_part(norm.catch_up):
             self.calls.finish_gradients(call)
             state = self.step_state
@@ -466,7 +465,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         synchronized = self.step_state.phase is Phase.SYNCHRONIZED
         norm, self._stepper.left = self._new_norm(), None
         with self.taking_part(partial(self._catch_up, norm), undefined=True):
-            self._observer.step_begins(None if self._norm is None or self._tells_norm else self._norm.value)
+            last = None if self._norm is None or self._tells_norm or self._norm.is_lost else self._norm.value
+            self._observer.step_begins(last)
             if synchronized or self._skips_synchronize:
                 check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
             self.calls.finish_gradients(call)

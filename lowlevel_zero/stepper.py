@@ -88,6 +88,11 @@ class GlobalNorm:
         return False
 
     @property
+    def is_lost(self) -> bool:
+        """Whether an error has kept this rank from knowing it."""
+        return self._started and self._pending is None and self._total is None
+
+    @property
     def is_empty(self) -> bool:
         """Whether this rank has added no piece."""
         return not self._norms
