@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants import seeds
+from tests.mutants.simulated import MISTAKES
 from tests.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,8 @@ class Caught(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
+    if options.simulated:
+        return _simulated(options)
     chosen = [mutant for mutant in MUTANTS if options.only in f"{mutant.breaks} {mutant.file}"]
     lost = [f"{mutant.file}: found {found} times: {mutant.old!r}" for mutant in chosen if (found := count(mutant)) != 1]
     if lost:
@@ -55,10 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if survivors else 0
 
 
+def _simulated(options: argparse.Namespace) -> int:
+    """Make the mistakes that simulated ranks must show."""
+    chosen = [mistake for mistake in MISTAKES if options.only in mistake.breaks]
+    if found := seeds.lost(chosen, ROOT / "lowlevel_zero"):
+        print("\n".join(["expected each text once:", *found]), file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        unseen = seeds.table(chosen, _copied(Path(folder)), options.search)
+    print(f"\n{len(chosen) - unseen} of {len(chosen)} were shown")
+    return 1 if unseen else 0
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="mistakes in whose line or file this text is")
     parser.add_argument("--likely", action="store_true", help="run the tests alone that should see it, not all")
+    parser.add_argument("--simulated", action="store_true", help="mistakes that seeds of simulated ranks must show")
+    parser.add_argument("--search", type=int, default=0, help="of these: look for the first of so many seeds")
     return parser.parse_args(arguments)
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from lowlevel_zero import partition
 from tests.mutants.__main__ import count
+from tests.mutants.seeds import lost
+from tests.mutants.simulated import MISTAKES
 from tests.mutants.table import MUTANTS
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks, run_ranks_expecting
@@ -150,6 +152,7 @@ def test_a_broken_rule_is_reported() -> None:
 def test_every_mistake_that_is_made_on_purpose_finds_its_place() -> None:
     """``make mutants`` takes an hour, and is seldom run: code that moves must take its mistake along."""
     assert [mutant.old for mutant in MUTANTS if count(mutant) != 1] == []
+    assert lost(MISTAKES, TESTS.parent / "lowlevel_zero") == []
 
 
 def test_a_forked_rank_replaces_what_is_there_and_nothing_else() -> None:

@@ -1,0 +1,354 @@
+"""Mistakes that simulated ranks must show: what is replaced where, and the seed that goes wrong by it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """One replaced text.
+
+    Attributes:
+        file: of the package.
+        old: a text that is there once.
+        new: what stands there instead.
+    """
+
+    file: str
+    old: str
+    new: str
+
+
+class Mistake(NamedTuple):
+    """One deliberate mistake.
+
+    Attributes:
+        breaks: what goes wrong.
+        changes: the texts that make it.
+        seed: the first one of ``make simulate`` that shows it; None: none of the first 2,000 does.
+    """
+
+    breaks: str
+    changes: tuple[Change, ...]
+    seed: int | None = None
+
+
+REDUCER, STEPPER, OPTIMIZER = "reducer.py", "stepper.py", "optimizer.py"
+BUCKETS, SUMS = "bookkeeping/bucket_store.py", "bookkeeping/gradient_store.py"
+GATHERS, AGREEMENT = "bookkeeping/gather_store.py", "communication/agreement.py"
+SHARD_GROUP = "communication/shard_group.py"
+
+# Mistakes that the package has made.
+MADE_ONCE = [
+    Mistake(
+        "a bucket is forgotten by what this rank alone has used",
+        (
+            Change(
+                SUMS,
+                "if len(bucket.empty) < len(bucket.records)]",
+                "if any(record.worked for record in bucket.records)]",
+            ),
+        ),
+        68,
+    ),
+    Mistake(
+        "as many gradients as there are sums count as all of them, where some are dropped and others on their way",
+        (
+            Change(
+                SUMS,
+                "        found = self._by_bucket(records)\n        for bucket, some in found.items():\n"
+                "            bucket.empty.update",
+                "        found = self._by_bucket(records)\n        if len(records) == len(self._bucket_of):\n"
+                "            self._buckets.clear()\n            self._bucket_of.clear()\n            return\n"
+                "        for bucket, some in found.items():\n            bucket.empty.update",
+            ),
+            Change(
+                REDUCER,
+                "in_flight[-1].dropped_next += cleared\n            else:\n                with "
+                "self._streams.beside():\n"
+                "                    self._gradients.drop(cleared)",
+                "in_flight[-1].dropped_next += cleared\n            with self._streams.beside():\n"
+                "                self._gradients.drop(cleared)",
+            ),
+        ),
+        176,
+    ),
+    Mistake(
+        "as many factors as a bucket has gradients count as one of each",
+        (Change(SUMS, "len(set(some)) == len(some) == len(bucket.working())", "len(some) == len(bucket.working())"),),
+    ),
+    Mistake(
+        "settings of param groups aren't compared in a step",
+        (Change(OPTIMIZER, "call._replace(settings=settings, written=", "call._replace(written="),),
+        138,
+    ),
+    Mistake(
+        "weights that one rank alone has written are stepped",
+        (Change(OPTIMIZER, "settings=settings, written=self._guard.edited)", "settings=settings)"),),
+        56,
+    ),
+    Mistake(
+        "a bucket is skipped for good where packing it raises",
+        (
+            Change(
+                BUCKETS,
+                "        except BaseException as error:\n            self._start(bucket)  # with zeros for what "
+                "was taken of its gradients: other ranks wait for it\n            self._state.defer(error)\n      "
+                "  finally:\n            if bucket.state is BucketState.REDUCING:\n                self._next += "
+                "1\n",
+                "        finally:\n            self._next += 1\n            if bucket.state is BucketState.REDUCING:\n",
+            ),
+        ),
+    ),
+    Mistake(
+        "ranks verify without having come to the same call",
+        (
+            Change(
+                "sharded_optimizer.py",
+                'self.finish_syncs("verify buffers" if buffers else "verify")\n        self._verify(buffers)',
+                "self._verify(buffers)",
+            ),
+        ),
+        30,
+    ),
+    Mistake(
+        "reductions of two optimizers start as their gradients come",
+        (
+            Change(
+                REDUCER,
+                "if self._number > 0 or not self._state.is_alone or self._put_off:",
+                "if self._number > 0 or self._put_off:",
+            ),
+        ),
+        136,
+    ),
+    Mistake(
+        "extra states are loaded by each rank for itself",
+        (
+            Change(
+                "checkpoint/contents.py",
+                "            if name in saved.objects.model:\n                "
+                "undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))\n                "
+                "module.set_extra_state(saved.objects.model[name])\n",
+                "            pass\n",
+            ),
+            Change(
+                "checkpoint/contents.py",
+                "            state.load_progress(objects.optimizers[of])\n",
+                "            state.load_progress(objects.optimizers[of])\n        for name, module in "
+                "self._stateful.items():\n            module.set_extra_state(objects.model[name])\n",
+            ),
+        ),
+        22,
+    ),
+    Mistake(
+        "groups beside a process group outlive it",
+        (
+            Change(
+                "communication/process_groups.py",
+                "                if is_alive(each):\n                    dist.destroy_process_group(each)",
+                "                is_alive(each)",
+            ),
+        ),
+    ),
+    Mistake(
+        "others' rows of a sum are held after a step in stage 1",
+        (Change(BUCKETS, "self.row = self.row.clone()", "pass"),),
+    ),
+]
+
+# Mistakes that the package might make, written down from reading the files before any was tried.
+DRAWN = [
+    Mistake(
+        "sharded gradients that a second backward didn't touch don't come back to p.grad",
+        (
+            Change(
+                REDUCER,
+                "        if self._gradients.taken_out:\n            self._gradients.put_back()\n        self._group",
+                "        self._gradients.taken_out.clear()\n        self._group",
+            ),
+        ),
+        377,
+    ),
+    Mistake(
+        "edits of a step that was refused are compared again",
+        (Change(REDUCER, "        self._edited.clear()\n        return agreed", "        return agreed"),),
+        67,
+    ),
+    Mistake(
+        "one of several announced syncs is read before the ranks agree",
+        (Change(REDUCER, "        while self._unread:\n", "        if self._unread:\n"),),
+    ),
+    Mistake(
+        "a gradient that was dropped while it was on its way stays",
+        (
+            Change(
+                REDUCER,
+                "            if bucket.dropped_next:\n                self._gradients.drop(bucket.dropped_next)\n",
+                "",
+            ),
+        ),
+        39,
+    ),
+    Mistake(
+        "a step is taken with what an error has left of the gradients",
+        (
+            Change(
+                REDUCER,
+                "        if self._state.lost and not self._state.undefined and call.error is None:",
+                "        if False:",
+            ),
+        ),
+    ),
+    Mistake(
+        "a gradient that comes twice counts for two of its bucket",
+        (
+            Change(
+                BUCKETS,
+                "            self.repeats.add(index)\n            waited_for = False\n",
+                "            self.repeats.add(index)\n",
+            ),
+        ),
+    ),
+    Mistake(
+        "gradients that were edited are averaged again by the step",
+        (
+            Change(
+                BUCKETS,
+                "self.rows, self.row, self.scale = None, row, 1.0",
+                "self.rows, self.row, self.scale = None, row, None",
+            ),
+        ),
+    ),
+    Mistake(
+        "a bucket of another dtype than the buffer's is reduced where it lies",
+        (
+            Change(
+                BUCKETS,
+                "if may and first is not None and first.dtype == lead.communication_dtype:",
+                "if may and first is not None:",
+            ),
+        ),
+    ),
+    Mistake(
+        "a bucket whose gradient was dropped and has come again counts as empty",
+        (Change(SUMS, "            kept.empty.clear()\n", ""),),
+    ),
+    Mistake(
+        "gradients that wait behind a sharded one are lost in the next backward",
+        (
+            Change(
+                SUMS,
+                "record.p.grad is record.shown and record.pending is None:",
+                "record.p.grad is record.shown:",
+            ),
+        ),
+    ),
+    Mistake(
+        "parameters of a forgotten bucket are still found in it",
+        (
+            Change(
+                SUMS,
+                "        self._bucket_of = {index: bucket for bucket in self._buckets for index in "
+                "bucket.planned.members}\n",
+                "",
+            ),
+        ),
+    ),
+    Mistake(
+        "a gradient that its caller has given a slice after synchronize isn't stepped",
+        (
+            Change(
+                SUMS,
+                "                    record.worked = True\n                    record.p.grad = record.shown = "
+                "record.handle\n",
+                "                    record.p.grad = record.shown = record.handle\n",
+            ),
+        ),
+    ),
+    Mistake(
+        "gathers that readers wait for are forgotten at the end of a step",
+        (
+            Change(
+                GATHERS,
+                "            self._under_way.remove(gather)\n            gather.finish_gather()",
+                "            gather.finish_gather()\n        self._under_way.clear()",
+            ),
+        ),
+    ),
+    Mistake(
+        "parameters of several dtypes are gathered in one call",
+        (
+            Change(
+                GATHERS,
+                "if room <= 0 or parts[-1][0].kind != record.kind:",
+                "if room <= 0:",
+            ),
+        ),
+    ),
+    Mistake(
+        "gradients are scaled once more when they are read after a step",
+        (
+            Change(
+                STEPPER,
+                "if row.dtype == dtype and scale.overflow is None:\n            bucket.scale = 1.0",
+                "if row.dtype == dtype and scale.overflow is None:\n            bucket.scale = scale.factor",
+            ),
+        ),
+    ),
+    Mistake(
+        "param groups are left in parts where the wrapped optimizer's step raises",
+        (
+            Change(
+                STEPPER,
+                "            self._optim.step()\n        finally:\n            for group, all_of_it in "
+                "zip(groups, whole, "
+                "strict=True):\n                group",
+                "            self._optim.step()\n        except MemoryError:\n            raise\n        else:\n"
+                "            for group, all_of_it in zip(groups, whole, strict=True):\n                group",
+            ),
+        ),
+    ),
+    Mistake(
+        "an error that was once raised on all ranks isn't told again when one rank alone raises it",
+        (
+            Change(
+                AGREEMENT,
+                "and agreed > since)",
+                ")",
+            ),
+        ),
+    ),
+    Mistake(
+        "ranks that call different optimizers don't notice",
+        (
+            Change(
+                AGREEMENT,
+                "same = (doing, group.number, settings.digest, done)",
+                "same = (doing, settings.digest, done)",
+            ),
+        ),
+    ),
+    Mistake(
+        "reductions of a dropped optimizer are dropped with it",
+        (
+            Change(
+                SHARD_GROUP,
+                "            worker.submit(partial(_finish, list(works.values()), self))",
+                "            worker.submit(partial(_finish, [], self))",
+            ),
+        ),
+    ),
+    Mistake(
+        "second parts of two-level reductions never start",
+        (
+            Change(
+                SHARD_GROUP,
+                "        for chain in self._chains.values():\n            chain.go_on()",
+                "        return",
+            ),
+        ),
+    ),
+]
+
+MISTAKES = [*MADE_ONCE, *DRAWN]
