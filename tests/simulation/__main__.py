@@ -25,12 +25,14 @@ from tqdm import tqdm
 
 from tests.simulation.coverage_of_story import table
 from tests.simulation.draw import draw
+from tests.simulation.faults import points, sweep
 from tests.simulation.outcome import CARRIERS, Carrier
-from tests.simulation.run import Verdict, run, told
+from tests.simulation.run import Verdict, run
 from tests.simulation.shrink import shrink
 from tests.support.warm_up import warm_up
 
 MINUTES = 5.0
+FAULTS_SHARE = 0.4  # of these, in which operations of small trainings fail
 CHUNK = 10  # seeds that a process takes at a time
 MOST_FAILURES = 20
 
@@ -45,7 +47,7 @@ class Tally:
     hand_overs: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     refused: int = 0
-    failures: list[str] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.seeds += 1
@@ -56,7 +58,7 @@ class Tally:
         if verdict.injected:
             self.faults[verdict.injected] += 1
         if verdict.failure is not None:
-            self.failures.append(told(seed, shrunk(verdict)))
+            self.failures.append((seed, told(verdict)))
 
     def __iadd__(self, other: Tally) -> Tally:
         self.seeds += other.seeds
@@ -81,8 +83,8 @@ def _counted(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {number:,}" for name, number in counts.most_common())
 
 
-def shrunk(verdict: Verdict) -> Verdict:
-    """A smaller program that fails in the same way."""
+def told(verdict: Verdict) -> str:
+    """A failure, shrunk."""
     failure = verdict.failure
     assert failure is not None
 
@@ -90,7 +92,8 @@ def shrunk(verdict: Verdict) -> Verdict:
         other = run(program).failure  # type: ignore[arg-type]
         return other is not None and other.kind == failure.kind
 
-    return run(shrink(verdict.program, fails_so))
+    program = shrink(verdict.program, fails_so)
+    return f"{program}\n{run(program).failure}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,9 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _replay(options.seed, options.carrier)
     tally = _all(options)
     print("\n".join(tally.lines()))
+    problems = 0 if options.seeds else sweep(list(points()), options.processes, FAULTS_SHARE * options.minutes)
     if options.coverage:
         print(table(range(options.first, options.first + options.coverage)))
-    return 1 if tally.failures else 0
+    return 1 if tally.failures or problems else 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -125,7 +129,7 @@ def _replay(seed: int, carrier: Carrier | None) -> int:
     if verdict.failure is None:
         print("right")
         return 0
-    print(f"\n{verdict.failure}\n\nshrunk, {told(seed, shrunk(verdict))}")
+    print(f"\n{verdict.failure}\n\nshrunk:\n{told(verdict)}")
     return 1
 
 
@@ -134,7 +138,7 @@ def _all(options: argparse.Namespace) -> Tally:
     warm_up()
     gc.freeze()
     last = None if options.seeds is None else options.first + options.seeds
-    until = time.monotonic() + 60 * options.minutes if last is None else float("inf")
+    until = time.monotonic() + 60 * (1 - FAULTS_SHARE) * options.minutes if last is None else float("inf")
     context = multiprocessing.get_context("fork")
     counter, results = context.Value("q", options.first), context.Queue()
     processes = [
@@ -160,8 +164,9 @@ def _collect(results: Any, running: int, seeds: int | None) -> Tally:
             if done is not None:
                 tally += done
                 progress.update(done.seeds)
-                for text in done.failures:
-                    tqdm.write(text, sys.stdout)
+                for seed, text in done.failures:
+                    replay = f'make simulate ARGS="--seed {seed}"'
+                    tqdm.write(f"seed {seed} fails:\n{text}\nreplay it: {replay}\n", sys.stdout)
     return tally
 
 

@@ -13,12 +13,10 @@ class Kind(NamedTuple):
     Attributes:
         agreed: the name under which the ranks agree on it; None: a rank makes it by itself.
         quiet: it communicates only if something has changed since the last one.
-        completes: it reduces what still waits in ``p.grad``.
     """
 
     agreed: str | None = None
     quiet: bool = False
-    completes: bool = True
 
 
 BACKWARDS = ("backward", "plain", "no_sync", "plain in no_sync", "pass", "nan", "raising")
@@ -40,12 +38,12 @@ CALLS: dict[str, Kind] = {
     **dict.fromkeys(EDITS, Kind("edit p.grad", quiet=True)),
     "clone": Kind("get_param_grad"),
     "gradient": Kind("get_param_grad"),
-    "verify": Kind("verify", completes=False),
-    "reload": Kind("state_dict", completes=False),
-    "save": Kind("save a checkpoint to", completes=False),
+    "verify": Kind("verify"),
+    "reload": Kind("state_dict"),
+    "save": Kind("save a checkpoint to"),
     "load": Kind("load the checkpoint"),
     "load raising": Kind("load the checkpoint"),
-    "add group": Kind("add_param_group", completes=False),
+    "add group": Kind("add_param_group"),
     "synchronize": Kind("synchronize"),
     "construct": Kind("construct its LowLevelZeroOptimizer"),
     "together": Kind("look at gradients"),

@@ -2,8 +2,9 @@
 
 An operation is a call of an operator of torch from a function of the package, or of torch where the package has called
 it (the wrapped optimizer's step, a backward). Views are none: they can't fail. Nor are the few bytes that hosts tell
-each other: no memory is too full for these, and a rank that can't agree can't tell the others so. The operation that
-fails doesn't run. Where a finalizer called it, Python swallows the error.
+each other, be it by torch: no memory is too full for these, and a rank that can't agree can't tell the others so. Nor
+is the packing within torch's own broadcast, in whose place nothing else can be sent. The operation that fails doesn't
+run. Where a finalizer called it, Python swallows the error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from lowlevel_zero.communication.progress import AGREEMENT, MESSAGE, Progress
 from .outcome import InjectedFault
 
 _PACKAGE, _BENEATH = "lowlevel_zero.", ("torch.", "contextlib")
+_TORCHS_OBJECTS = "torch.distributed.distributed_c10d"  # gathered and scattered, as a checkpoint's plans are
+_PACKS_BROADCAST = "_broadcast", "aten.cat.default"
 # Functions that make messages of a few bytes, by module, and kinds of collectives that carry them.
 _FEW = {
     "lowlevel_zero.unused_parameters": {"_exchange"},
@@ -71,7 +74,7 @@ class _Counted(TorchDispatchMode):
         """Count ``func`` if it is an operation of the package, and call it."""
         if not func.is_view:
             frame = _of_package(sys._getframe(1))
-            if frame is not None and not _is_for_few(frame):
+            if frame is not None and not _is_for_few(frame) and (frame.f_code.co_name, str(func)) != _PACKS_BROADCAST:
                 self._operations.operate(str(func), frame)
         return func(*args, **(kwargs or {}))
 
@@ -82,7 +85,7 @@ def _of_package(frame: FrameType | None) -> FrameType | None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_PACKAGE):
             return frame
-        if not name.startswith(_BENEATH):
+        if name == _TORCHS_OBJECTS or not name.startswith(_BENEATH):
             return None
         frame = frame.f_back
     return None

@@ -40,7 +40,6 @@ class PartReference:
         base: gradients that all ranks know of, summed over the ranks.
         own: by rank, what its backwards have added since, and reduce.
         local: by rank, what waits in ``p.grad`` to be reduced.
-        edited_apart: some ranks alone have edited a gradient.
         norm: the last step's.
         is_coarse: its numbers are rounded to 16 bits, or follow from others that are.
     """
@@ -98,7 +97,6 @@ class PartReference:
         self.base = {}
         self.own: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
         self.local: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
-        self.edited_apart = False
         self.forget_drops()
 
     def forget_drops(self) -> None:
@@ -120,8 +118,7 @@ class PartReference:
     def _reduce(self, rank: int) -> None:
         own, local = self.own[rank], self.local[rank]
         for key, gradient in local.items():
-            sent = gradient.to(getattr(torch, self.part.keywords.get("communication_dtype", "float32")))
-            wide = sent.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
             own[key] = own[key] + wide if key in own else wide
         local.clear()
 
@@ -134,7 +131,7 @@ class PartReference:
         """One rank sets ``p.grad`` to None."""
         when = len(self.ways[rank])
         for key in keys:
-            seen = key not in self.local[rank] and (key in self.base or key in self.own[rank])
+            seen = key in self.base or key in self.own[rank]
             (self.dropped if seen else self.maybe_dropped)[rank].add((key, when))
             self.own[rank].pop(key, None)
             self.local[rank].pop(key, None)
@@ -154,17 +151,11 @@ class PartReference:
         same = all(dropped == self.dropped[0] for dropped in (*self.dropped, *self.maybe_dropped))
         return must and self.aligned, must or not self.aligned or (not same)
 
-    def finish(self, with_local: bool = True) -> None:
-        """Complete all gradients: what all ranks have dropped is gone, and what each has added is summed.
-
-        ``with_local``: what waits in ``p.grad`` to be reduced, too.
-        """
-        gone = {key for dropped in self.dropped for key, _ in dropped}
-        maybe = [{key for key, _ in dropped} for dropped in self.maybe_dropped]
-        gone |= {key for some in maybe for key in some if all(key in maybe[rank] for rank in self.sharers(key))}
-        for key in gone:
+    def finish(self) -> None:
+        """Complete all gradients: what all ranks have dropped is gone, and what each has added is summed."""
+        for key in {key for dropped in self.dropped for key, _ in dropped}:
             self.base.pop(key, None)
-        for rank in range(self.ranks) if with_local else ():
+        for rank in range(self.ranks):
             self._reduce(rank)
         for own in self.own:
             for key, gradient in own.items():

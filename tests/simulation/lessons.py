@@ -1,0 +1,135 @@
+"""Small trainings for the fault sweep: what each constructs, and the public calls that it makes with each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.simulation.outcome import Carrier
+
+BATCHES = 12  # more than any training comes to
+TRAIN = ("model(...)", "backward", "clip_grad_norm_", "step", "zero_grad")
+
+
+class WithModes(torch.optim.SGD):
+    """SGD whose parameters are doubled while they are evaluated."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.5)
+        for group in self.param_groups:
+            group["evaluates"] = False
+
+    def train(self) -> None:
+        """Have the parameters be those that are trained."""
+        self._switch(to=False, factor=0.5)
+
+    def eval(self) -> None:
+        """Have the parameters be those that are evaluated."""
+        self._switch(to=True, factor=2.0)
+
+    @torch.no_grad()
+    def _switch(self, to: bool, factor: float) -> None:
+        for group in self.param_groups:
+            if group["evaluates"] != to:
+                group["evaluates"] = to
+                for p in group["params"]:
+                    p.mul_(factor)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.05, eps=0.1),
+    "fused adam": lambda params: torch.optim.Adam(params, lr=0.05, eps=0.1, fused=True),
+    "with modes": lambda params: WithModes(params, lr=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One training.
+
+    Attributes:
+        calls: what is called with each batch.
+        optimizer: a name in ``OPTIMIZERS``.
+        options: keywords of ``LowLevelZeroOptimizer``.
+        carrier: what carries buffers.
+        first: what is called once, before the first checkpoint is saved.
+        half: parameters are fp16.
+        drops: with every other batch a rank leaves a layer out.
+    """
+
+    calls: Sequence[str] = TRAIN
+    optimizer: str = "sgd"
+    options: dict[str, Any] = field(default_factory=dict)
+    carrier: Carrier = "messages"
+    first: Sequence[str] = ()
+    half: bool = False
+    drops: bool = False
+
+
+STAGE_2 = {"partition_grad": True, "reduce_bucket_size": 12}
+
+LESSONS: dict[str, Lesson] = {
+    "stage 1": Lesson(),
+    "stage 2": Lesson(options=STAGE_2, carrier="memory", optimizer="adam"),
+    "stage 2 on a device": Lesson(options=STAGE_2, carrier="nccl"),
+    "overlapped gathers": Lesson(options={"overlap_allgather": True, **STAGE_2}, carrier="memory"),
+    "on the host": Lesson(options={"cpu_offload": True, **STAGE_2}, optimizer="adam"),
+    "fp16": Lesson(half=True, optimizer="fused adam", options={"initial_scale": 2.0**8}),
+    "layers dropped": Lesson(drops=True, options={"reduce_bucket_size": 12}),
+    "plain backwards": Lesson(
+        ("model(...)", "no_sync", "model(...)", "loss.backward()", "p.grad", "step", "zero_grad"), options=STAGE_2
+    ),
+    "edited slices": Lesson(
+        ("model(...)", "backward", "synchronize", "step after synchronize", "zero_grad"), carrier="memory"
+    ),
+    "looks": Lesson(
+        ("model(...)", "backward", "get_param_grad", "verify", "step", "get_grad_norm", "zero_grad"), options=STAGE_2
+    ),
+    "whole states": Lesson(
+        ("model(...)", "backward", "state_dict", "step", "zero_grad", "load_state_dict"), carrier="memory"
+    ),
+    "checkpoints": Lesson(("model(...)", "backward", "step", "zero_grad", "save_checkpoint", "load_checkpoint")),
+    "modes": Lesson(
+        ("train", "model(...)", "backward", "step", "zero_grad", "eval"),
+        optimizer="with modes",
+        options={"assume_elementwise": True},
+        carrier="memory",
+    ),
+    "one more group": Lesson(first=("add_param_group",), options={"overlap_allgather": True}),
+}
+
+
+class Model(nn.Module):
+    """Layers of which no two have the same size; the last one is frozen at first where a group is to be added."""
+
+    def __init__(self, lesson: Lesson, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.half = lesson.half
+        self.a, self.b, self.c = (_layer(3, size, generator, lesson.half) for size in (4, 2, 3))
+        self.register_buffer("shift", torch.randn(3, generator=generator))
+        if "add_param_group" in lesson.first:
+            self.c.requires_grad_(False)
+
+    def loss(self, lesson: Lesson, batch: int, rank: int) -> Tensor:
+        """Return the loss of one rank's batch."""
+        x = X[batch, rank].half() if self.half else X[batch, rank]
+        dropped = lesson.drops and batch % 2 == 1
+        used = [layer for at, layer in enumerate((self.a, self.b, self.c)) if not (dropped and at == rank)]
+        return torch.stack([layer(x).float().tanh().square().mean() for layer in used]).sum()
+
+
+def _layer(inputs: int, outputs: int, generator: torch.Generator, half: bool) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return layer.half() if half else layer
+
+
+X = torch.randn(BATCHES, 3, 2, 3, generator=torch.Generator().manual_seed(1))
