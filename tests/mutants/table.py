@@ -125,8 +125,9 @@ MUTANTS = [
     Mutant(
         "a stale presence map",
         REDUCER,
-        "present = self._unused.exchange_presence().wait().used",
-        "self._map = present = getattr(self, '_map', None) or self._unused.exchange_presence().wait().used",
+        "present = self._unused.exchange_presence().wait() if agreed.lacks else None",
+        "self._map = present = (getattr(self, '_map', None) or self._unused.exchange_presence().wait()) "
+        "if agreed.lacks else None",
         DROPS,
     ),
     Mutant(
@@ -248,8 +249,8 @@ MUTANTS = [
     Mutant(
         "micro-batches are summed in 16 bits",
         SUMS,
-        "sums = at_least_fp32(bucket.sums())",
-        "sums = bucket.sums()",
+        "sums = at_least_fp32(before)",
+        "sums = before",
         NUMBERS,
     ),
     # overflows
