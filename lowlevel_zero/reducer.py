@@ -13,7 +13,8 @@
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
   sync, before the step, on all ranks.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
-  discriminator) stay in ``p.grad``, as in plain torch, until this one's next sync, or ``zero_grad``.
+  discriminator) stay in ``p.grad``, as in plain torch, until this one's next sync, or ``zero_grad``; whatever reads or
+  edits ``p.grad`` until then has them reduced first.
 """
 
 from __future__ import annotations
@@ -215,7 +216,11 @@ class Reducer:
             record.drop_gradient(earlier and not of_this_sync and record.may_be_a_sum)
             return False
         running = StepState.in_backward
-        if not self._state.syncs or (running and running[-1] is not self._state):
+        of_another = bool(running) and running[-1] is not self._state
+        if not self._state.syncs or of_another:
+            if of_another and self._state.syncs and not (self.buckets.is_open or self._state in running):
+                self._keep_until_all_agree(record)
+                return False
             if self._state.phase is Phase.COMPLETE:
                 self._state.phase = Phase.COMING
             record.note_waiting()
@@ -282,7 +287,8 @@ class Reducer:
             return
         if self.buckets.is_open:
             self._close_sync()
-            self._state.raise_deferred()
+            if self._state.deferred is not None:
+                self._state.raise_deferred()
         elif self._keeps_some:
             self._show_kept()
 
@@ -470,7 +476,8 @@ class Reducer:
             self._drop_cleared()
             if self.buckets.is_open:
                 self._close_sync()
-            self._state.raise_deferred()
+            if self._state.deferred is not None:
+                self._state.raise_deferred()
         except Exception as error:  # of whatever kind: others would wait for the agreement
             call = call._replace(error=call.error or error)
         agreed = self._compare(call, self._leftovers() if with_leftovers else [])
