@@ -346,7 +346,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             with ExitStack() as ends:
                 for each in reversed(self.sharded_groups):
                     ends.callback(each.reducer.end, failed)
-        self.step_state.raise_deferred()
+        if self.step_state.deferred is not None:
+            self.step_state.raise_deferred()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

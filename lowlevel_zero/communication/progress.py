@@ -135,7 +135,8 @@ class Progress:
             LostRank: the process of another rank has ended.
             RuntimeError: the process group has been destroyed, or this process is a fork.
         """
-        self.check_process(kind)
+        if os.getpid() != self._process:
+            self.check_process(kind)
         _ = self._context.group
         serial = self.begun[kind]
         self.begun[kind] = serial + 1
@@ -160,7 +161,8 @@ class Progress:
             LostRank: the process of another rank has ended.
             RuntimeError: another rank hasn't come in time, and this one's call; or this process is a fork.
         """
-        self.check_process(collective)
+        if os.getpid() != self._process:
+            self.check_process(collective)
         if self._lost is not None:
             raise LostRank(str(self._lost))
         before, self.waits_for, self._thread = self.waits_for, collective, get_ident()

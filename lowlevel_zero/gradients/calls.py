@@ -50,7 +50,8 @@ class Calls:
             except WrittenOnSome as some:
                 self._guard.check_same_values(some, each.records, each.group)
                 each.reducer.finish(call._replace(written=()))
-        self._state.raise_deferred()
+        if self._state.deferred is not None:
+            self._state.raise_deferred()
         if self._state.phase is Phase.COMING:
             self._state.phase = Phase.COMPLETE
 
@@ -76,4 +77,5 @@ class Calls:
         with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
             for each in self._groups:
                 each.reducer.agree_on_syncs(Call(doing))
-        self._state.raise_deferred()
+        if self._state.deferred is not None:
+            self._state.raise_deferred()
