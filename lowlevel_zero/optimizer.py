@@ -386,7 +386,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 "run the last backward, and synchronize(), after the with block"
             )
         call, norm = self.calls.enter("synchronize"), self._new_norm()
-        with self.taking_part(norm.catch_up if self.scaler is not None else nullcontext):
+        with self.calls.taking_part(norm.catch_up if self.scaler is not None else nullcontext):
             self.calls.finish_gradients(call)
             unit = self.step_state.gradient_scale()
             if self.scaler is not None:
@@ -421,7 +421,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """
         MAX_NORM("max_norm", max_norm)
         call, norm = self.calls.enter("clip_grad_norm_"), self._new_norm()
-        with self.taking_part(norm.catch_up):
+        with self.calls.taking_part(norm.catch_up):
             self.calls.finish_gradients(call)
             state = self.step_state
             self._measure(norm, 1.0 if state.phase is Phase.SYNCHRONIZED else state.gradient_scale())
@@ -465,7 +465,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         call = self._enter_step()
         synchronized = self.step_state.phase is Phase.SYNCHRONIZED
         norm, self._stepper.left = self._new_norm(), None
-        with self.taking_part(partial(self._catch_up, norm), undefined=True):
+        with self.calls.taking_part(partial(self._catch_up, norm), undefined=True):
             last = None if self._norm is None or self._tells_norm or self._norm.is_lost else self._norm.value
             self._observer.step_begins(last)
             if synchronized or self._skips_synchronize:

@@ -147,6 +147,7 @@ class Progress:
             work = begin(*args)
         except RuntimeError as error:
             self._raise_if_lost(error, collective)
+            self.begun[kind] = serial
             raise
         on_device = bool(work.tensors) and not work.tensors[0].is_cpu
         if not on_device:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import Phase, StepState
-from ..communication.agreement import Call, WrittenOnSome
+from ..communication.agreement import Call, WrittenOnSome, is_raised_by_all, moment
 from ..communication.shard_group import ShardGroup
 from ..diagnostics.guards import Guard
 from ..sharded_group import ShardedGroup
@@ -79,3 +80,44 @@ class Calls:
                 each.reducer.agree_on_syncs(Call(doing))
         if self._state.deferred is not None:
             self._state.raise_deferred()
+
+    @contextmanager
+    def taking_part(self, catch_up: Callable[[], object], undefined: bool = False) -> Iterator[None]:
+        """Run a public call from its agreement on; where that fails on this rank, do what its peers wait for.
+
+        An agreement tells errors of before it to all ranks, which raise together, and nothing has changed. After it a
+        rank that fails takes part in what is left of the call's collectives with what it has, and raises its own error.
+        Its peers finish the call with numbers that aren't to be used. They hear of it in the next call that the ranks
+        agree on: it raises on all of them, and names the rank, its error and what to do:
+
+        - ``step`` (and gathers that overlap the next forward): parameters and states are undefined, on all ranks. Each
+          call that agrees raises until a checkpoint has been loaded, but ``zero_grad`` and those that load.
+        - ``backward``, and every other call within: gradients are lost. Each call that uses gradients raises until
+          ``zero_grad`` on all ranks; parameters and states are as after the last step.
+        - Calls that load, save, switch modes or add a group compare errors once more, in ``together``.
+
+        Args:
+            catch_up: starts what this rank hasn't started of the call's collectives, and finishes what it can.
+            undefined: the call changes parameters or states.
+        """
+        since, self._state.deferred, self._state.agreed = moment(), None, False
+        try:
+            yield
+        except BaseException as error:
+            if not self._state.agreed:
+                self._state.note_failure(error)
+            elif not is_raised_by_all(error, self._ranks, since):
+                self._state.lose(error, undefined)
+                with suppress(Exception):  # the first error counts
+                    if isinstance(error, Exception):
+                        catch_up()
+            raise
+
+    @contextmanager
+    def changing_gradients(self) -> Iterator[None]:
+        """Change gradients that are complete: where that fails on this rank, they are lost."""
+        try:
+            yield
+        except BaseException as error:
+            self._state.lose(error)
+            raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import Phase, StepState
 from ..communication.agreement import NORMS
+from ..communication.progress import GATHER
 from ..communication.shard_group import ShardGroup
 from ..sharded_group import ShardedGroup
 from ..state.values import Slice, whole_gradients, whole_slices
@@ -60,13 +62,14 @@ class OptimizerGradients:
                 "lowlevel_zero.clip_grad_norm_, which count all of them"
             )
         if not self._finished or self._known_at != self.versions or norm_type not in self._known:
-            self._calls.finish_gradients_for(NORMS)
-            if self._known_at != self.versions:
-                self._known.clear()
-                self._known_at = self.versions
             (group,) = self._groups
-            own = torch.stack(list(group.gradients.norms(norm_type, self._dtype)))
-            self._known[norm_type] = list(self._together(own, norm_type).unbind())
+            with self._gathering(self._group, lambda: self._together(self._zeros(len(group.records)), norm_type)):
+                self._calls.finish_gradients_for(NORMS)
+                if self._known_at != self.versions:
+                    self._known.clear()
+                    self._known_at = self.versions
+                own = torch.stack(list(group.gradients.norms(norm_type, self._dtype)))
+                self._known[norm_type] = list(self._together(own, norm_type).unbind())
         known = self._known[norm_type]
         return [known[record.index] for record in records]
 
@@ -81,22 +84,25 @@ class OptimizerGradients:
         """
         keeps_overflow = self._state.is_scaled
         for store, some in self._to_edit(edits, what):
-            for record, own in store.edited(some):
-                before = own.clone() if keeps_overflow else None
-                for edit in edits[record]:
-                    edit(own)
-                if before is not None:
-                    own.copy_(torch.where(before.isfinite(), own, before))
+            with self._calls.changing_gradients():
+                for record, own in store.edited(some):
+                    before = own.clone() if keeps_overflow else None
+                    for edit in edits[record]:
+                        edit(own)
+                    if before is not None:
+                        own.copy_(torch.where(before.isfinite(), own, before))
 
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor, what: str) -> None:
         """Multiply gradients by one number."""
         for store, some in self._to_edit(records, what):
-            store.multiply(some, factor)
+            with self._calls.changing_gradients():
+                store.multiply(some, factor)
 
     def zero(self, records: Sequence[ShardedParameter], what: str) -> None:
         """Make gradients zeros."""
         for store, some in self._to_edit(records, what):
-            store.zero(some)
+            with self._calls.changing_gradients():
+                store.zero(some)
 
     def _to_edit(
         self, records: Iterable[ShardedParameter], what: str
@@ -121,9 +127,11 @@ class OptimizerGradients:
 
         Every rank calls it, for the same parameter; ranks that read different ones raise. ``doing`` names the call.
         """
-        self._calls.finish_gradients_to_read(record, doing)
-        (whole,) = whole_gradients([record], self._group_of(record))
-        return None if whole is None else whole.to(record.p.dtype)
+        of_record = self._group_of(record)
+        with self._gathering(of_record.group, lambda: list(whole_gradients([record], of_record))):
+            self._calls.finish_gradients_to_read(record, doing)
+            (whole,) = whole_gradients([record], of_record)
+            return None if whole is None else whole.to(record.p.dtype)
 
     def own(self, record: ShardedParameter) -> Tensor:
         """Return a copy of this rank's slice, ``[s]``, averaged, unscaled, fp32 at least; zeros where there is none."""
@@ -150,14 +158,30 @@ class OptimizerGradients:
     def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
         """Return the norm of some parameters' gradients, experts' too: 0-d, fp32 at least. Every rank calls it."""
         self._check(norm_type)
-        self._calls.finish_gradients_for("lowlevel_zero.clip_grad_norm_")
-        wanted = set(records)
-        pieces = [torch.zeros((), dtype=self._dtype, device=self._groups[0].records[0].padded.device)]
-        for each in self._groups:
-            measured = zip(each.records, each.gradients.norms(norm_type, self._dtype), strict=True)
-            pieces += [norm for record, norm in measured if record in wanted]
-        own: Tensor = torch.linalg.vector_norm(torch.stack(pieces), norm_type)
-        return self._together(own.view(1), norm_type)[0]
+        with self._gathering(self._group, lambda: self._together(self._zeros(1), norm_type)):
+            self._calls.finish_gradients_for("lowlevel_zero.clip_grad_norm_")
+            wanted = set(records)
+            pieces = list(self._zeros(1))
+            for each in self._groups:
+                measured = zip(each.records, each.gradients.norms(norm_type, self._dtype), strict=True)
+                pieces += [norm for record, norm in measured if record in wanted]
+            own: Tensor = torch.linalg.vector_norm(torch.stack(pieces), norm_type)
+            return self._together(own.view(1), norm_type)[0]
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=self._dtype, device=self._groups[0].records[0].padded.device)
+
+    @contextmanager
+    def _gathering(self, group: ShardGroup, gather: Callable[[], object]) -> Iterator[None]:
+        """Take part in a call with one gather, which ``gather`` makes up for where this rank fails before it."""
+        begun = group.progress.begun[GATHER]
+
+        def catch_up() -> None:
+            if group.progress.begun[GATHER] == begun:
+                gather()
+
+        with self._calls.taking_part(catch_up):
+            yield
 
     @staticmethod
     def _check(norm_type: float) -> None:

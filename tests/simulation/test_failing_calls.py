@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_
 from tests.simulation.world import CARRIERS, Carrier, Fault, Outcome, SimulationEnded, simulate
 
 RANKS, STEPS, TRIES = 2, 2, 5
@@ -34,10 +34,13 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.backward(self.model(X[self.done][self.rank]).square().mean())
-        self.optimizer.clip_grad_norm_(0.1)
+        self.use_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
+
+    def use_gradients(self) -> None:
+        self.optimizer.clip_grad_norm_(0.1)
 
     def begin_anew(self) -> None:
         self.optimizer.zero_grad()
@@ -70,9 +73,21 @@ class Training:
         raise AssertionError("this rank didn't recover")
 
 
-def train(carrier: Carrier, fault: Fault | None = None, **options: Any) -> tuple[Outcome[Tensor], Told]:
+class Uses(Training):
+    """One that uses gradients as torch's functions do."""
+
+    def use_gradients(self) -> None:
+        first = next(self.model.parameters())
+        assert self.optimizer.get_param_grad(first) is not None
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        clip_grad_norm_(self.model.parameters(), 0.05)
+
+
+def train(
+    carrier: Carrier, fault: Fault | None = None, make: type[Training] = Training, **options: Any
+) -> tuple[Outcome[Tensor], Told]:
     told: Told = []
-    outcome = simulate(lambda rank: Training(rank, told, **options).run(), RANKS, 3, carrier, fault, count=True)
+    outcome = simulate(lambda rank: make(rank, told, **options).run(), RANKS, 3, carrier, fault, count=True)
     return outcome, told
 
 
@@ -90,19 +105,30 @@ WAYS: list[tuple[Carrier, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("carrier", "options"), WAYS, ids=str)
-def test_training_goes_on_wherever_an_operation_fails(carrier: Carrier, options: dict[str, Any]) -> None:
-    clean = train(carrier, **options)[0]
+def sweep(carrier: Carrier, make: type[Training], every: int, **options: Any) -> None:
+    """Fail every so manyth operation, one a run."""
+    clean = train(carrier, None, make, **options)[0]
     first, last = in_construction(carrier, **options), clean.operations[1]
-    for at in range(first + len(options), last, 9):
-        outcome, told = train(carrier, Fault(1, at), **options)
+    for at in range(first + len(options), last, every):
+        outcome, told = train(carrier, Fault(1, at), make, **options)
         own = f"injected fault in operation {at},"
         here = f"operation {at}: {outcome.tracebacks} {told}"
         assert (outcome.deadlock, outcome.mismatch, outcome.errors) == (None, None, {}), here
         assert any(rank == 1 and text.startswith(own) for rank, text in told), here
-        assert any(rank == 0 and own in text and "rank 1" in text for rank, text in told), here
+        cause = own if make is Training else "rank 1 to zero_grad"  # torch's own functions call several times
+        assert any(rank == 0 and "rank 1" in text and (own in text or cause in text) for rank, text in told), here
         for result in outcome.results.values():
             torch.testing.assert_close(result, clean.results[0], msg=here)
+
+
+@pytest.mark.parametrize(("carrier", "options"), WAYS, ids=str)
+def test_training_goes_on_wherever_an_operation_fails(carrier: Carrier, options: dict[str, Any]) -> None:
+    sweep(carrier, Training, 9, **options)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_training_goes_on_where_a_use_of_gradients_fails(carrier: Carrier) -> None:
+    sweep(carrier, Uses, 11, partition_grad=True)
 
 
 class FailingOnce(torch.optim.SGD):
