@@ -25,7 +25,7 @@ class Mistake(NamedTuple):
     Attributes:
         breaks: what goes wrong.
         changes: the texts that make it.
-        seed: the first one of ``make simulate`` that shows it; None: none of the first 2,000 does.
+        seed: the first one of ``make simulate`` that shows it; None: none has been found yet.
     """
 
     breaks: str
@@ -219,6 +219,7 @@ DRAWN = [
                 "self.rows, self.row, self.scale = None, row, None",
             ),
         ),
+        50,
     ),
     Mistake(
         "a bucket of another dtype than the buffer's is reduced where it lies",
@@ -254,6 +255,7 @@ DRAWN = [
                 "",
             ),
         ),
+        48,
     ),
     Mistake(
         "a gradient that its caller has given a slice after synchronize isn't stepped",
