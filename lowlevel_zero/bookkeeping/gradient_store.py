@@ -303,7 +303,8 @@ class GradientStore:
         Args:
             present: the presence map: by index, not 0 where some rank had a gradient.
         """
-        unknown = [record for record in self._records if not record.worked and record.index in self._bucket_of]
+        told = [record for record in self._records if record.shown is not None or record.index in self._bucket_of]
+        unknown = [record for record in told if not record.worked]
         for record in unknown:
             record.worked = present[record.index] != 0
         if unknown:

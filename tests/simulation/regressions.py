@@ -34,5 +34,12 @@ REGRESSIONS: dict[str, Program] = {
     "norms are taken on one rank first": _program(
         [*_both(BACKWARD), (Call("norm"), None), *_both(Call("torch's clip"), STEP)]
     ),
+    "ranks clip to different norms": _program(
+        [*_both(BACKWARD), (Call("clip", amount=0.25), Call("clip", amount=2.0)), *_both(STEP)]
+    ),
+    "one rank alone runs a backward, and a weight is used by none": _program(
+        [*_both(BACKWARD, STEP, ZERO), (None, BACKWARD), *_both(Call("synchronize"))],
+        Part((Weight(), Weight(), Weight()), ((0,), (1,))),
+    ),
     "a loss touches nothing on one rank": _program([(Call("plain"), Call("plain", drops=NOTHING)), *_both(STEP, ZERO)]),
 }
