@@ -417,10 +417,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
         What ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does for a plain optimizer; that
         function itself would see no gradients here. After ``synchronize`` the slices' ``.grad`` are clipped. Every
-        rank calls it.
+        rank calls it, with the same ``max_norm``.
         """
         MAX_NORM("max_norm", max_norm)
         call, norm = self.calls.enter("clip_grad_norm_"), self._new_norm()
+        call = call._replace(name=f"{call.name} to {max_norm}")
         with self.calls.taking_part(norm.catch_up):
             self.calls.finish_gradients(call)
             state = self.step_state

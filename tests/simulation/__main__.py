@@ -27,7 +27,7 @@ from tests.simulation.coverage_of_story import table
 from tests.simulation.draw import draw
 from tests.simulation.faults import points, sweep
 from tests.simulation.outcome import CARRIERS, Carrier
-from tests.simulation.run import Verdict, run
+from tests.simulation.run import Verdict, run, told
 from tests.simulation.shrink import shrink
 from tests.support.warm_up import warm_up
 
@@ -47,7 +47,7 @@ class Tally:
     hand_overs: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     refused: int = 0
-    failures: list[tuple[int, str]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.seeds += 1
@@ -58,7 +58,7 @@ class Tally:
         if verdict.injected:
             self.faults[verdict.injected] += 1
         if verdict.failure is not None:
-            self.failures.append((seed, told(verdict)))
+            self.failures.append(told(seed, shrunk(verdict)))
 
     def __iadd__(self, other: Tally) -> Tally:
         self.seeds += other.seeds
@@ -83,8 +83,8 @@ def _counted(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {number:,}" for name, number in counts.most_common())
 
 
-def told(verdict: Verdict) -> str:
-    """A failure, shrunk."""
+def shrunk(verdict: Verdict) -> Verdict:
+    """A smaller program that fails in the same way."""
     failure = verdict.failure
     assert failure is not None
 
@@ -92,8 +92,7 @@ def told(verdict: Verdict) -> str:
         other = run(program).failure  # type: ignore[arg-type]
         return other is not None and other.kind == failure.kind
 
-    program = shrink(verdict.program, fails_so)
-    return f"{program}\n{run(program).failure}"
+    return run(shrink(verdict.program, fails_so))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,7 +128,7 @@ def _replay(seed: int, carrier: Carrier | None) -> int:
     if verdict.failure is None:
         print("right")
         return 0
-    print(f"\n{verdict.failure}\n\nshrunk:\n{told(verdict)}")
+    print(f"\n{verdict.failure}\n\nshrunk, {told(seed, shrunk(verdict))}")
     return 1
 
 
@@ -164,9 +163,8 @@ def _collect(results: Any, running: int, seeds: int | None) -> Tally:
             if done is not None:
                 tally += done
                 progress.update(done.seeds)
-                for seed, text in done.failures:
-                    replay = f'make simulate ARGS="--seed {seed}"'
-                    tqdm.write(f"seed {seed} fails:\n{text}\nreplay it: {replay}\n", sys.stdout)
+                for text in done.failures:
+                    tqdm.write(text, sys.stdout)
     return tally
 
 

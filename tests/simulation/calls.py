@@ -13,10 +13,12 @@ class Kind(NamedTuple):
     Attributes:
         agreed: the name under which the ranks agree on it; None: a rank makes it by itself.
         quiet: it communicates only if something has changed since the last one.
+        completes: it reduces what still waits in ``p.grad``.
     """
 
     agreed: str | None = None
     quiet: bool = False
+    completes: bool = True
 
 
 BACKWARDS = ("backward", "plain", "no_sync", "plain in no_sync", "pass", "nan", "raising")
@@ -36,14 +38,14 @@ CALLS: dict[str, Kind] = {
     "torch's clip": Kind("take norms of p.grad", quiet=True),
     "norm": Kind("take norms of p.grad", quiet=True),
     **dict.fromkeys(EDITS, Kind("edit p.grad", quiet=True)),
-    "clone": Kind("get_param_grad"),
+    "clone": Kind("read p.grad"),
     "gradient": Kind("get_param_grad"),
-    "verify": Kind("verify"),
-    "reload": Kind("state_dict"),
-    "save": Kind("save a checkpoint to"),
+    "verify": Kind("verify", completes=False),
+    "reload": Kind("state_dict", completes=False),
+    "save": Kind("save a checkpoint to", completes=False),
     "load": Kind("load the checkpoint"),
     "load raising": Kind("load the checkpoint"),
-    "add group": Kind("add_param_group"),
+    "add group": Kind("add_param_group", completes=False),
     "synchronize": Kind("synchronize"),
     "construct": Kind("construct its LowLevelZeroOptimizer"),
     "together": Kind("look at gradients"),

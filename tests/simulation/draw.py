@@ -253,8 +253,11 @@ class Drawing:
             one, other = rows[at][rank], rows[at + 1][rank]
             return kind, self.put(self.put(rows, at, rank, other), at + 1, rank, one)
         if kind == "another call":
-            name = self.one_of("step", "zero_grad", "clip", "gradient", "synchronize")
-            return kind, self.put(rows, at, rank, self.call(name, of))
+            call = self.call(self.one_of("step", "zero_grad", "clip", "gradient", "synchronize"), of)
+            others = rows[at][rank]
+            if others is not None and others.name == call.name == "synchronize":  # its factor is the user's own
+                call = others
+            return kind, self.put(rows, at, rank, call)
         if kind == "swap":
             return "leave out", self.put(rows, at, rank, None)
         if kind == "load raising":

@@ -40,6 +40,8 @@ class PartReference:
         base: gradients that all ranks know of, summed over the ranks.
         own: by rank, what its backwards have added since, and reduce.
         local: by rank, what waits in ``p.grad`` to be reduced.
+        is_one_of_several: what its plain backwards leave waits in ``p.grad`` until the ranks agree.
+        edited_apart: some ranks alone have edited a gradient.
         norm: the last step's.
         is_coarse: its numbers are rounded to 16 bits, or follow from others that are.
     """
@@ -49,6 +51,7 @@ class PartReference:
         self.weights = self._whole(number)
         self.masters: dict[Key, nn.Parameter] = {}
         self.is_coarse = any(map(_is_coarse, program.parts if _passes_through(program) else [self.part]))
+        self.is_one_of_several = len(program.parts) > 1
         self.joined = False
         self.scale = net.SCALE if self.part.half else 1.0
         self.norm: Tensor | None = None
@@ -97,6 +100,7 @@ class PartReference:
         self.base = {}
         self.own: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
         self.local: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
+        self.edited_apart = False
         self.forget_drops()
 
     def forget_drops(self) -> None:
@@ -118,7 +122,8 @@ class PartReference:
     def _reduce(self, rank: int) -> None:
         own, local = self.own[rank], self.local[rank]
         for key, gradient in local.items():
-            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
+            sent = gradient.to(getattr(torch, self.part.keywords.get("communication_dtype", "float32")))
+            wide = sent.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
             own[key] = own[key] + wide if key in own else wide
         local.clear()
 
@@ -131,7 +136,8 @@ class PartReference:
         """One rank sets ``p.grad`` to None."""
         when = len(self.ways[rank])
         for key in keys:
-            seen = key in self.base or key in self.own[rank]
+            waits = key in self.local[rank] or (self.is_one_of_several and "plain" in self.ways[rank])
+            seen = not waits and (key in self.base or key in self.own[rank])
             (self.dropped if seen else self.maybe_dropped)[rank].add((key, when))
             self.own[rank].pop(key, None)
             self.local[rank].pop(key, None)
@@ -151,11 +157,17 @@ class PartReference:
         same = all(dropped == self.dropped[0] for dropped in (*self.dropped, *self.maybe_dropped))
         return must and self.aligned, must or not self.aligned or (not same)
 
-    def finish(self) -> None:
-        """Complete all gradients: what all ranks have dropped is gone, and what each has added is summed."""
-        for key in {key for dropped in self.dropped for key, _ in dropped}:
+    def finish(self, with_local: bool = True) -> None:
+        """Complete all gradients: what all ranks have dropped is gone, and what each has added is summed.
+
+        ``with_local``: what waits in ``p.grad`` to be reduced, too.
+        """
+        gone = {key for dropped in self.dropped for key, _ in dropped}
+        maybe = [{key for key, _ in dropped} for dropped in self.maybe_dropped]
+        gone |= {key for some in maybe for key in some if all(key in maybe[rank] for rank in self.sharers(key))}
+        for key in gone:
             self.base.pop(key, None)
-        for rank in range(self.ranks):
+        for rank in range(self.ranks) if with_local else ():
             self._reduce(rank)
         for own in self.own:
             for key, gradient in own.items():

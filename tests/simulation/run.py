@@ -76,6 +76,11 @@ def run(program: Program, count: bool = False) -> Verdict:
         return Verdict(program, outcome, failure)
 
 
+def told(seed: int, verdict: Verdict) -> str:
+    """The model, each rank's calls and the fault of a program that failed, why it failed, and how to see it again."""
+    return f'seed {seed} fails:\n{verdict.program}\n{verdict.failure}\nreplay it: make simulate ARGS="--seed {seed}"\n'
+
+
 def _folder(program: Program) -> AbstractContextManager[str]:
     """A folder for checkpoints, if any are saved."""
     saves = any(call is not None and call.name == "save" for row in program.rows for call in row)
