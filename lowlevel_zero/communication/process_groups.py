@@ -58,6 +58,7 @@ class GroupContext:
         pool: memory that all ranks see; or why there is none; None: nobody has asked.
         shard_groups: numbers those made of it, alike on all ranks.
         processes: of the default group: those of other ranks, by global rank.
+        is_alive: the process group hasn't been destroyed.
         writing: what a thread is writing over the side group; None: nothing, as far as anybody has asked.
     """
 
@@ -71,11 +72,7 @@ class GroupContext:
         self.shard_groups = count(1)
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process group hasn't been destroyed."""
-        return is_alive(self._group())
+        self.is_alive = True
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -97,6 +94,7 @@ class GroupContext:
 
         What is under way is finished first: peers may wait for it.
         """
+        self.is_alive = False
         deadline, leaving = monotonic() + _PATIENCE, Threads()
         for user in list(self.users):
             user.leave(leaving)

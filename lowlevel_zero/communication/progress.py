@@ -119,7 +119,7 @@ class Progress:
 
     def check_process(self, doing: object) -> None:
         """Raise ``RuntimeError`` in a fork of the process that joined the group, which is the rank."""
-        if self.is_forked:
+        if os.getpid() != self._process:
             raise RuntimeError(
                 f"{doing}: expected the process that constructed the optimizer ({self._process}), got a fork of it "
                 f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "
@@ -137,7 +137,8 @@ class Progress:
         """
         if os.getpid() != self._process:
             self.check_process(kind)
-        _ = self._context.group
+        if not self._context.is_alive:
+            _ = self._context.group  # raises
         serial = self.begun[kind]
         self.begun[kind] = serial + 1
         collective = Collective(kind, serial, self.step, self.micro_batch, about)

@@ -318,7 +318,7 @@ class ShardGroup:
         return agreed
 
     def _maximum(self, few: Tensor) -> Tensor:
-        return self._agreements().exchange(few, AGREED, MAXIMUM).wait()
+        return (self.context.agreements or self._agreements()).exchange(few, AGREED, MAXIMUM).wait()
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
         """Start the element-wise maximum over the ranks of a few bytes on the host.

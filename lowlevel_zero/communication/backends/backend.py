@@ -191,7 +191,7 @@ class HostBackend(Backend):
             reuses = into is None and self.size == 2 and not self.shares_memory
             room = next(iter(theirs.values())) if reuses else into
             rows = theirs | {self.rank: own}
-            return sum_rows([rows[rank] for rank in range(self.size)], room)
+            return sum_rows([*map(rows.__getitem__, range(self.size))], room)
 
         return self.trade(Trade(REDUCE, buffer.view(-1), sizes, sizes), add)
 
@@ -210,7 +210,7 @@ class HostBackend(Backend):
 
         def read(theirs: dict[int, Tensor]) -> T:
             parts = theirs | {self.rank: few.view(-1)}
-            return combine(torch.stack([parts[rank] for rank in range(self.size)]).view(self.size, *few.shape))
+            return combine(torch.stack([*map(parts.__getitem__, range(self.size))]).view(self.size, *few.shape))
 
         return self.trade(Trade(kind, few.view(-1), None, [few.numel()] * self.size), read)
 

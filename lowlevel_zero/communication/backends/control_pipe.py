@@ -83,7 +83,8 @@ class ControlPipe:
                 for at in range(_FINISHED):
                     finished[at] = peer.finished.popleft()
             record = _RECORD.pack(kind, self._rank, serial, offset, starts[rank] if starts else 0, *finished)
-            peer.write(record)
+            if not peer.pipe.write(record):
+                peer.write_late(record)
         return kind, serial
 
     def collect(self) -> None:
@@ -110,7 +111,7 @@ class ControlPipe:
         Raises:
             RuntimeError: a sender has ended, ``timeout`` seconds are over, or the process group ends.
         """
-        deadline = runtime().now() + timeout
+        deadline: float | None = None  # from the first look that was in vain
         while len(self._received.get(key, ())) < len(self.peers):
             with self._sleeping:  # one thread at a time: it takes in what others wait for, too
                 missing = self.peers.keys() - self._received.get(key, {}).keys()
@@ -123,8 +124,12 @@ class ControlPipe:
                     f"expected gradients or parameters of rank {min(missing.intersection(ended))}, whose process has "
                     "ended"
                 )
-            if missing and (self._threads.broken_off or runtime().now() > deadline):
-                raise RuntimeError(f"expected gradients or parameters of ranks {sorted(missing)} within {timeout:g} s")
+            if missing:
+                now = runtime().now()
+                deadline = now + timeout if deadline is None else deadline
+                if self._threads.broken_off or now > deadline:
+                    ranks = f"ranks {sorted(missing)}"
+                    raise RuntimeError(f"expected gradients or parameters of {ranks} within {timeout:g} s")
         return self._received.pop(key)
 
 
@@ -139,26 +144,26 @@ class PeerPipe:
 
     Attributes:
         process: as given.
+        pipe: the one that this process writes to.
         finished: offsets of its blocks that this process has finished with, and not told it.
     """
 
     def __init__(self, process: Process, descriptor: int, timeout: float, threads: Threads) -> None:
-        self._pipe = runtime().others_pipe(process, descriptor)
+        self.pipe = runtime().others_pipe(process, descriptor)
         self.process = process
         self.finished: deque[int] = deque()
         self._timeout = timeout
         self._threads = threads
         self._worker = runtime().worker("lowlevel_zero control pipe", threads)
 
-    def write(self, record: bytes) -> None:
-        """Write a record, or have a thread write it when there is room."""
-        if not self._pipe.write(record):
-            self._worker.submit(partial(self._write_late, record))
+    def write_late(self, record: bytes) -> None:
+        """Have a thread write a record when there is room."""
+        self._worker.submit(partial(self._write_late, record))
 
     def _write_late(self, record: bytes) -> None:
         """Write a record, for as long as the process lives and reads."""
         deadline = runtime().now() + self._timeout
-        while not self._pipe.write(record):
+        while not self.pipe.write(record):
             if self._threads.broken_off or runtime().now() > deadline or self.process.has_ended():
                 return
-            self._pipe.wait_for_room(_LATE)
+            self.pipe.wait_for_room(_LATE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from weakref import ref
 
 import torch
@@ -48,19 +48,13 @@ class SharedMemory(HostBackend):
         self._first_kind = KINDS * number
         self._handed_out: dict[int, Block] = {}
 
-    @property
-    def _memory(self) -> Memory:
-        memory = self._pool()
-        if memory is None:
-            raise RuntimeError("expected the shared memory of a process group, which has been destroyed")
-        return memory
-
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer in a block; each is handed to one reduction."""
         return self._in_block(self.size * row, dtype).view(self.size, row)
 
     def _in_block(self, numel: int, dtype: torch.dtype) -> Tensor:
-        block, packed = self._memory.take(numel, dtype)
+        memory = self._pool() or _refuse()
+        block, packed = memory.take(numel, dtype)
         self._handed_out[packed.data_ptr()] = block
         return packed
 
@@ -69,7 +63,7 @@ class SharedMemory(HostBackend):
 
         def add(theirs: dict[int, Tensor]) -> Tensor:
             theirs[self.rank] = buffer.view(-1)
-            return sum_rows([theirs[rank] for rank in range(self.size)]).view(buffer.shape)
+            return sum_rows([*map(theirs.__getitem__, range(self.size))]).view(buffer.shape)
 
         return self.trade(Trade(REDUCE, buffer.view(-1), None, [buffer.numel()] * self.size), add)
 
@@ -88,7 +82,8 @@ class SharedMemory(HostBackend):
 
     def held(self) -> list[Tensor]:
         """Blocks, in use or kept."""
-        return self._memory.held()
+        memory = self._pool() or _refuse()
+        return memory.held()
 
     def trim(self, for_good: bool = False) -> None:
         """Give back what idle blocks take, but for what the next step needs anyway."""
@@ -107,15 +102,16 @@ class SharedMemory(HostBackend):
 
         A buffer that doesn't lie in a block is copied into one.
         """
-        memory, own = self._memory, what.buffer
-        if own.data_ptr() not in self._handed_out:
-            own = self._in_block(len(own), own.dtype).copy_(own)
-        block = self._handed_out.pop(own.data_ptr())
+        memory, own = self._pool() or _refuse(), what.buffer
+        block = self._handed_out.pop(own.data_ptr(), None)
+        if block is None:
+            block, packed = memory.take(len(own), own.dtype)
+            own = packed.copy_(own)
         starts = [own.element_size() * before for before in accumulate(what.sizes, initial=0)] if what.sizes else ()
         key = memory.pipe.tell(self._first_kind + what.kind, block.offset, starts)
 
         def finish() -> T:
-            memory = self._memory
+            memory = self._pool() or _refuse()
             places = memory.pipe.receive(key, memory.timeout)
             parts = {}
             for of, theirs in memory.maps.items():
@@ -132,4 +128,13 @@ class SharedMemory(HostBackend):
                 for of, place in places.items():
                     memory.pipe.peers[of].finished.append(place.offset)
 
-        return Work(finish, lambda: self._memory.pipe.has(key), (what.buffer,))
+        def done() -> bool:
+            memory = self._pool() or _refuse()
+            return memory.pipe.has(key)
+
+        return Work(finish, done, (what.buffer,))
+
+
+def _refuse() -> NoReturn:
+    """Raise for memory that is needed after it has ended."""
+    raise RuntimeError("expected the shared memory of a process group, which has been destroyed")
