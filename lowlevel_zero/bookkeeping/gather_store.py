@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..communication.progress import About
+from ..communication.progress import About, Progress
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from ..partition import alignment_of
@@ -38,8 +38,10 @@ class Gather:
         pending: Work[None],
         streams: Streams,
         state: StepState,
+        progress: Progress,
         awaited: bool,
     ) -> None:
+        self._progress = progress
         self._streams = streams
         self._state = state
         self._written: Mark | None = None
@@ -53,13 +55,16 @@ class Gather:
         """Return when the rows are in place for the current stream; may be called again.
 
         A reader on another stream has to wait too: until the device has written them they stay awaited. An error is
-        raised once, and leaves parameters undefined.
+        raised once, and leaves parameters undefined. A fork of this process can't finish the gather: each read raises.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
                 self._write(pending)
             except BaseException as error:
+                if self._progress.is_forked:
+                    self._pending = pending
+                    raise
                 self._state.lose(error, undefined=True)
                 self.forget()
                 raise
@@ -123,7 +128,8 @@ class GatherStore:
             rows = [record.rows for record in records]
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
             pending = self._group.gather(own, rows, records[0].fp8, alignment, About(records))
-        self._under_way.append(Gather(records, pending, self._streams, self._state, awaited))
+        gather = Gather(records, pending, self._streams, self._state, self._group.progress, awaited)
+        self._under_way.append(gather)
         if not awaited and len(self._under_way) > IN_FLIGHT:
             self.finish(leave=IN_FLIGHT)
 
@@ -150,10 +156,11 @@ class GatherStore:
     def finish(self, leave: int = 0) -> None:
         """Return when everything is in place, but for the last ``leave`` gathers."""
         while len(self._under_way) > leave:
-            oldest = self._under_way.popleft()
+            oldest = self._under_way[0]
             oldest.finish_gather()
             if oldest.awaited:
                 oldest.forget()
+            self._under_way.popleft()
 
 
 def _one_by_one(tensors: list[Tensor]) -> None:

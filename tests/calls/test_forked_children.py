@@ -143,8 +143,8 @@ def test_a_parameter_that_is_being_gathered_is_not_read_in_the_child() -> None:
             optimizer.backward(loss_of(model, rank, 0))
             optimizer.step()
             if forks and rank == 0:
-                reads = {"a read": lambda model=model: model[0].weight.sum(), "finish": optimizer.finish_gathers}
-                told = in_child(reads)
+                reads = [lambda model=model: model[0].weight.sum(), optimizer.finish_gathers]
+                told = in_child({f"{at}": read for at, read in enumerate(2 * reads)})
             optimizer.zero_grad()
             ends.append([p.detach().clone() for p in model.parameters()])
         return told, all(map(torch.equal, *ends))
@@ -152,6 +152,7 @@ def test_a_parameter_that_is_being_gathered_is_not_read_in_the_child() -> None:
     (told, same), (_, others_same) = run_ranks(train, 2)
     assert same
     assert others_same
+    assert len(told) == 4
     for error in told.values():
         assert error.startswith("RuntimeError: gather (step 1): ")
         assert "0.weight" in error
