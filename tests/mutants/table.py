@@ -126,8 +126,7 @@ MUTANTS = [
         "a stale presence map",
         REDUCER,
         "present = self._unused.exchange_presence().wait() if agreed.lacks else None",
-        "self._map = present = (getattr(self, '_map', None) or self._unused.exchange_presence().wait()) "
-        "if agreed.lacks else None",
+        "present = agreed.lacks and vars(self).setdefault('_map', self._unused.exchange_presence().wait()) or None",
         DROPS,
     ),
     Mutant(
