@@ -91,7 +91,6 @@ class Progress:
         micro_batch: gradient syncs that have been closed in this step.
         begun: how many collectives of each kind have been begun.
         waits: how often the host has begun to wait.
-        waits_for: what the host waits for now; None: nothing.
         missing: who isn't there yet, in words, where a stall has been reported; else empty.
         left: this rank begins no more: nobody is to miss it.
         under_way: of each of the hosts' collectives that nobody has waited for yet, by kind and number, what does.
@@ -102,15 +101,19 @@ class Progress:
         self.micro_batch = 0
         self.waits = 0
         self.begun = dict.fromkeys(KINDS, 0)
-        self.waits_for: Collective | None = None
         self.missing = ""
         self.left = False
         self.under_way: dict[tuple[str, int], Callable[[], Any]] = {}
-        self._thread = get_ident()
+        self._waiting: list[tuple[Collective, int]] = []  # and the thread that waits, the latest last
         self._process = os.getpid()
         self._context = context
         self._queued: deque[Collective] = deque(maxlen=256)
         self._lost: LostRank | None = None
+
+    @property
+    def waits_for(self) -> Collective | None:
+        """The collective that the host waits for now, the latest of several threads; None: it waits for none."""
+        return next((collective for collective, _ in self._waiting[-1:]), None)
 
     @property
     def is_forked(self) -> bool:
@@ -167,7 +170,7 @@ class Progress:
             self.check_process(collective)
         if self._lost is not None:
             raise LostRank(str(self._lost))
-        before, self.waits_for, self._thread = self.waits_for, collective, get_ident()
+        self._waiting.append(waiting := (collective, get_ident()))
         self.waits += 1
         self.under_way.pop((collective.kind, collective.serial), None)
         try:
@@ -178,7 +181,7 @@ class Progress:
                 raise RuntimeError(self._in_vain(collective, error)) from error
             raise
         finally:
-            self.waits_for = before
+            self._waiting.remove(waiting)
             if on_device:
                 self._queued.append(collective)
 
@@ -204,10 +207,9 @@ class Progress:
         return list(self._queued)
 
     def __str__(self) -> str:
-        collective = self.waits_for
-        if collective is None:
-            return f"outside of the optimizer, after {self.step} steps"
-        return f"waits for the {collective}, in {called(sys._current_frames().get(self._thread))}"
+        for collective, thread in self._waiting[-1:]:
+            return f"waits for the {collective}, in {called(sys._current_frames().get(thread))}"
+        return f"outside of the optimizer, after {self.step} steps"
 
 
 def called(frame: FrameType | None) -> str:

@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import LowLevelZeroOptimizer, reducer
+from lowlevel_zero.communication.agreement import agree
 from lowlevel_zero.communication.progress import NORM, REDUCTION, About
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.communication.work import Work
 from lowlevel_zero.diagnostics.stall_report import watch
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_ranks
 
 TIMEOUT = 1.5  # after which a wait is reported: what isn't meant to stall takes less even on a busy machine
@@ -121,20 +123,49 @@ def test_all_that_wait_say_for_whom_and_for_what(stage: int) -> None:
 
 
 def test_a_reduction_is_named_by_bucket_and_parameters() -> None:
-    """One rank has many buckets under way, and waits in backward for one that the other hasn't sent."""
+    """The ranks have agreed on a call; then rank 1 stands still before it joins the backward that rank 0 alone ran."""
 
     def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
-        loss = model(torch.ones(2, 4)).sum()
-        if rank == 1:
+        def agree_and_stand_still(*arguments: Any, **keywords: Any) -> Any:
+            agreed = agree(*arguments, **keywords)
             reports.wait_for(1)
-        optimizer.backward(loss)
-        optimizer.backward(model(torch.ones(2, 4)).sum())  # begins when the reductions of the one before are over
+            return agreed
+
+        if rank == 0:
+            model(torch.ones(2, 4)).sum().backward()
+        else:
+            patch_rank(reducer, "agree", agree_and_stand_still)
         optimizer.zero_grad()
 
     (line,), late = run_stalled(2, stall, layers=12, partition_grad=True, reduce_bucket_size=32)
     assert late == []
     assert "for the reduction of bucket 0 (step 2, micro-batch 1): 11.bias, 11.weight, 10.bias, 10.weight." in line
     assert "rank 1 (outside of the optimizer, after 1 steps)" in line
+
+
+@pytest.mark.parametrize("carrier", ["shared memory", "messages"])
+def test_a_wait_that_a_backward_gave_up_is_over_with_its_collective(
+    carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's second backward goes on without rank 1; when rank 1 has come, rank 0 waits for nothing any more."""
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(carrier == "shared memory")))
+    monkeypatch.setattr(reducer, "_PATIENCE", 0.1)
+    ended = Reports()
+
+    def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
+        if rank == 1:
+            reports.wait_for(1)
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        train(model, optimizer)
+        assert str(optimizer.shard_group.progress) == "outside of the optimizer, after 2 steps"
+        ended.add()
+        ended.wait_for(2)
+
+    lines, late = run_stalled(2, stall, layers=12, partition_grad=True, reduce_bucket_size=32)
+    assert late == []
+    assert lines
+    for line in lines:
+        assert line.endswith("Not there yet: rank 1 (outside of the optimizer, after 1 steps)")
 
 
 def test_each_stall_is_reported_once() -> None:
