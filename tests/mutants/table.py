@@ -250,7 +250,7 @@ MUTANTS = [
         SUMS,
         "sums = at_least_fp32(before)",
         "sums = before",
-        NUMBERS,
+        "tests/numbers/test_reduction.py",
     ),
     # overflows
     Mutant(
@@ -346,7 +346,7 @@ MUTANTS = [
         GATHERS,
         "                record.version = record.p._version",
         "                record.version = -1",
-        "tests/numbers tests/communication/test_compression.py",
+        "tests/numbers/test_overlapped_gather.py",
     ),
     Mutant(
         "a loaded state is the first rank's slice",

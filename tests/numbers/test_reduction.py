@@ -127,3 +127,17 @@ def test_bad_options_are_refused(options: dict[str, Any], kind: str, message: st
     (error,) = run_ranks_expecting(construct, 1)
     assert error.type == kind
     assert message in error.message
+
+
+def test_micro_batches_in_16_bits_are_summed_in_fp32() -> None:
+    """In bf16 the sum of 512 and 2 is 512."""
+
+    def work(rank: int, world_size: int) -> float:
+        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD([weight], lr=1.0))
+        for gradient in (256.0, 1.0, 1.0):
+            optimizer.backward((weight * gradient).sum())
+        optimizer.synchronize()
+        return float(optimizer.optim.param_groups[0]["params"][0].grad[0])
+
+    assert run_ranks(work, 2) == [258.0, 258.0]
