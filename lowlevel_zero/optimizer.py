@@ -472,7 +472,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             if synchronized or self._skips_synchronize:
                 check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
             self.calls.finish_gradients(call)
-            self._guard.follow_edits()
+            if self._guard.edited:
+                self._guard.follow_edits()
             self._take_step(norm, 1.0 if synchronized else self.step_state.gradient_scale())
             self._norm = norm
             if synchronized:

@@ -161,10 +161,10 @@ class Reducer:
             by_itself: no other optimizer's backward runs within.
         """
         if self._state.syncs:
-            self._drop_cleared()
-            if self.buckets.is_open:
-                self._close_sync()
-            if self._shows_some:
+            if self._shows_some or self.buckets.is_open:
+                self._drop_cleared()
+                if self.buckets.is_open:
+                    self._close_sync()
                 self._gradients.take_out()
             self._by_itself = by_itself or self._state.is_alone
             self._starts_early = self._overlaps and (not self._in_order or (self._by_itself and self._number == 0))
@@ -362,7 +362,9 @@ class Reducer:
 
     def _start(self, close: bool = False) -> None:
         """Start the buckets that are complete, as far as the plan's order goes; ``close``: all that are left."""
-        while self.buckets.start_next(close):
+        waiting = self.buckets.waiting
+        while waiting and (close or not waiting[0].missing):
+            self.buckets.start_next()
             self._finish_some()
 
     def _leftovers(self) -> list[int]:
@@ -417,7 +419,7 @@ class Reducer:
     @property
     def _shows_some(self) -> bool:
         """Whether a sharded gradient may be in ``p.grad``."""
-        return self._keeps_some or bool(self.buckets.in_flight) or not self._gradients.is_empty
+        return self._keeps_some or bool(self.buckets.in_flight or self._gradients.buckets)
 
     def _drop_cleared(self) -> None:
         """Drop gradients whose ``p.grad`` was set to None since.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from operator import methodcaller
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -159,7 +160,7 @@ class StepGate:
 def steps_in_parts(optim: Optimizer) -> bool:
     """Whether stepping some parameters after others is one step of ``optim``: nobody counts or watches its steps."""
     watched = (
-        any(not isinstance(hook, StepGate) for hook in optim._optimizer_step_pre_hooks.values()),
+        set(map(type, optim._optimizer_step_pre_hooks.values())) - {StepGate},
         optim._optimizer_step_post_hooks,
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
@@ -232,7 +233,7 @@ class Stepper:
     def _parts(self) -> list[Part]:
         """The parts of the step under way that haven't started their gather."""
         if self.left is None:
-            self.left = deque(part for group in self._groups for part in self._parts_of(group))
+            self.left = deque(chain.from_iterable(map(self._parts_of, self._groups)))
         return list(self.left)
 
     def _gather(self, part: Part) -> None:

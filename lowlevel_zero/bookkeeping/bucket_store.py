@@ -222,6 +222,7 @@ class BucketStore:
         unexpected: those of them that weren't expected.
         repeats: parameters whose gradient may come more than once in a backward: their bucket waits for its end.
         lacked: a bucket of this sync left without one of its gradients.
+        waiting: buckets of the open sync that haven't started, in the plan's order.
         in_flight: buckets that are being reduced, the oldest first.
         is_open: a sync is.
         expected: what is expected in it; None: all, or nobody knows.
@@ -246,7 +247,7 @@ class BucketStore:
         """A sync begins, in which these are expected. Without ``plan`` ``follow`` comes."""
         self._buckets: list[Bucket] = []
         self._bucket_of: Sequence[int] | None = None
-        self._next = 0
+        self.waiting: deque[Bucket] = deque()
         self.expected = expected
         self.arrivals: dict[int, None] = {}
         self.unexpected: list[int] = []
@@ -259,6 +260,7 @@ class BucketStore:
         """Take these buckets, which wait for what is expected and hasn't come yet."""
         records = self._records
         self._buckets = [self._new_bucket(each, [records[at] for at in each.members]) for each in plan.buckets]
+        self.waiting = deque(self._buckets)
         self._bucket_of = plan.bucket_of
         if self.expected is None and not self.arrivals:
             return
@@ -286,7 +288,7 @@ class BucketStore:
         if self._bucket_of is None:
             return True
         position = self._bucket_of[index]  # -1: it has none
-        if position < self._next:
+        if position < 0 or self._buckets[position].state is not BucketState.FILLING:
             record.note_waiting()
             return False
         bucket = self._buckets[position]
@@ -295,13 +297,9 @@ class BucketStore:
 
     # ---- starting, in the plan's order ----
 
-    def start_next(self, close: bool = False) -> bool:
-        """Start the next bucket in the plan's order, if it is complete or on ``close``; return whether it did."""
-        if self._next == len(self._buckets):
-            return False
-        bucket = self._buckets[self._next]
-        if bucket.missing and not close:
-            return False
+    def start_next(self) -> None:
+        """Start the next bucket in the plan's order."""
+        bucket = self.waiting[0]
         try:
             self._start(bucket)
         except BaseException as error:
@@ -309,9 +307,8 @@ class BucketStore:
             self._state.defer(error)
         finally:
             if bucket.state is BucketState.REDUCING:
-                self._next += 1
+                self.waiting.popleft()
                 self.in_flight.append(bucket)
-        return True
 
     def lost_sum(self, bucket: Bucket) -> Tensor:
         """Zeros in place of the sum of a bucket, whose reduction has failed on this rank alone."""
@@ -329,6 +326,7 @@ class BucketStore:
     def put_off(self) -> None:
         """The sync is over without a bucket: what it carries isn't known yet."""
         self._buckets = []
+        self.waiting.clear()
         self.is_open = False
 
     def close(self) -> None:

@@ -187,7 +187,7 @@ def refuse_compiled(what: str) -> None:
     """Raise ``RuntimeError`` under compiled autograd, which would trace hooks with whatever they call, for ``what``."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     names = ("compiled_autograd_enabled", "compiled_autograd_enabled_count", "in_compiled_autograd_region")
-    if compiled is not None and any(getattr(compiled, name, False) for name in names):
+    if compiled is not None and any(map(vars(compiled).get, names)):
         raise RuntimeError(
             f"{what}: expected a backward that autograd runs, got one that compiled autograd compiles, with the hooks "
             "that reduce gradients: run it outside of torch.compile, or set "

@@ -30,6 +30,7 @@ class GradientStore:
         streams: beside home, sums are added to until the ranks agree on a step's. What goes there is kept until then.
 
     Attributes:
+        buckets: those with gradients, in the order in which their first reductions ended.
         version: goes up with each change of a gradient.
         taken_out: those whose sharded gradients a backward isn't to meet in ``p.grad``.
     """
@@ -43,7 +44,7 @@ class GradientStore:
         self._new_bucket = new_bucket
         self._state = state
         self._streams = streams
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self.taken_out: list[ShardedParameter] = []
         self.version = 0
@@ -66,7 +67,7 @@ class GradientStore:
             kept.empty.clear()
 
     def _enter(self, bucket: Bucket) -> None:
-        self._buckets.append(bucket)
+        self.buckets.append(bucket)
         self._bucket_of.update(dict.fromkeys(bucket.planned.members, bucket))
 
     def _merge(self, bucket: Bucket, total: Tensor, before: Sequence[Bucket | None]) -> None:
@@ -118,16 +119,16 @@ class GradientStore:
         Of what has been scaled, others' rows are let go: to multiply them too would take ``world_size`` times as long.
         """
         if self._state.phase is not Phase.SYNCHRONIZED:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 if bucket.scale is not None:
                     bucket.rows = None
                     bucket.hold(self._raw(bucket))
-        return list(self._buckets)
+        return list(self.buckets)
 
     @property
     def has_stepped(self) -> bool:
         """Whether gradients are here that a step has used."""
-        return BucketState.STEPPED in [bucket.state for bucket in self._buckets]
+        return BucketState.STEPPED in [bucket.state for bucket in self.buckets]
 
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
         """The bucket that ``g`` is a part of, or None: there is no ``g``."""
@@ -137,7 +138,7 @@ class GradientStore:
         """By index, the norm of this rank's slice of a gradient, averaged and unscaled, 0-d; 0 where there is none."""
         none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
         found: dict[int, Tensor] = {}
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             scale = 1.0 if self._state.phase is Phase.SYNCHRONIZED else self._scale(bucket)
             parts = list(bucket.split(bucket.fetch(bucket.row)))
             norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=dtype)) * scale
@@ -170,7 +171,7 @@ class GradientStore:
             bucket.empty.update(record.index for record in some)
         self._streams.keep(*found)
         self._forget_empty()
-        self._zero_sums({bucket: found[bucket] for bucket in self._buckets if bucket in found})
+        self._zero_sums({bucket: found[bucket] for bucket in self.buckets if bucket in found})
 
     def _zero_sums(self, found: Mapping[Bucket, Collection[ShardedParameter]]) -> None:
         """Make the sums of some parameters of each bucket zeros, on as many ranks as it has them of."""
@@ -183,8 +184,8 @@ class GradientStore:
             bucket.hold(sums)
 
     def _forget_empty(self) -> None:
-        self._buckets = [bucket for bucket in self._buckets if len(bucket.empty) < len(bucket.records)]
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.planned.members}
+        self.buckets = [bucket for bucket in self.buckets if len(bucket.empty) < len(bucket.records)]
+        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.planned.members}
 
     def _by_bucket(self, records: Iterable[ShardedParameter]) -> dict[Bucket, list[ShardedParameter]]:
         """Those that have a gradient, which is about to be changed, by bucket."""
@@ -223,11 +224,6 @@ class GradientStore:
 
     # ---- what stands for them in ``p.grad`` ----
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sum is kept."""
-        return not self._buckets
-
     def hide_cleared(self, in_flight: Collection[Bucket]) -> list[ShardedParameter]:
         """Hide gradients whose ``p.grad`` was set to None since, as by ``model.zero_grad()``.
 
@@ -236,10 +232,15 @@ class GradientStore:
         Returns:
             Those of which there is a sum, which is to be dropped, or one ``in_flight``.
         """
-        replaced = [record for record in self._records if record.p.grad is not record.shown]
         cleared = [
-            record for record in replaced if record.shown is not None and (record.p.grad is None or record.arrived)
+            record
+            for record in self._records
+            if record.p.grad is not record.shown
+            and record.shown is not None
+            and (record.p.grad is None or record.arrived)
         ]
+        if not cleared:
+            return []
         hide_gradients(cleared)
         retire_handles(cleared)
         held = self._bucket_of.keys() | {index for bucket in in_flight for index in bucket.planned.members}
@@ -275,9 +276,9 @@ class GradientStore:
     def collect_edited_grads(self) -> None:
         """Let ``g`` be what callers have made of each ``p32.grad``: edited, replaced, taken away or added."""
         added = [[record] for record in self._records if record.index not in self._bucket_of]
-        together = [*(bucket.records for bucket in self._buckets), *added]
+        together = [*(bucket.records for bucket in self.buckets), *added]
         self.version += 1
-        self._buckets.clear()
+        self.buckets.clear()
         self._bucket_of.clear()
         for records in together:
             left = {record: record.p32.grad for record in records if record.p32.grad is not None}
@@ -310,7 +311,7 @@ class GradientStore:
         if unknown:
             follow_edits(record for record in unknown if record.worked)
             hide_gradients(record for record in unknown if not record.worked)
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.empty = {record.index for record in bucket.records if not record.worked}
             self._forget_empty()
 
@@ -332,12 +333,12 @@ class GradientStore:
 
     def held(self) -> list[Tensor]:
         """The tensors of all sums."""
-        return [held for bucket in self._buckets for held in (bucket.rows, bucket.row) if held is not None]
+        return [held for bucket in self.buckets for held in (bucket.rows, bucket.row) if held is not None]
 
     def clear(self) -> None:
         """Forget all gradients, those in ``p.grad`` included."""
         self.version += 1
-        self._buckets.clear()
+        self.buckets.clear()
         self._bucket_of.clear()
         for record in self._records:
             record.arrived = False

@@ -51,7 +51,7 @@ class Settings:
         """Return the settings for step number ``step``, and ``others`` by name."""
         groups = self._optim.param_groups
         keys = [*others, *chain.from_iterable(groups)]
-        values = [*others.values(), *chain.from_iterable(group.values() for group in groups)]
+        values = [*others.values(), *chain.from_iterable(map(dict.values, groups))]
         if keys != self._keys:
             own = (_name(key, at) for at, group in enumerate(groups) for key in group)
             self._keys, self._names, self._values = keys, [*others, *own], [_NONE] * len(keys)

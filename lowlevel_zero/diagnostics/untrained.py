@@ -56,11 +56,14 @@ class Untrained:
         """Warn, if it is time to look after this number of ``steps``; ``lacked``: some of them lacked a gradient."""
         due = steps % _EVERY == 0 or steps & (steps - 1) == 0 or lacked > self._lacked
         self._lacked = lacked
-        if not due or self._model is None or not self._looks_for_all(self._model):
+        if not due or self._model is None:
             return
-        stores = [each.sharded_parameters for each in self._alive().values()]
-        suspects = [p for p in self._model.parameters() if p.requires_grad and p.grad is not None]
-        untrained = {p for p in suspects if all(store.find(p) is None for store in stores)}
+        alive = self._alive().values()
+        of_model = [each.sharded_parameters for each in alive if each.model is self._model]
+        if not of_model or of_model[0] is not self._parameters:  # the first one looks for all
+            return
+        trained = {record.p for each in alive for record in each.sharded_parameters.records}
+        untrained = {p for p in self._model.parameters() if p.requires_grad and p.grad is not None} - trained
         names = [name for p, name in own_names(self._model).items() if p in untrained] if untrained else []
         new = [name for name in names if name not in self._told]
         if new:
@@ -72,8 +75,3 @@ class Untrained:
                 listed(new),
                 self._rank,
             )
-
-    def _looks_for_all(self, model: nn.Module) -> bool:
-        """Return whether this is the first of the optimizers of ``model``, which looks for all of them."""
-        first = next((each for each in self._alive().values() if each.model is model), None)
-        return first is not None and first.sharded_parameters is self._parameters

@@ -59,7 +59,7 @@ MADE_ONCE = [
                 "        found = self._by_bucket(records)\n        for bucket, some in found.items():\n"
                 "            bucket.empty.update",
                 "        found = self._by_bucket(records)\n        if len(records) == len(self._bucket_of):\n"
-                "            self._buckets.clear()\n            self._bucket_of.clear()\n            return\n"
+                "            self.buckets.clear()\n            self._bucket_of.clear()\n            return\n"
                 "        for bucket, some in found.items():\n            bucket.empty.update",
             ),
             Change(
@@ -94,9 +94,10 @@ MADE_ONCE = [
                 BUCKETS,
                 "        except BaseException as error:\n            self._start(bucket)  # with zeros for what "
                 "was taken of its gradients: other ranks wait for it\n            self._state.defer(error)\n      "
-                "  finally:\n            if bucket.state is BucketState.REDUCING:\n                self._next += "
-                "1\n",
-                "        finally:\n            self._next += 1\n            if bucket.state is BucketState.REDUCING:\n",
+                "  finally:\n            if bucket.state is BucketState.REDUCING:\n                "
+                "self.waiting.popleft()\n",
+                "        finally:\n            self.waiting.popleft()\n            if bucket.state is "
+                "BucketState.REDUCING:\n",
             ),
         ),
     ),
@@ -250,7 +251,7 @@ DRAWN = [
         (
             Change(
                 SUMS,
-                "        self._bucket_of = {index: bucket for bucket in self._buckets for index in "
+                "        self._bucket_of = {index: bucket for bucket in self.buckets for index in "
                 "bucket.planned.members}\n",
                 "",
             ),

@@ -89,8 +89,8 @@ MUTANTS = [
     Mutant(
         "a rank starts buckets in another order",
         BUCKETS,
-        "bucket = self._buckets[self._next]\n",
-        "bucket = self._buckets[self._next if self._how.group.group_rank == 0 else -1 - self._next]\n",
+        "self.waiting = deque(self._buckets)\n",
+        "self.waiting = deque(self._buckets[:: 1 if self._how.group.group_rank == 0 else -1])\n",
         NUMBERS,
     ),
     Mutant(
@@ -286,7 +286,7 @@ MUTANTS = [
     Mutant(
         "old gradients are stepped again",
         SUMS,
-        "        self._buckets.clear()\n        self._bucket_of.clear()\n        for record in self._records:",
+        "        self.buckets.clear()\n        self._bucket_of.clear()\n        for record in self._records:",
         "        self._bucket_of.clear()\n        for record in self._records:",
         NUMBERS,
     ),
