@@ -169,9 +169,7 @@ class DeviceStreams(Streams):
         finally:
             self._keeping = None
             if kept:
-                end = self._api.Event()
-                end.record(self._beside)
-                self._kept.append((end, kept))
+                self._kept.append((self._recorded(self._beside), kept))
 
     def join(self) -> None:
         """The current stream waits, if there was anything, and home does."""
@@ -186,9 +184,13 @@ class DeviceStreams(Streams):
 
     def mark(self) -> Mark:
         """An event."""
+        return _DeviceMark(self, self._recorded(self.current()))
+
+    def _recorded(self, stream: Any) -> Any:
+        """Return an event that is over when what the stream has been given by now is."""
         event = self._api.Event()
-        event.record(self.current())
-        return _DeviceMark(self, event)
+        event.record(stream)
+        return event
 
     def current(self) -> Any:
         """The device's current stream, whichever device is the current one."""

@@ -193,10 +193,9 @@ def test_slices_are_multiples() -> None:
         model = Net()
         optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=0.1), slice_multiple=multiple)
         for p, place in zip(model.parameters(), optimizer.layout().parameters, strict=True):
-            least = -(-p.numel() // world_size)
-            assert place.slice_size == -(-least // multiple) * multiple
-            assert place.span(rank) == place.spans[rank]
-            assert optimizer.get_param_padding_size(p) == place.padding == place.slice_size * world_size - p.numel()
+            least, split = -(-p.numel() // world_size), place.split
+            assert split.slice_size == -(-least // multiple) * multiple
+            assert optimizer.get_param_padding_size(p) == split.padding == split.slice_size * world_size - p.numel()
         expected = trained_alone(lambda params: torch.optim.SGD(params, lr=0.1), 2)
         for value, exact in zip(train(model, optimizer, range(2)), expected, strict=True):
             assert torch.equal(value, exact)
