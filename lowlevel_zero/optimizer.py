@@ -468,10 +468,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         norm, self._stepper.left = self._new_norm(), None
         with self.calls.taking_part(partial(self._catch_up, norm), undefined=True):
             last = None if self._norm is None or self._tells_norm or self._norm.is_lost else self._norm.value
-            self._observer.step_begins(last)
             if synchronized or self._skips_synchronize:
                 check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
             self.calls.finish_gradients(call)
+            self._observer.step_begins(last)  # which may ask the other ranks, so they have to be in this call
             if self._guard.edited:
                 self._guard.follow_edits()
             self._take_step(norm, 1.0 if synchronized else self.step_state.gradient_scale())

@@ -41,5 +41,9 @@ REGRESSIONS: dict[str, Program] = {
         [*_both(BACKWARD, STEP, ZERO), (None, BACKWARD), *_both(Call("synchronize"))],
         Part((Weight(), Weight(), Weight()), ((0,), (1,))),
     ),
+    "ranks make different calls when the norm of the last step is to be judged": _program(
+        [*_both(Call("nan"), STEP, ZERO), (Call("synchronize"), STEP), *_both(ZERO)],
+        Part((Weight(), Weight()), ((0,), (1,)), options=(("overlap_allgather", True),)),
+    ),
     "a loss touches nothing on one rank": _program([(Call("plain"), Call("plain", drops=NOTHING)), *_both(STEP, ZERO)]),
 }
