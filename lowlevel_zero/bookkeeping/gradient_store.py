@@ -289,7 +289,16 @@ class GradientStore:
                 for record in left:
                     record.worked = True
                     record.p.grad = record.shown = record.handle
-                self._show(bucket, torch.cat([_without_padding(*each) for each in left.items()]))
+                self._show(bucket, self._joined(left))
+
+    def _joined(self, edited: Mapping[ShardedParameter, Tensor]) -> Tensor:
+        """Return ``edited`` gradients end to end; zeros where that fails, so that all ranks keep the same buckets."""
+        try:
+            return torch.cat([_without_padding(*each) for each in edited.items()])
+        except BaseException as error:
+            self._state.defer(error)
+            lead, *_ = edited
+            return lead.p32.new_zeros(sum(record.split.slice_size for record in edited))
 
     def release_grads(self) -> None:
         """Show gradients no longer."""

@@ -41,6 +41,12 @@ def test_trainings_go_on_wherever_an_operation_fails(name: str) -> None:
         assert not (found := problem(point)), f"{found}\nreplay: {point.replay}"
 
 
+def test_ranks_go_on_where_edited_gradients_cannot_be_taken_over() -> None:
+    """The step after ``synchronize`` has agreed, and copies what callers have made of gradients: operation 207."""
+    for at in range(204, 211):
+        assert not (found := problem(Point("edited slices", 0, at))), found
+
+
 # ---- what the sweep itself must see ----
 
 
