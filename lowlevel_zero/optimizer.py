@@ -480,8 +480,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 self._release_grads()
             self._end_step()
         self._observer.cleared()
-        first, *_ = self.sharded_groups
-        self._untrained.look(first.group.progress.step, any(each.reducer.has_lacked for each in self.sharded_groups))
+        lacked = True in [each.reducer.has_lacked for each in self.sharded_groups]
+        self._untrained.look(self.sharded_groups[0].group.progress.step, lacked)
         if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
             self._verify()
         return loss

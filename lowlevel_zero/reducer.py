@@ -308,13 +308,14 @@ class Reducer:
             named = None if reached is None else reached.union(self._leftovers())
             self._put_off.append(self._unused.announce_sync(named))
             return
-        self._finish_some(leave=0)
+        if self.buckets.in_flight:
+            self._finish_some(leave=0)
         self.buckets.open_sync(self.plan.whole if reached is None else None, reached)
         if reached is not None:
             self._announced = self._unused.announce_sync(reached.union(self._leftovers()))
         elif self._unused.detecting:
             self._unread.append(self._unused.announce_sync(None))
-        if not self._warned and self._gradients.has_stepped:
+        if not self._warned and self._gradients.buckets and self._gradients.has_stepped:
             self._warned = True
             _log.warning(
                 "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "
@@ -493,7 +494,8 @@ class Reducer:
         present = self._unused.exchange_presence().wait() if agreed.lacks else None
         while self.buckets.in_flight:
             self._finish_oldest()
-        self._streams.join()
+        if self._streams.several:
+            self._streams.join()
         self._keeps_some = False
         return present
 
@@ -503,16 +505,16 @@ class Reducer:
         Gradients that are left in ``p.grad`` take one more sync on this rank.
         """
         if call.name == "zero_grad":
-            lacks, cleared, edited = False, [], []
+            lacks, cleared, edited, written = False, [], [], []
         else:
             here = [record.worked or record.is_empty for record in self._records]
             for index in leftovers:
                 here[index] = True
             lacks = self._unused.lacked or False in here
             cleared = [text for _, text in sorted(self._dropped)]
+            written = [record.name for record in call.written if record.shard_group == self._number]
             edited = sorted(f"{what} ({times} times)" if times > 1 else what for what, times in self._edited.items())
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        written = [record.name for record in call.written if record.shard_group == self._number]
         syncs = self._group.progress.micro_batch + len(self._put_off) + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)
         agreed = agree(self._group, None, call.error, call.name, progress=progress, failed=self._state.failed)

@@ -211,9 +211,14 @@ class Stepper:
             scale: how what has been summed becomes gradients.
             norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
         """
+        parts, in_parts = self._parts(), steps_in_parts(self._optim)
         self._gate.is_open = True
         try:
-            self._step(self._parts(), scale, norm)
+            if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
+                self._leave_out(parts, scale)
+            elif parts:
+                with _fused(self._optim) if self._on_host else nullcontext():
+                    self._step_parts(parts, scale, norm, in_parts)
         finally:
             self._gate.is_open = False
         self._end(norm)
@@ -244,17 +249,14 @@ class Stepper:
         assert self.left is not None
         self.left.popleft()
 
-    def _step(self, parts: Sequence[Part], scale: Scale, norm: GlobalNorm | None) -> None:
-        in_parts = steps_in_parts(self._optim)
-        if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
-            for part in parts:  # kernels that don't scale gradients don't see to an overflow either
-                for bucket in part.buckets:  # what is kept is what ranks keep whose kernels do
+    def _leave_out(self, parts: Sequence[Part], scale: Scale) -> None:
+        """Leave a step out: kernels that don't scale gradients don't see to an overflow either."""
+        for part in parts:
+            for bucket in part.buckets:  # what is kept is what ranks keep whose kernels do
+                if bucket.rows is not None:
                     bucket.keep_own_row()
-                    bucket.state, bucket.scale = BucketState.STEPPED, scale.factor
-                self._gather(part)
-        elif parts:
-            with _fused(self._optim) if self._on_host else nullcontext():
-                self._step_parts(parts, scale, norm, in_parts)
+                bucket.state, bucket.scale = BucketState.STEPPED, scale.factor
+            self._gather(part)
 
     def _step_parts(self, parts: Sequence[Part], scale: Scale, norm: GlobalNorm | None, in_parts: bool) -> None:
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it.
@@ -301,7 +303,8 @@ class Stepper:
         """
         if norm is not None:
             norm.add(bucket.measured)
-        bucket.keep_own_row()
+        if bucket.rows is not None:
+            bucket.keep_own_row()
         row = bucket.to_step()
         bucket.state = BucketState.STEPPED
         dtype = bucket.records[0].p32.dtype

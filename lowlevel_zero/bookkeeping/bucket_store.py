@@ -138,7 +138,8 @@ class Bucket:
         work = self.work
         del self.work  # and what it keeps alive
         total = work.wait()
-        streams.keep(work, total)
+        if streams.several:
+            streams.keep(work, total)
         return (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
 
     # ---- what it leaves ----
@@ -149,10 +150,9 @@ class Bucket:
         self.state = BucketState.REDUCED
 
     def keep_own_row(self) -> None:
-        """Let others' rows go, and the memory that this rank's shares with them."""
-        if self.rows is not None:
-            self.rows = None
-            self.row = self.row.clone()
+        """Let others' rows go, where they are kept, and the memory that this rank's shares with them."""
+        self.rows = None
+        self.row = self.row.clone()
 
     def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""

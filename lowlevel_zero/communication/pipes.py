@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from weakref import finalize
 
 from .processes import Process
@@ -17,6 +19,7 @@ class OwnPipe:
 
     Attributes:
         descriptor: by which its peers find it.
+        read: returns what has come, of which at most so many bytes; raises ``BlockingIOError``: nothing has.
     """
 
     def __init__(self) -> None:
@@ -28,12 +31,7 @@ class OwnPipe:
             fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)
-
-    def read(self, most: int) -> bytes:
-        """What has come, of which at most so many bytes; empty: nothing."""
-        with suppress(BlockingIOError):
-            return os.read(self.descriptor, most)
-        return b""
+        self.read: Callable[[int], bytes] = partial(os.read, self.descriptor)
 
     def wait(self, milliseconds: float) -> bool:
         """Wait until something comes; whether it has."""
@@ -46,6 +44,9 @@ class OthersPipe:
     Args:
         process: the other one.
         descriptor: of the pipe, in that process.
+
+    Attributes:
+        write: writes all of a record; raises ``BlockingIOError``: there was no room, and nothing has been written.
     """
 
     def __init__(self, process: Process, descriptor: int) -> None:
@@ -53,13 +54,7 @@ class OthersPipe:
         path = f"/proc/{process.number}/fd/{descriptor}"
         self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         close_with(self, self.descriptor)
-
-    def write(self, record: bytes) -> bool:
-        """Write all of a record, or nothing; whether there was room."""
-        with suppress(BlockingIOError):
-            os.write(self.descriptor, record)
-            return True
-        return False
+        self.write: Callable[[bytes], object] = partial(os.write, self.descriptor)
 
     def wait_for_room(self, milliseconds: float) -> None:
         """Return when there may be some."""

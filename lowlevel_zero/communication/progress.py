@@ -92,6 +92,7 @@ class Progress:
         begun: how many collectives of each kind have been begun.
         waits: how often the host has begun to wait.
         missing: who isn't there yet, in words, where a stall has been reported; else empty.
+        process: the number of the process that joined the group.
         left: this rank begins no more: nobody is to miss it.
         under_way: of each of the hosts' collectives that nobody has waited for yet, by kind and number, what does.
     """
@@ -105,7 +106,7 @@ class Progress:
         self.left = False
         self.under_way: dict[tuple[str, int], Callable[[], Any]] = {}
         self._waiting: list[tuple[Collective, int]] = []  # and the thread that waits, the latest last
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._context = context
         self._queued: deque[Collective] = deque(maxlen=256)
         self._lost: LostRank | None = None
@@ -118,13 +119,13 @@ class Progress:
     @property
     def is_forked(self) -> bool:
         """Whether this is a fork of the process that joined the group."""
-        return os.getpid() != self._process
+        return os.getpid() != self.process
 
     def check_process(self, doing: object) -> None:
         """Raise ``RuntimeError`` in a fork of the process that joined the group, which is the rank."""
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise RuntimeError(
-                f"{doing}: expected the process that constructed the optimizer ({self._process}), got a fork of it "
+                f"{doing}: expected the process that constructed the optimizer ({self.process}), got a fork of it "
                 f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "
                 "process group of its own"
             )
@@ -138,7 +139,7 @@ class Progress:
             LostRank: the process of another rank has ended.
             RuntimeError: the process group has been destroyed, or this process is a fork.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             self.check_process(kind)
         if not self._context.is_alive:
             _ = self._context.group  # raises
@@ -166,7 +167,7 @@ class Progress:
             LostRank: the process of another rank has ended.
             RuntimeError: another rank hasn't come in time, and this one's call; or this process is a fork.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             self.check_process(collective)
         if self._lost is not None:
             raise LostRank(str(self._lost))

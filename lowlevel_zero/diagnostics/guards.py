@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from operator import is_
@@ -57,7 +58,7 @@ class Guard:
                 f"{call}: expected it outside of torch.inference_mode, whose tensors can't be updated later, got it "
                 "within: use torch.no_grad where gradients aren't wanted"
             )
-        if self._streams.captures():
+        if self._streams.several and self._streams.captures():
             raise RuntimeError(
                 f"{call}: expected it outside of a CUDA graph's capture, got it within: hosts have their part in it, "
                 "which a graph doesn't replay: capture the model's forward and backward, as "
@@ -66,7 +67,9 @@ class Guard:
 
     def refuse_in_backward(self, call: str) -> None:
         """Raise ``RuntimeError`` for a ``call`` within a backward, or in a fork of this process."""
-        self._parameters.shard_groups[0].progress.check_process(call)
+        progress = self._parameters.shard_groups[0].progress
+        if os.getpid() != progress.process:
+            progress.check_process(call)
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{call}: expected it outside of backward, got it within one: don't call it in a hook or a "
@@ -82,7 +85,8 @@ class Guard:
         """Return the error that keeps this rank, and maybe no other, from stepping its parameters; None: none does."""
         self.edited = []
         try:
-            self.refuse_unfrozen()
+            if self._parameters.frozen:
+                self.refuse_unfrozen()
             self._refuse_regrouped()
             self._look_at_parameters()
         except RuntimeError as error:

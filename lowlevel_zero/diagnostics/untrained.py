@@ -64,8 +64,9 @@ class Untrained:
             return
         trained = {record.p for each in alive for record in each.sharded_parameters.records}
         untrained = {p for p in self._model.parameters() if p.requires_grad and p.grad is not None} - trained
-        names = [name for p, name in own_names(self._model).items() if p in untrained] if untrained else []
-        new = [name for name in names if name not in self._told]
+        if not untrained:
+            return
+        new = [name for p, name in own_names(self._model).items() if p in untrained and name not in self._told]
         if new:
             self._told.update(new)
             _log.warning(

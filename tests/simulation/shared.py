@@ -56,7 +56,7 @@ class SimulatedPipe(OwnPipe):
         self.coming: dict[int, deque[bytes]] = {}
         self._due = False
 
-    def read(self, most: int) -> bytes:
+    def read(self, most: int) -> bytes:  # type: ignore[override]
         """Some of what is on its way, of each peer's what is older first; something, after a wait for it.
 
         All of it where no rank runs: who looks around in the end draws nothing.
@@ -99,10 +99,9 @@ class SimulatedOthersPipe(OthersPipe):
         self._network, self._rank = network, rank
         self._coming = network.pipes[descriptor].coming
 
-    def write(self, record: bytes) -> bool:
+    def write(self, record: bytes) -> None:  # type: ignore[override]
         """Put a record on its way."""
         if self._rank not in self._network.dead:
             self._coming.setdefault(self._rank, deque()).append(record)
             self._network.log.append(record)
             self._network.scheduler.may_pause()
-        return True

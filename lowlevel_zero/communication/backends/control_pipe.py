@@ -83,13 +83,15 @@ class ControlPipe:
                 for at in range(_FINISHED):
                     finished[at] = peer.finished.popleft()
             record = _RECORD.pack(kind, self._rank, serial, offset, starts[rank] if starts else 0, *finished)
-            if not peer.pipe.write(record):
+            try:
+                peer.pipe.write(record)
+            except BlockingIOError:
                 peer.write_late(record)
         return kind, serial
 
     def collect(self) -> None:
         """Take in what has come."""
-        with self._lock:
+        with self._lock, suppress(BlockingIOError):
             while records := self._own.read(_MOST):
                 for kind, sender, serial, offset, start, *finished in _RECORD.iter_unpack(records):
                     for block in filter(None, finished):
@@ -163,7 +165,10 @@ class PeerPipe:
     def _write_late(self, record: bytes) -> None:
         """Write a record, for as long as the process lives and reads."""
         deadline = runtime().now() + self._timeout
-        while not self.pipe.write(record):
+        while True:
+            with suppress(BlockingIOError):
+                self.pipe.write(record)
+                return
             if self._threads.broken_off or runtime().now() > deadline or self.process.has_ended():
                 return
             self.pipe.wait_for_room(_LATE)
