@@ -61,7 +61,7 @@ UNDEFINED = (
     "of it ({}), and they are undefined: load a checkpoint on every rank, of the model and of the optimizer"
 )
 # Seconds that a backward waits for other ranks, which may be waiting for this one in another call.
-_PATIENCE = 5.0
+_PATIENCE = 1.0
 # Calls that may be made with undefined parameters.
 _RECOVERIES = ("zero_grad", "load_state_dict")
 

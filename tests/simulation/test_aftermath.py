@@ -17,7 +17,7 @@ from tests.simulation.faults import Point, points, problem
 from tests.simulation.lessons import LESSONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "when-something-goes-wrong.md").read_text()
-EVERY = 97  # of the operations one fails here; ``make simulate`` draws among all of them
+EVERY = 197  # of the operations one fails here; ``make simulate`` draws among all of them
 
 
 def test_the_table_of_the_page_has_these_rows() -> None:
