@@ -185,8 +185,10 @@ class Reducer:
         elif self._state.syncs and self.buckets.is_open:
             self._close_sync()
             self._unused.lacked |= self.buckets.lacked and not failed
-        elif self._gradients.taken_out:
+        else:
             self._gradients.put_back()
+            if self._put_off and self._state.syncs:
+                self._show_kept()
 
     @staticmethod
     def gradient_ready(reducer: ReferenceType[Reducer], record: ShardedParameter, _: Tensor) -> None:
@@ -304,7 +306,9 @@ class Reducer:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
         self._state.phase = Phase.COMING
-        if self._put_off:  # all ranks run their syncs in one order
+        # All ranks run their syncs in one order. Where optimizers share a communicator, a sync that is to hear of
+        # others runs when all agree: to wait for them here would have no end, and to give up would change the order.
+        if self._put_off or (reached is not None and self._in_order and not self._state.is_alone):
             named = None if reached is None else reached.union(self._leftovers())
             self._put_off.append(self._unused.announce_sync(named))
             return
@@ -397,8 +401,8 @@ class Reducer:
         """Wait a while for what other ranks may not begin before all agree on a call; return whether it is there.
 
         They may have come to another call than a backward, and wait for this rank there. Once a wait was in vain there
-        are no more until the ranks have agreed. But where several optimizers share a communicator on a device, all
-        ranks run their syncs in the order of calls, so none can be left for later.
+        are no more until the ranks have agreed. Where several optimizers share a communicator on a device, it is the
+        device that waits.
         """
         if work.done() or (self._in_order and not self._state.is_alone):
             return True

@@ -45,5 +45,14 @@ REGRESSIONS: dict[str, Program] = {
         [*_both(Call("nan"), STEP, ZERO), (Call("synchronize"), STEP), *_both(ZERO)],
         Part((Weight(), Weight()), ((0,), (1,)), options=(("overlap_allgather", True),)),
     ),
+    "one of two optimizers that detect unused parameters runs a backward on one rank alone": _program(
+        [
+            *_both(*(Call(name, of=of, drops=1) for of in (0, 1) for name in ("backward", "step"))),
+            (Call("backward", of=1), None),
+            *_both(BACKWARD, STEP, Call("step", of=1)),
+        ],
+        TWO_LAYERS,
+        TWO_LAYERS,
+    ),
     "a loss touches nothing on one rank": _program([(Call("plain"), Call("plain", drops=NOTHING)), *_both(STEP, ZERO)]),
 }
