@@ -326,7 +326,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         refuse_compiled("backward")
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
-        self._guard.refuse_unfrozen()
+        if self.sharded_parameters.frozen:
+            self._guard.refuse_unfrozen()
         if self.step_state.syncs and self.step_state.phase is Phase.SYNCHRONIZED:
             refuse(self.shard_group, "run a backward")
         failed, self.step_state.deferred = True, None

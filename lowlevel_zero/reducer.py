@@ -346,7 +346,8 @@ class Reducer:
                 self._put_off_sync(self._announced)
                 return
             self._read_announced(self._announced)
-        self._start(close=True)
+        if self.buckets.waiting:
+            self._start(close=True)
         self.buckets.close()
         if self._gradients.taken_out:
             self._gradients.put_back()
