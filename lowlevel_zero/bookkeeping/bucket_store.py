@@ -259,7 +259,7 @@ class BucketStore:
     def follow(self, plan: BucketPlan) -> None:
         """Take these buckets, which wait for what is expected and hasn't come yet."""
         records = self._records
-        self._buckets = [self._new_bucket(each, [records[at] for at in each.members]) for each in plan.buckets]
+        self._buckets = [self._new_bucket(each, [*map(records.__getitem__, each.members)]) for each in plan.buckets]
         self.waiting = deque(self._buckets)
         self._bucket_of = plan.bucket_of
         if self.expected is None and not self.arrivals:

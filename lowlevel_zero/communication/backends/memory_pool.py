@@ -103,26 +103,26 @@ class Memory:
         nbytes = numel * dtype.itemsize
         nbytes = max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
         with self._lock:
-            block = self._free(nbytes)
-            if block is None or block.nbytes != nbytes or not block.resident:
-                self.pipe.collect()  # peers may have finished with a better one
-                block = self._free(nbytes) or self._new(nbytes)
-            if not block.resident:
-                self._populate(block)
+            for block in self._blocks:
+                if block.nbytes == nbytes and block.resident and not block.readers:
+                    break
+            else:
+                block = self._best(nbytes)
             block.readers.update(self._everybody)
         tensor = torch.frombuffer(self.map, dtype=dtype, count=max(numel, 1), offset=block.offset)
         return block, tensor if numel else tensor[:0]
 
-    def _free(self, nbytes: int) -> Block | None:
-        """One of just that size, else the best that is large enough."""
-        best: Block | None = None
-        for block in self._blocks:
-            fits = block.nbytes == nbytes or block.nbytes > nbytes > _PAGE  # a few numbers shall not keep a large one
-            if fits and not block.readers:
-                if block.nbytes == nbytes and block.resident:
-                    return block
-                if best is None or (best.resident, -best.nbytes) < (block.resident, -block.nbytes):
-                    best = block
+    def _best(self, nbytes: int) -> Block:
+        """Return a free block with memory: the smallest one that is large enough, or a new one."""
+        self.pipe.collect()  # peers may have finished with one of just that size
+        fitting = [
+            block
+            for block in self._blocks  # a few numbers shall not keep a large one
+            if not block.readers and (block.nbytes == nbytes or block.nbytes > nbytes > _PAGE)
+        ]
+        best = max(fitting, key=lambda block: (block.resident, -block.nbytes)) if fitting else self._new(nbytes)
+        if not best.resident:
+            self._populate(best)
         return best
 
     def trim(self, keep: int = 0) -> None:
