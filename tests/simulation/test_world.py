@@ -60,6 +60,18 @@ def test_a_seed_replays_exactly_and_another_is_another() -> None:
     assert traces[0] == traces[1] != traces[2]
 
 
+def test_memory_that_nobody_has_written_holds_no_number_that_could_be_right() -> None:
+    def look(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        few = torch.full((64,), 7)
+        del few  # whose memory the next may get
+        return torch.empty(64, dtype=torch.int64), torch.ones(3).new_empty(64), torch.empty_like(torch.ones(64))
+
+    for sizes, *numbers in simulate(look, 2, 0).results.values():
+        assert sizes.eq(torch.iinfo(torch.int64).max).all()
+        assert all(each.isnan().all() for each in numbers)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_rank_that_waits_for_ever_is_a_deadlock_told_with_all_stacks() -> None:
     def meet_alone(rank: int) -> None:
         if rank == 0:

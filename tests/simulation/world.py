@@ -237,6 +237,8 @@ def _one_process_for_all() -> Iterator[None]:
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _PROCESS_WIDE]
     kept.append((streams, "of_host", streams.of_host))
     before, generator, collects = seam.runtime(), torch.get_rng_state(), gc.isenabled()
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty makes, with NaN or the largest
     register(lambda: _networks[-1])
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     gc.disable()
@@ -253,6 +255,7 @@ def _one_process_for_all() -> Iterator[None]:
             setattr(owner, name, value)
         seam.install(before)
         torch.set_rng_state(generator)
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         gc.collect()
         if collects:
             gc.enable()
