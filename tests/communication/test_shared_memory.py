@@ -176,7 +176,7 @@ def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
             if serial % 200 == 0:
                 own.collect()
         for serial in range(count):
-            assert own.receive((count, serial), timeout=10) == {1: (1, serial), 2: (2, serial)}
+            assert own.receive((count, serial), timeout=10) == {1: (1, serial, 0), 2: (2, serial, 0)}
 
 
 def test_any_number_of_blocks_may_be_finished_with_at_a_time() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.simulation.world import CARRIERS, Carrier, simulate
 
 RANKS = 2
@@ -150,3 +151,14 @@ def test_a_rank_that_is_late_changes_no_numbers(carrier: Carrier, late: int) -> 
     assert (slow.deadlock, slow.errors, prompt.errors) == (None, {}, {}), slow.tracebacks
     for rank, weights in slow.results.items():
         torch.testing.assert_close(weights, prompt.results[rank])
+
+
+def test_numbers_of_a_call_of_another_length_are_not_read() -> None:
+    def tell_some(rank: int) -> list[int]:
+        group = ShardGroup()
+        group.connect()
+        return group.all_reduce_max([1, 2, 3][: 1 + 2 * rank])
+
+    errors = simulate(tell_some, 2, 0, "memory").errors
+    assert "expected 8 bytes from rank 1, as many as it gets, got 24 bytes of another call" in str(errors[0])
+    assert "expected 24 bytes from rank 0, as many as it gets, got 8 bytes of another call" in str(errors[1])

@@ -25,9 +25,10 @@ from typing import NamedTuple, TypeAlias
 from ..processes import Process
 from ..runtime import Threads, runtime
 
-# A collective's kind and serial, the sender, offset and start; and offsets of finished blocks, 0 where there are fewer.
+# A collective's kind, the sender, the serial, offset, start and bytes; and offsets of finished blocks, 0 where there
+# are fewer.
 _FINISHED = 12
-_RECORD = struct.Struct(f"=iiqqq{_FINISHED}q")
+_RECORD = struct.Struct(f"=iiqqqq{_FINISHED}q")
 _MOST = 512 * _RECORD.size  # bytes that are read at a time
 _DOZE, _LATE = 10, 1000  # milliseconds
 
@@ -36,10 +37,15 @@ Key: TypeAlias = tuple[int, int]
 
 
 class BlockPart(NamedTuple):
-    """Where a rank's part of a collective lies in its memory: in a block, from so many bytes on."""
+    """Where a rank's part of a collective lies in its memory: in a block, from ``start`` bytes on.
+
+    Attributes:
+        nbytes: of all that the rank has for the others.
+    """
 
     offset: int
     start: int
+    nbytes: int
 
 
 class ControlPipe:
@@ -66,7 +72,7 @@ class ControlPipe:
         self._received: dict[Key, dict[int, BlockPart]] = {}
         self._lock, self._sleeping = runtime().lock(), runtime().lock()
 
-    def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = ()) -> Key:
+    def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = (), nbytes: int = 0) -> Key:
         """Tell all peers of the next collective of a kind, and which of their blocks are finished with.
 
         What a pipe has no room for goes later; records may overtake each other.
@@ -75,6 +81,7 @@ class ControlPipe:
             kind: 0: there is no collective.
             offset: of the block that holds this rank's part.
             starts: by rank, from which byte on it is for that one; empty: all is for all.
+            nbytes: of what this rank has for all.
         """
         serial = next(self._serials[kind])
         for rank, peer in self.peers.items():
@@ -82,7 +89,8 @@ class ControlPipe:
             with suppress(IndexError):  # one by one: another thread may be telling, too
                 for at in range(_FINISHED):
                     finished[at] = peer.finished.popleft()
-            record = _RECORD.pack(kind, self._rank, serial, offset, starts[rank] if starts else 0, *finished)
+            start = starts[rank] if starts else 0
+            record = _RECORD.pack(kind, self._rank, serial, offset, start, nbytes, *finished)
             try:
                 peer.pipe.write(record)
             except BlockingIOError:
@@ -93,11 +101,11 @@ class ControlPipe:
         """Take in what has come."""
         with self._lock, suppress(BlockingIOError):
             while records := self._own.read(_MOST):
-                for kind, sender, serial, offset, start, *finished in _RECORD.iter_unpack(records):
+                for kind, sender, serial, offset, start, nbytes, *finished in _RECORD.iter_unpack(records):
                     for block in filter(None, finished):
                         self._readers[block].discard(sender)
                     if kind:
-                        self._received.setdefault((kind, serial), {})[sender] = BlockPart(offset, start)
+                        self._received.setdefault((kind, serial), {})[sender] = BlockPart(offset, start, nbytes)
                 if len(records) < _MOST:
                     return
 

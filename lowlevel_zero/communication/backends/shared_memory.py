@@ -108,17 +108,19 @@ class SharedMemory(HostBackend):
             block, packed = memory.take(len(own), own.dtype)
             own = packed.copy_(own)
         starts = [own.element_size() * before for before in accumulate(what.sizes, initial=0)] if what.sizes else ()
-        key = memory.pipe.tell(self._first_kind + what.kind, block.offset, starts)
+        key = memory.pipe.tell(self._first_kind + what.kind, block.offset, starts, own.nbytes)
 
         def finish() -> T:
             memory = self._pool() or _refuse()
             places = memory.pipe.receive(key, memory.timeout)
             parts = {}
-            for of, theirs in memory.maps.items():
-                if what.coming[of]:
-                    offset = places[of].offset + places[of].start
-                    parts[of] = torch.frombuffer(theirs, dtype=own.dtype, count=what.coming[of], offset=offset)
             try:
+                for of, theirs in memory.maps.items():
+                    if what.sizes is None and places[of].nbytes != own.nbytes:
+                        raise RuntimeError(_of_another_call(of, own.nbytes, places[of].nbytes))
+                    if what.coming[of]:
+                        offset = places[of].offset + places[of].start
+                        parts[of] = torch.frombuffer(theirs, dtype=own.dtype, count=what.coming[of], offset=offset)
                 if what.into is not None:
                     for of, part in parts.items():
                         what.into[of].copy_(part)
@@ -138,3 +140,11 @@ class SharedMemory(HostBackend):
 def _refuse() -> NoReturn:
     """Raise for memory that is needed after it has ended."""
     raise RuntimeError("expected the shared memory of a process group, which has been destroyed")
+
+
+def _of_another_call(rank: int, expected: int, got: int) -> str:
+    """Return the message for a peer whose numbers aren't as many as this rank's."""
+    return (
+        f"expected {expected} bytes from rank {rank}, as many as it gets, got {got} bytes of another call: "
+        "let every rank make the same calls in the same order"
+    )
