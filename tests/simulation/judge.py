@@ -219,6 +219,8 @@ class Judge:
                 must.append(r"p\.grad to be set to None|expected the same call")
         if part.edited_apart and name != "zero_grad" and not CALLS[name].quiet:
             must.append("same edits of p.grad")
+            if drops_may:  # which is told first
+                must.append(r"p\.grad to be set to None")
         may |= drops_may or part.edited_apart
         if name in ("step", "closure", "synchronize"):
             if part.rates_differ():
