@@ -15,7 +15,7 @@ from .bookkeeping.checks import check_group, check_optimizer, check_parameters
 from .bookkeeping.module_names import own_names, parameter_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharding import Sharding, convert
-from .communication.agreement import agree_apart, together
+from .communication.agreement import CONSTRUCT, Alike, agree, agree_apart, together
 from .communication.shard_group import ShardGroup
 from .diagnostics.debug_checks import checked
 from .diagnostics.settings import described
@@ -27,6 +27,11 @@ from .sharded_group import ShardedGroup
 _log = logging.getLogger("lowlevel_zero")
 
 ADD_GROUP = "add a param group"
+
+_BACKWARDS = Alike(
+    "the same backwards before another optimizer is constructed",
+    "run them alike on all ranks, or construct it after the step of those that are there",
+)
 
 
 # ---- an optimizer and its parameters are taken in: checked on each rank, before anything changes ----
@@ -74,6 +79,12 @@ def add_group(
     if len(numbers) > 1:
         agree_apart(parameters.shard_groups, lines[1:], ADD_GROUP)
     return names
+
+
+def agree_on_reductions(group: ShardGroup, device: torch.device) -> None:
+    """Raise on all ranks where one alone has begun reductions on a device, which those of construction would meet."""
+    if group.has_others and not group.on_gloo(device):
+        agree(group, [f"{group.context.reductions} reductions begun"], None, CONSTRUCT, _BACKWARDS)
 
 
 def connected(groups: Sequence[ShardGroup], options: ZeroOptions) -> list[ShardGroup]:

@@ -24,6 +24,7 @@ from .communication.grid import Ranks, check_hybrid, shard_group
 from .construction import (
     ADD_GROUP,
     add_group,
+    agree_on_reductions,
     check,
     connected,
     describe,
@@ -177,6 +178,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
             agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
             agreed += assignment.in_common(names, self.options)
+        agree_on_reductions(self.shard_group, next(iter(names)).device)
         # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
         self.options = replace(self.options, verbose=bool(self.shard_group.all_reduce_max([verbose])[0]))
         groups = connected(make_groups(self.shard_group, assignment.groups, lines[1:]), self.options)

@@ -58,6 +58,7 @@ class GroupContext:
         pool: memory that all ranks see; or why there is none; None: nobody has asked.
         shard_groups: numbers those made of it, alike on all ranks.
         processes: of the default group: those of other ranks, by global rank.
+        reductions: how many have been begun over it.
         is_alive: the process group hasn't been destroyed.
         writing: what a thread is writing over the side group; None: nothing, as far as anybody has asked.
     """
@@ -70,6 +71,7 @@ class GroupContext:
         self.agreements: HostBackend | None = None
         self.pool: Memory | str | None = None
         self.shard_groups = count(1)
+        self.reductions = 0
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None
         self.is_alive = True

@@ -224,6 +224,7 @@ class ShardGroup:
         row = buffer.shape[1]
         self._rows["reduce"] += encoded_size(row) if fp8 else row * buffer.element_size()
         backend = self.backend(buffer.device, fp8)
+        self.context.reductions += 1
         return self.progress.start(REDUCTION, about, (buffer,), backend.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
@@ -231,6 +232,7 @@ class ShardGroup:
         row = buffer.shape[1]
         self._rows["reduce"] += 2 * (encoded_size(row) if fp8 else row * buffer.element_size())
         backend = self.backend(buffer.device, fp8)
+        self.context.reductions += 1
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:

@@ -54,5 +54,8 @@ REGRESSIONS: dict[str, Program] = {
         TWO_LAYERS,
         TWO_LAYERS,
     ),
+    "another optimizer is constructed after a backward on one rank alone": _program(
+        [*_both(BACKWARD, STEP, ZERO), (BACKWARD, None), *_both(Call("construct"), STEP, ZERO)]
+    ),
     "a loss touches nothing on one rank": _program([(Call("plain"), Call("plain", drops=NOTHING)), *_both(STEP, ZERO)]),
 }
