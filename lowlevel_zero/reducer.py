@@ -220,7 +220,8 @@ class Reducer:
         running = StepState.in_backward
         of_another = bool(running) and running[-1] is not self._state
         if not self._state.syncs or of_another:
-            if of_another and self._state.syncs and not (self.buckets.is_open or self._state in running):
+            may_sync = of_another and self._state.syncs and self._state.phase is not Phase.SYNCHRONIZED
+            if may_sync and not (self.buckets.is_open or self._state in running):
                 self._keep_until_all_agree(record)
                 return False
             if self._state.phase is Phase.COMPLETE:
