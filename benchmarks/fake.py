@@ -19,6 +19,7 @@ _COLLECTIVES = (
     "all_gather",
     "all_gather_object",
     "all_to_all_single",
+    "reduce",
     "reduce_scatter",
     "all_gather_into_tensor",
     "all_gather_single",

@@ -36,7 +36,7 @@ FLAT = (
     "ddp-bf16 ddp-powersgd zro fsdp2 deepspeed-1 deepspeed-2 colossalai-1 colossalai-2 "
     "ours-1 ours-2 ours-1-overlap ours-2-overlap ours-2-bf16 ours-2-fp8 ours-2-drop floor"
 )
-LEVELS = "ours-2 ours-2-levels ours-2-hybrid"
+LEVELS = "ours-2 ours-2-hybrid"
 
 
 def main(arguments: list[str] | None = None) -> None:

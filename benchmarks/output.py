@@ -1,14 +1,13 @@
-"""What every benchmark leaves behind: a table on the terminal, JSON, and a picture where matplotlib is there."""
+"""The output of every benchmark: a table on the terminal, JSON, and a picture if matplotlib is installed."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from lowlevel_zero.planning.pictures import figure_in
 
 from .machine import is_dirty
 
@@ -45,9 +44,12 @@ def publish(path: Path, content: Mapping[str, Any], table: str, draw: Draw | Non
 
 def _picture(path: Path, content: Mapping[str, Any], draw: Draw) -> None:
     try:
-        with figure_in(path, 8, 5) as figure:
-            draw(figure, content)
-            title = ", ".join(f"{name} {value}" for name, value in content["run"].items())
-            figure.suptitle(title, fontsize=9, wrap=True)
+        plotting = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as missing:
-        print(missing, file=sys.stderr)
+        print(f"no picture, which needs {missing.name}: pip install matplotlib", file=sys.stderr)
+        return
+    figure = plotting.Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    draw(figure, content)
+    title = ", ".join(f"{name} {value}" for name, value in content["run"].items())
+    figure.suptitle(title, fontsize=9, wrap=True)
+    figure.savefig(path)

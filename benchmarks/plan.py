@@ -87,5 +87,6 @@ PARTS = (
         Part(f"hosts-{name}", "hosts", link, "--size tiny --rounds 1 --steps 1 --warm-up 2 --patience 0")
         for name, link in LINKS.items()
     ),
+    Part("checkpoints", "checkpoints", "--rounds 5", "--layers 2 --width 64 --rounds 1"),
     Part("cuda", "cuda", "", "--device cpu --size tiny --world-sizes 1 8 --copied 1000000 --steps 1"),
 )

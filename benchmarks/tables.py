@@ -138,6 +138,29 @@ def cuda(content: dict[str, Any]) -> Table:
     return Table(["", "ranks", *names, *memory], cells)
 
 
+def checkpoints(content: dict[str, Any]) -> Table:
+    """Saving and loading beside FSDP2."""
+    titles = [
+        "",
+        "seconds of computing",
+        "to FSDP2",
+        "seconds",
+        "to FSDP2",
+        "MB read",
+        "MB of memory",
+        "the same, FSDP2",
+    ]
+    return Table(titles, [_operation(name, of) for name, of in content["operations"].items()])
+
+
+def _operation(name: str, of: dict[str, dict[str, float]]) -> list[str]:
+    ours, other = of["ours"], of["fsdp2"]
+    computed, took = (f"{ours[kind] / other[kind]:.2f}" for kind in ("cpu", "wall"))
+    read = f"{ours['read'] / 1e6:.0f} of {other['read'] / 1e6:.0f}"
+    memory = [f"{each['memory'] / 1e6:.0f}" for each in (ours, other)]
+    return [name, f"{ours['cpu']:.2f}", computed, f"{ours['wall']:.2f}", took, read, *memory]
+
+
 # By the first word of a result's name.
 TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
     "step": steps,
@@ -147,4 +170,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
     "collectives": collectives,
     "cuda": cuda,
     "hosts": hosts,
+    "checkpoints": checkpoints,
 }

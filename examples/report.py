@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from lowlevel_zero.layout.text import aligned, in_bytes
 from lowlevel_zero.planning import estimate
-from lowlevel_zero.planning.pictures import figure_in
 from options import Options
 
 PROMPT, SAMPLE_BYTES, TEMPERATURE = b"def ", 240, 0.8
@@ -104,12 +104,13 @@ The loss curve is in {options.out / "loss.png"}""", flush=True)  # fmt: skip
 
 def draw(history: History, levels: dict[str, float], path: Path) -> None:
     """The losses over the steps, and those of the n-gram models as levels to fall below."""
-    with figure_in(path, 8, 5) as figure:
-        axes = figure.add_subplot()
-        for name, loss in levels.items():
-            axes.axhline(loss, color=GREY, linewidth=1, linestyle="--")
-            axes.text(len(history.train), loss, f"{name} {loss:.2f}", ha="right", va="bottom", color=GREY)
-        axes.plot(range(1, len(history.train) + 1), history.train, color=BLUE, linewidth=0.8, label="training")
-        axes.plot(*zip(*history.validation, strict=True), "o-", color=ORANGE, label="validation")
-        axes.set(xlabel="optimizer steps", ylabel="loss, nats a byte", ylim=(0, None))
-        axes.legend(frameon=False, loc="lower left")
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for name, loss in levels.items():
+        axes.axhline(loss, color=GREY, linewidth=1, linestyle="--")
+        axes.text(len(history.train), loss, f"{name} {loss:.2f}", ha="right", va="bottom", color=GREY)
+    axes.plot(range(1, len(history.train) + 1), history.train, color=BLUE, linewidth=0.8, label="training")
+    axes.plot(*zip(*history.validation, strict=True), "o-", color=ORANGE, label="validation")
+    axes.set(xlabel="optimizer steps", ylabel="loss, nats a byte", ylim=(0, None))
+    axes.legend(frameon=False, loc="lower left")
+    figure.savefig(path)

@@ -13,6 +13,7 @@ import random
 import sysconfig
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import report
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint
+from lowlevel_zero.layout import memory_held
 from options import DTYPES, Options, join, parse, run_of
 
 # ---- the model ----
@@ -112,9 +114,7 @@ class Training:
             {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
         ]
         adamw = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
-        self.optimizer = LowLevelZeroOptimizer(
-            adamw, model=self.model, partition_grad=options.stage == 2, clip_grad_norm=options.clip
-        )
+        self.optimizer = LowLevelZeroOptimizer(adamw, self.model, stage=options.stage, clip_grad_norm=options.clip)
         self.schedule = LambdaLR(self.optimizer, lambda step: learning_rate(step, options.steps))
         self.history = report.History()
         self.losses: list[Tensor] = []  # of the steps that the history lacks: reading them would wait for the device
@@ -131,7 +131,7 @@ class Training:
                 self.optimizer.step()
                 self.schedule.step()
                 if due(step, options.steps, 100):
-                    held = self.optimizer.memory_held()
+                    held = asdict(memory_held(self.optimizer))
                     history.held = {owner: max(size, history.held.get(owner, 0)) for owner, size in held.items()}
                     bar.set_postfix_str(f"loss {self.losses[-1]:.3f}, norm {self.optimizer.get_grad_norm():.2f}", False)
                 self.optimizer.zero_grad()

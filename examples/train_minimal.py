@@ -18,7 +18,7 @@ device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is
 torch.manual_seed(0)
 
 model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
-optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model=model, partition_grad=True)
+optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model, stage=2)
 
 newest = latest("run", group=dist.group.WORLD)
 first = 0 if newest is None else load_checkpoint(newest, model, optimizer)["step"]

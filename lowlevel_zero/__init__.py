@@ -3,8 +3,13 @@
 from .clipping import clip_grad_norm_, clip_grad_value_
 from .deepspeed.config import options_from_deepspeed
 from .optimizer import LowLevelZeroOptimizer
+from .options import Communication, Diagnostics, LossScale
+from .start_line import set_level as _set_level
 
 __all__ = [
+    "Communication",
+    "Diagnostics",
+    "LossScale",
     "LowLevelZeroOptimizer",
     "__version__",
     "clip_grad_norm_",
@@ -13,3 +18,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_set_level()

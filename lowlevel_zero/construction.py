@@ -1,11 +1,11 @@
-"""Construction: what must hold beforehand, on this rank and between ranks; then slices are taken."""
+"""Construction: checks on this rank, agreement between ranks, and then slices."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,14 @@ from .bookkeeping.module_names import own_names, parameter_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharding import Sharding, convert
 from .communication.agreement import CONSTRUCT, Alike, agree, agree_apart, together
+from .communication.grid import shard_group
 from .communication.shard_group import ShardGroup
-from .diagnostics.debug_checks import checked
 from .diagnostics.settings import described
-from .optim.elementwise import check_steps_slices
+from .diagnostics.stall_report import seconds_of, watch
+from .experts.assignment import Assignment, assign, make_groups
 from .optim.quantised import slice_multiple
+from .optim.splits import check_and_choose
 from .options import ZeroOptions
-from .sharded_group import ShardedGroup
-
-_log = logging.getLogger("lowlevel_zero")
 
 ADD_GROUP = "add a param group"
 
@@ -34,17 +33,64 @@ _BACKWARDS = Alike(
 )
 
 
-# ---- an optimizer and its parameters are taken in: checked on each rank, before anything changes ----
+# ---- checks on each rank, before anything changes ----
 
 
-def check(optimizer: Optimizer, model: nn.Module | None, group: ShardGroup, options: ZeroOptions) -> dict[Tensor, str]:
-    """Return the names of the parameters in all groups; raise for one that can't be sharded over ``group``'s ranks."""
+def mapping_and_model(pg_to_param_list: Any, model: nn.Module | None) -> tuple[Any, nn.Module | None]:
+    """Return the mapping and the model: a module in the mapping's place is the model, unless ``model`` is given too."""
+    if model is None and isinstance(pg_to_param_list, nn.Module):
+        return None, pg_to_param_list
+    return pg_to_param_list, model
+
+
+def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> ShardGroup:
+    """Return the data-parallel ranks as a shard group that is watched for stalls.
+
+    The ranks can only agree over it, so the options that it needs haven't been checked yet: bad ones count as defaults.
+    """
+    patience = seconds_of(diagnostics)
+    group = shard_group(ranks, extra, getattr(communication, "hybrid_shard", False), patience)
+    watch(group, patience)
+    return group
+
+
+class Checked(NamedTuple):
+    """The facts of an optimizer that has been found fit to be sharded, on this rank.
+
+    Attributes:
+        names: of the parameters in all groups.
+        splits: of the param groups.
+        assignment: which shard group has which parameter.
+        lines: for each shard group, the lines that its ranks must have in common.
+    """
+
+    names: dict[Tensor, str]
+    splits: list[str]
+    assignment: Assignment
+    lines: list[list[str]]
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that are to be trained."""
+        return [p for p in self.names if p.requires_grad]
+
+
+def check(
+    optimizer: Optimizer, model: nn.Module | None, assigned: Any, group: ShardGroup, options: ZeroOptions
+) -> Checked:
+    """Return what there is to shard; raise for a parameter that can't be sharded over ``group``'s ranks.
+
+    ``assigned``: the caller's lists of parameters by process group.
+    """
     check_optimizer(optimizer, model)
     names = parameter_names((group["params"] for group in optimizer.param_groups), model)
     trained = [p for p in names if p.requires_grad]
     check_parameters(optimizer, trained, names, group, options, model=model)
-    check_steps_slices(optimizer, trained, names, options.assume_elementwise)
-    return names
+    splits = check_and_choose(optimizer, trained, names, options.split)
+    assignment = assign(assigned, group, names, model)
+    lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
+    lines[0] += [f"splits {splits}", *options.alike(), *assignment.in_common(names, options)]
+    return Checked(names, splits, assignment, lines)
 
 
 def add_group(
@@ -54,8 +100,8 @@ def add_group(
     options: ZeroOptions,
     model: nn.Module | None,
     scaled: bool,
-) -> dict[Tensor, str]:
-    """Add a group to the wrapped ``optimizer``, check it on all ranks, and return the names of all parameters.
+) -> tuple[dict[Tensor, str], list[str]]:
+    """Add a group to the wrapped ``optimizer``, check it on all ranks, and return all parameters' names and splits.
 
     ``scaled``: losses are scaled, which fp16 parameters require.
     """
@@ -67,31 +113,44 @@ def add_group(
         new = [p for p in optimizer.param_groups[-1]["params"] if p.requires_grad]
         known: dict[Tensor, str] = {record.p: record.name for record in parameters}
         check_parameters(optimizer, new, names, group, options, known=known)
-        check_steps_slices(optimizer, new, names, options.assume_elementwise)
+        splits = check_and_choose(optimizer, new, names, options.split)
         if not scaled and any((options.forced_dtype or p.dtype) == torch.float16 for p in new):
             raise ValueError(
                 "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
                 "scaled: construct the optimizer with them"
             )
         numbers = range(len(parameters.shard_groups))
-        lines = [list(describe(optimizer, names, None, parameters.shard_group_of, at)) for at in numbers]
-        agreed += lines[0]
+        known_groups = len(optimizer.param_groups) - 1
+        lines = [list(describe(optimizer, names, None, parameters.shard_group_of, at, known_groups)) for at in numbers]
+        agreed += [*lines[0], f"splits {splits}"]
     if len(numbers) > 1:
         agree_apart(parameters.shard_groups, lines[1:], ADD_GROUP)
-    return names
+    return names, splits
 
 
-def agree_on_reductions(group: ShardGroup, device: torch.device) -> None:
+def _agree_on_reductions(group: ShardGroup, device: torch.device) -> None:
     """Raise on all ranks where one alone has begun reductions on a device, which those of construction would meet."""
     if group.has_others and not group.on_gloo(device):
         agree(group, [f"{group.context.reductions} reductions begun"], None, CONSTRUCT, _BACKWARDS)
 
 
-def connected(groups: Sequence[ShardGroup], options: ZeroOptions) -> list[ShardGroup]:
-    """Return the shard groups, ready for collectives; with ``debug`` they compare the ranks before each one."""
-    groups = [checked(each, options) for each in groups]
+def agreed_verbosity(group: ShardGroup, options: ZeroOptions) -> ZeroOptions:
+    """Return the options, verbose where any rank's are.
+
+    One rank alone is verbose, as a rule. All of them look at overflows then, since they tell each other what they find.
+    """
+    verbose = bool(group.all_reduce_max([options.diagnostics.verbose])[0])
+    return replace(options, diagnostics=replace(options.diagnostics, verbose=verbose))
+
+
+def connected(ranks: ShardGroup, checked: Checked, options: ZeroOptions) -> list[ShardGroup]:
+    """Return all shard groups, of which ``ranks`` is the first, ready for collectives and watched for stalls."""
+    _agree_on_reductions(ranks, next(iter(checked.names)).device)
+    groups, chosen = make_groups(ranks, checked.assignment.groups, checked.lines[1:]), options.communication
     for group in groups:
-        group.connect(sums_in_fp32=options.reduce_scatter_with_fp32_accumulation, own=options.own_communicator)
+        watch(group, options.diagnostics.stall_timeout)
+    for group in groups:
+        group.connect(sums_in_fp32=chosen.reduce_scatter_with_fp32_accumulation, own=chosen.own_communicator)
     return groups
 
 
@@ -100,20 +159,21 @@ def shard(
     parameters: ParameterStore,
     options: ZeroOptions,
     names: dict[Tensor, str],
+    splits: Sequence[str],
     doing: str,
     model: nn.Module | None = None,
 ) -> Sharding:
     """Move new parameters to padded storages and broadcast rank 0's values; then slices may be taken."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
-        sharding = Sharding(optimizer, parameters, options, names, partial(slice_multiple, optimizer))
+        sharding = Sharding(optimizer, parameters, options, names, splits, partial(slice_multiple, optimizer))
         sharding.include_untrained(model)
     with together(parameters.shard_groups[0], doing):
         sharding.broadcast_initial_values()
     return sharding
 
 
-# ---- what has to be alike on all ranks ----
+# ---- lines that must be the same on all ranks ----
 
 
 def describe(
@@ -122,11 +182,13 @@ def describe(
     model: nn.Module | None,
     number_of: Callable[[Tensor], int] = lambda _: 0,
     number: int = 0,
+    known_groups: int = 0,
 ) -> Iterator[str]:
-    """Yield a line for all that the ranks of the shard group ``number`` must have in common.
+    """Yield a line for each thing that the ranks of the shard group ``number`` must have in common.
 
-    These are parameters, their states, and buffers. What all ranks must have in common, the optimizer's class, the
-    settings of its groups and the type of the device, is among the lines of shard group 0.
+    These are parameters, their states, and buffers. The lines of shard group 0 also tell the optimizer's class, the
+    settings of its groups and the type of the device, which are common to all ranks. The first ``known_groups`` hold
+    slices, which aren't described.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if number == 0:
@@ -134,7 +196,7 @@ def describe(
         yield f"trained on {', '.join(sorted({p.device.type for p in trained}))}"
         yield "model=None" if model is None else "model given"
         yield from described(optimizer.param_groups)
-    for at, group in enumerate(optimizer.param_groups):
+    for at, group in enumerate(optimizer.param_groups[known_groups:], start=known_groups):
         for p in (p for p in group["params"] if number_of(p) == number):
             state = ", ".join(f"{key} {_described(value)}" for key, value in optimizer.state.get(p, {}).items())
             kind = "trainable" if p.requires_grad else "frozen"
@@ -149,24 +211,3 @@ def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"on {value.device.type}, {tuple(value.shape)} {value.dtype}"
-
-
-def log_start(groups: Sequence[ShardedGroup], parameters: ParameterStore, options: ZeroOptions) -> None:
-    """Log one line on the first rank, and a warning where fp8 is rounded by the host."""
-    ranks = parameters.shard_groups[0]
-    if ranks.group_rank == 0:
-        way = ranks.describe_backend(parameters.records[0].padded.device)
-        if options.fp8_communication and way is not None:
-            _log.warning(
-                "fp8_communication: rounding on the host takes longer than it saves, but over a link between hosts of "
-                "less than about 4 Gbit/s"
-            )
-        _log.info(
-            "ZeRO stage %d: %s elements in %d parameters over %d ranks, %d buckets%s",
-            2 if options.partition_grad else 1,
-            f"{sum(record.split.numel for record in parameters):,}",
-            len(parameters.records),
-            ranks.ranks,
-            sum(len(each.reducer.plan.whole.buckets) for each in groups),
-            "" if way is None else f", by {way}",
-        )

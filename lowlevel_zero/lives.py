@@ -45,7 +45,8 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
 
     Ranks collect garbage at different times, so one rank may still have an optimizer that is gone on another. The ranks
     compare, and finish together what is under way of each optimizer that all of them have. What is under way of others
-    is left to travel, as when an optimizer is deleted.
+    is left to travel, as when an optimizer is deleted. They also find out whether a rank has another optimizer over the
+    same process group, which is not retired: from now on several share it.
 
     Args:
         params: the parameters that a new optimizer is about to train.
@@ -58,7 +59,11 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
             record = other.sharded_parameters.find(p)
             if record is not None and record.p is p:
                 former.setdefault(other, names[p])
-    if not group.all_reduce_max([len(former)])[0]:
+    groups = [each.shard_group for each in alive().values() if each not in former]
+    beside = [each for each in groups if each is not group and each.context is group.context]
+    retires, shares = group.all_reduce_max([len(former), len(beside)])
+    group.context.is_shared |= shares > 0
+    if not retires:
         return
     reachable = {_key(each.shard_group): each for each in former if _same_ranks(each.shard_group, group)}
     known = group.all_gather_object(list(reachable))

@@ -1,4 +1,4 @@
-"""The loss scale: a state machine whose scale, hysteresis and skip counts are device tensors.
+"""The loss scaler: a state machine whose scale, hysteresis and skip counts are device tensors.
 
 The rules are those of ColossalAI's ``DynamicGradScaler`` (after Megatron-LM's). They are written as
 arithmetic on small tensors: an overflow is counted and answered, and the host never waits for the device.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FP32 = torch.finfo(torch.float32)
+from .options import LossScale, Takes, abouts
 
 # One update is counts * keep + add, with one pair of rows for a clean step and one for an overflow.
 # The columns: growth_step, hysteresis_step, skipped_in_a_row, skipped
@@ -22,14 +22,11 @@ _RULES = (
 )
 _COUNT_KEYS = ("growth_step", "hysteresis_step", "skipped_in_a_row", "skipped")
 _NEEDED_KEYS = ("scale", "growth_factor", "backoff_factor", "hysteresis")
-_SCALES = ("min_scale", "initial_scale", "max_scale")
-_OPTIONS = (*_SCALES, "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
-# What is an integer, with the least that it may be.
-_LEAST = {"growth_interval": 1, "hysteresis": 0, **dict.fromkeys(_COUNT_KEYS, 0)}
+_COUNT = Takes("an int of at least 0", (int,), lambda count: count >= 0)
 
 
 class LossScaler:
-    """What a loss is multiplied by before its backward, so that fp16 gradients neither vanish nor overflow.
+    """Scales the loss before its backward, so that fp16 gradients neither vanish nor overflow.
 
     An overflow raises ``hysteresis_step`` by one; the overflow that brings it to ``hysteresis``, and every
     further one, multiplies the scale by ``backoff_factor``, down to ``min_scale``. After ``growth_interval``
@@ -37,60 +34,27 @@ class LossScaler:
     ``hysteresis_step`` restarts at 0.
 
     Args:
-        initial_scale: the scale before the first update.
-        min_scale: no back-off goes below it.
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: clean steps in a row before the scale grows.
-        hysteresis: overflows before the scale backs off; 0 and 1 both mean "at the first".
-        max_scale: no growth goes above it; the scale is static where ``min_scale`` is the same.
+        options: the first scale, and the numbers above; checked already.
         device: where the tensors live; best where ``found_inf`` is made.
 
     Attributes:
         scale: 0-d float32; changed in place, so its address stays (a captured CUDA graph may read it).
-
-    Raises:
-        ValueError: a keyword is out of its range; the message names it, the range and what came.
     """
 
-    def __init__(
-        self,
-        *,
-        initial_scale: float = 2**16,
-        min_scale: float = 1,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        hysteresis: int = 2,
-        max_scale: float = 2**24,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        keywords = locals()
-        _check({name: keywords[name] for name in _OPTIONS})
-        self.min_scale, self.max_scale = float(min_scale), float(max_scale)
-        self.growth_interval, self.hysteresis = growth_interval, hysteresis
-        self.scale = torch.tensor(float(initial_scale), dtype=torch.float32, device=device)  # 0-d
+    def __init__(self, options: LossScale, device: torch.device | str = "cpu") -> None:
+        self.min_scale, self.max_scale = float(options.min_scale), float(options.max_scale)
+        self.growth_interval, self.hysteresis = options.growth_interval, options.hysteresis
+        self.scale = torch.tensor(float(options.initial_scale), dtype=torch.float32, device=device)  # 0-d
         self._counts = torch.zeros(len(_COUNT_KEYS), dtype=torch.int64, device=device)
         self._clean, self._overflow = torch.tensor(_RULES, dtype=torch.int64, device=device)  # [keep or add, counts]
-        self._set_factors(growth_factor, backoff_factor)
-
-    @classmethod
-    def chosen(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Those among ``keywords`` that a scaler takes.
-
-        Raises:
-            ValueError: one is out of its range.
-        """
-        chosen = {name: keywords[name] for name in _OPTIONS if name in keywords}
-        cls(**chosen)
-        return chosen
+        self._set_factors(options.growth_factor, options.backoff_factor)
 
     def update(self, found_inf: Tensor) -> None:
-        """Count one step and move the scale; a dozen tiny kernels, no host synchronisation.
+        """Count one step and adjust the scale, by a dozen tiny kernels without a host synchronisation.
 
         Args:
             found_inf: one element of any shape and dtype, on the scaler's device. Zero: the step was clean;
-                all else: it overflowed and was skipped. All ranks must bring the same value.
+                any other value: it overflowed and was skipped. The value must be the same on all ranks.
         """
         overflow = found_inf.reshape(()) != 0
         keep, add = torch.where(overflow, self._overflow, self._clean)
@@ -105,12 +69,12 @@ class LossScaler:
 
     @property
     def skipped_in_a_row(self) -> Tensor:
-        """0-d int64: overflows since the last clean step; a view that later updates change."""
+        """The overflows since the last clean step: 0-d int64, a view that later updates change."""
         return self._counts[2]
 
     @property
     def skipped(self) -> Tensor:
-        """0-d int64: all overflows so far; a view that later updates change."""
+        """All overflows so far: 0-d int64, a view that later updates change."""
         return self._counts[3]
 
     @property
@@ -119,12 +83,12 @@ class LossScaler:
         return float(self.scale.item())
 
     def settings(self) -> dict[str, Any]:
-        """Return the scale and what its updates go by, by name: alike on all ranks."""
+        """Return the scale and the numbers of its updates by name, which must be the same on all ranks."""
         names = ("scale", "min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
         return {f"{name} of the loss scaler": getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the 0-d tensors, and the numbers; ColossalAI's four keys and the counts."""
+        """Return copies of the 0-d tensors, and the numbers: ColossalAI's four keys and the counts."""
         numbers = {key: getattr(self, key) for key in _NEEDED_KEYS[1:]}
         counts = dict(zip(_COUNT_KEYS, self._counts.clone().unbind(), strict=True))
         return {"scale": self.scale.clone(), **numbers, **counts}
@@ -136,11 +100,9 @@ class LossScaler:
         their device.
 
         Raises:
-            ValueError: a key is missing or unknown, or a value is out of its range; nothing has changed then.
+            TypeError, ValueError: a key is missing or unknown, or a value is out of its range. Nothing has changed.
         """
-        _check_keys(state_dict)
-        state = dict.fromkeys(_COUNT_KEYS, 0) | {key: _as_number(value) for key, value in state_dict.items()}
-        _check(state)
+        state = check_loss_scale(state_dict)
         self._counts.copy_(torch.tensor([state[key] for key in _COUNT_KEYS], device="cpu"))
         self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
         self.hysteresis = state["hysteresis"]
@@ -156,24 +118,15 @@ def _as_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _check(values: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a value that isn't in the range of its keyword, or of its key in a state."""
-    for name, value in values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name in _LEAST and not (is_number and isinstance(value, int) and value >= _LEAST[name]):
-            raise ValueError(f"expected {name} to be an integer of at least {_LEAST[name]}, got {value!r}")
-        if name not in _LEAST and not (is_number and _FP32.tiny <= value <= _FP32.max):
-            raise ValueError(f"expected {name} to be a positive number within float32's range, got {value!r}")
-    if not values["growth_factor"] > 1:
-        raise ValueError(f"expected growth_factor > 1, got {values['growth_factor']!r}")
-    if not values["backoff_factor"] < 1:
-        raise ValueError(f"expected 0 < backoff_factor < 1, got {values['backoff_factor']!r}")
-    scales = [values[name] for name in _SCALES if name in values]
-    if scales != sorted(scales):
-        raise ValueError(
-            "expected min_scale <= initial_scale <= max_scale, got "
-            + ", ".join(f"{name}={values[name]!r}" for name in _SCALES)
-        )
+def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scaler's state as numbers, or raise as ``LossScaler.load_state_dict`` does."""
+    _check_keys(state_dict)
+    state = dict.fromkeys(_COUNT_KEYS, 0) | {key: _as_number(value) for key, value in state_dict.items()}
+    options = abouts(LossScale)
+    for key, value in state.items():
+        check = _COUNT if key in _COUNT_KEYS else options["initial_scale" if key == "scale" else key].check
+        check(f"{key} of the loss scaler's state", value)
+    return state
 
 
 def _check_keys(state_dict: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,188 +17,165 @@ from torch.optim import Optimizer
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.step_state import Phase, StepState
+from .bookkeeping.step_state import Damage, StepState
 from .communication.agreement import CONSTRUCT, Call, together
-from .communication.grid import Ranks, check_hybrid, shard_group
+from .communication.grid import Ranks, check_hybrid
 from .construction import (
     ADD_GROUP,
     add_group,
-    agree_on_reductions,
+    agreed_verbosity,
     check,
     connected,
-    describe,
-    log_start,
+    join,
+    mapping_and_model,
     shard,
 )
 from .diagnostics.bad_numbers import BadNumbers
 from .diagnostics.guards import Guard
 from .diagnostics.settings import Settings
-from .diagnostics.stall_report import seconds_of, watch
 from .diagnostics.untrained import Untrained
-from .experts.assignment import assign, data_parallel_group, make_groups
+from .experts.assignment import data_parallel_group
 from .gradients.calls import Calls
-from .gradients.edits import check_edits, refuse
 from .gradients.of_optimizer import OptimizerGradients
 from .lives import alive, let_go, refuse_wrapped, register, retire_former
 from .loss_scaler import LossScaler
 from .offload.step_on_host import StepOnHost
-from .optim.whole_steps import whole_step
-from .options import MAX_NORM, BackwardContext, ZeroOptions
+from .optim.overrides import carry_overrides
+from .options import (
+    MAX_NORM,
+    BackwardContext,
+    Communication,
+    Diagnostics,
+    LossScale,
+    ZeroOptions,
+    merged,
+    stage_of,
+    with_meanings,
+)
 from .sharded_group import GroupMaker
 from .sharded_optimizer import ShardedOptimizer
+from .start_line import log_start
 from .stepper import GlobalNorm, Scale, Stepper, clip_factor
 from .streams import streams_of
 
 _log = logging.getLogger("lowlevel_zero")
 
 
+@with_meanings
 class LowLevelZeroOptimizer(ShardedOptimizer):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
     Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
     parameter with ``optimizer`` and gathers the updated rows. The scheme is ColossalAI's low-level ZeRO, whose
-    keywords it takes. All ranks construct it alike; rank 0's parameters, buffers and optimizer state are
-    broadcast. From then on ``optimizer`` holds slices, not parameters. A parameter that needs padding, or shares its
-    storage, moves to one of its own: other tensors over the old memory stay as they were, and don't follow it.
-    Other instances that have trained one of the parameters are retired: whatever is called on them raises.
-    What can be read, saved and loaded of it is ``ShardedOptimizer``'s, which it is.
-
-    Args:
-        optimizer: an elementwise torch optimizer over the parameters.
-        pg_to_param_list: what fewer ranks share, by process group: this rank's experts, under the group of the ranks
-            that have the same ones. These groups part the ranks of ``dp_process_group``, who share what isn't listed.
-            Gradients are summed over a parameter's own group and divided by the number of data-parallel ranks, as
-            in a dense run. Buffers and frozen parameters go with their modules.
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale:
-            the dynamic loss scale, used where a parameter is fp16 (see ``LossScaler``).
-        clip_grad_norm: clip gradients to this global L2 norm; 0: don't.
-        verbose: log each skipped fp16 step, if any rank asks for it; on a GPU the host waits for the device then.
-        reduce_bucket_size: elements in a communication bucket; None: 2**20 on a CPU, 12 * 2**20 on a GPU.
-        communication_dtype: dtype in which gradients travel; None: each parameter's own.
-        overlap_communication: reduce during backward.
-        partition_grad: False: stage 1, True: stage 2.
-        cpu_offload: step on the host: masters, the gradients that step them and the optimizer's state live there,
-            Adam and AdamW are fused unless they were made with a choice of their own; gradients go down during
-            backward. (Where the parameters are on the host too, it only costs copies.)
-        dp_process_group: the ranks to shard over; None: the default group, or of a ``pg_to_param_list`` that has all
-            parameters the group with the ranks of the others. Or two levels of ranks, ``(outer, inner)``.
-        extra_dp_group: the outer level's ranks, where ``dp_process_group`` is the inner level's.
-        forced_dtype: convert the parameters to this dtype first.
-        master_weights: step an fp32 copy of 16-bit slices, not the slices themselves.
-        overlap_allgather: gather updated parameters while the next forward runs; whoever reads one waits for it.
-        fp8_communication: gradients and updated parameters travel in fp8, and are summed and stepped in fp32.
-        backward_context: a callable; backward runs in the context manager it returns.
-        model: the module that the parameters belong to: gives names to messages, and has its buffers and
-            remaining parameters broadcast too.
-        reduce_scatter: in stage 1, reduce-scatter instead of all-reducing (stage 2 always does).
-        assume_elementwise: accept an optimizer that could not be shown to treat elements independently.
-        hybrid_shard: of two levels, shard over the inner one, with replicas on the outer one; else over both.
-        fp8_min_numel: elements of the smallest parameter that travels in fp8.
-        reduce_scatter_with_fp32_accumulation: sum 16-bit gradients in fp32 on NCCL too. (Megatron's name.)
-        gradient_predivide_factor: divide gradients by it before they are summed over the ranks, and by world size /
-            factor afterwards (Horovod): the same average, but sums that stay in a 16-bit dtype's range.
-        reduction: what gradients become over the ranks: their "mean" or their "sum".
-        pad_buckets_for_high_nccl_busbw: pad rows of more than 2**16 elements to multiples of that (Megatron-LM).
-        slice_multiple: elements that slices are multiples of, for an optimizer whose states share something within
-            blocks of so many; those of torchao's and bitsandbytes' 8-bit optimizers are multiples of their blocks.
-        stall_timeout: seconds after which a rank logs what it waits for and who is missing; 0: never.
-        debug: compare ranks before each collective, and raise on all where they differ or one stays away; it is slow.
-        verify_every: ``verify()`` after every so many steps; 0: never.
-        max_skipped_steps: raise at the so manyth fp16 overflow in a row if the loss scale is at its minimum; 0: never.
-        own_communicator: on NCCL, reduce and gather by a communicator made at construction, beside that of the process
-            group, whose collectives in a backward then can't pair up with reductions; False: by the group's own.
-        error_if_nonfinite: without fp16, refuse to step by a gradient norm that is inf or NaN; the host waits for it.
+    keywords come first, in its order; the groups of options at the end have the same options, and more. All ranks
+    construct it alike; rank 0's parameters, buffers and optimizer state are broadcast. From then on ``optimizer`` holds
+    slices, not parameters. A parameter that needs padding, or shares its storage, moves to a storage of its own: other
+    tensors over the old memory stay as they were, and don't follow it. Other instances that have trained one of the
+    parameters are retired: any call of them raises.
 
     Raises:
         RuntimeError: no process group is initialised, or another rank could not construct its optimizer, whatever its
-            error was. (One that comes late, as of memory, leaves ``optimizer`` with slices: make another.)
-        TypeError: an argument of the wrong type, or an optimizer that isn't elementwise.
+            error was. (A late error, as of memory, leaves ``optimizer`` with slices: make another.)
+        TypeError: an argument of the wrong type, or an optimizer whose parameters depend on each other.
         ValueError: a value out of range, contradictory options, a parameter that can't be sharded, or ranks
-            that differ; the message names the parameter. Nothing has been changed then.
-    """
+            that differ; the message names the option or the parameter. Nothing has been changed then.
 
-    _overflow: Tensor  # 0-d: whether gradients did before their caller edited them, since ``synchronize``
+    Args:
+        optimizer: a torch optimizer over the parameters that treats each of them, or of their elements, by itself.
+        pg_to_param_list: lists of parameters that fewer ranks share, by process group: this rank's experts, under the
+            group of the ranks that have the same ones. These groups part the ranks of ``dp_process_group``, which share
+            all other parameters. Gradients are summed over a parameter's own group and divided by the number of
+            data-parallel ranks, as in a dense run. Buffers and frozen parameters go with their modules. A module in the
+            mapping's place is the ``model``.
+        dp_process_group: the ranks to shard over; None: the default group, or of a ``pg_to_param_list`` that has all
+            parameters the group with the ranks of the others. Or two groups of a grid, ``(outer, inner)``.
+        extra_dp_group: the outer level's ranks, where ``dp_process_group`` is the inner level's.
+        model: the module that the parameters belong to: gives names to messages, and has its buffers and
+            remaining parameters broadcast too.
+        partition_grad: False: stage 1, True: stage 2.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        pg_to_param_list: Mapping[Any, Sequence[nn.Parameter]] | None = None,
-        initial_scale: float = 2**16,
-        min_scale: float = 1,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        hysteresis: int = 2,
-        max_scale: float = 2**24,
-        clip_grad_norm: float = 0.0,
-        verbose: bool = False,
-        reduce_bucket_size: int | None = None,
-        communication_dtype: torch.dtype | None = None,
-        overlap_communication: bool = True,
+        pg_to_param_list: Mapping[Any, Sequence[nn.Parameter]] | nn.Module | None = None,
+        initial_scale: float = LossScale.initial_scale,
+        min_scale: float = LossScale.min_scale,
+        growth_factor: float = LossScale.growth_factor,
+        backoff_factor: float = LossScale.backoff_factor,
+        growth_interval: int = LossScale.growth_interval,
+        hysteresis: int = LossScale.hysteresis,
+        max_scale: float = LossScale.max_scale,
+        clip_grad_norm: float = ZeroOptions.clip_grad_norm,
+        verbose: bool = Diagnostics.verbose,
+        reduce_bucket_size: int | None = Communication.bucket_size,
+        communication_dtype: torch.dtype | None = Communication.dtype,
+        overlap_communication: bool = Communication.overlap_reductions,
         partition_grad: bool = False,
-        cpu_offload: bool = False,
+        cpu_offload: bool = ZeroOptions.cpu_offload,
         dp_process_group: Ranks | None = None,
         extra_dp_group: Ranks | None = None,
-        forced_dtype: torch.dtype | None = None,
-        master_weights: bool = True,
-        overlap_allgather: bool = False,
-        fp8_communication: bool = False,
-        backward_context: BackwardContext | None = None,
+        forced_dtype: torch.dtype | None = ZeroOptions.forced_dtype,
+        master_weights: bool = ZeroOptions.master_weights,
+        overlap_allgather: bool = Communication.overlap_gathers,
+        fp8_communication: bool = Communication.fp8,
+        backward_context: BackwardContext | None = ZeroOptions.backward_context,
         *,
         model: nn.Module | None = None,
-        reduce_scatter: bool = False,
-        assume_elementwise: bool = False,
-        hybrid_shard: bool = False,
-        fp8_min_numel: int = 2048,
-        reduce_scatter_with_fp32_accumulation: bool = False,
-        gradient_predivide_factor: float = 1.0,
-        reduction: str = "mean",
-        pad_buckets_for_high_nccl_busbw: bool = False,
-        slice_multiple: int = 1,
-        stall_timeout: float = 60.0,
-        debug: bool = False,
-        verify_every: int = 0,
-        max_skipped_steps: int = 20,
-        error_if_nonfinite: bool = False,
-        own_communicator: bool = True,
+        stage: int | None = None,
+        split: str | None = ZeroOptions.split,
+        loss_scale: LossScale | None = None,
+        communication: Communication | None = None,
+        diagnostics: Diagnostics | None = None,
     ) -> None:
-        keywords = locals()
-        ranks = data_parallel_group(dp_process_group, pg_to_param_list, optimizer)
-        patience = seconds_of(stall_timeout)
-        self.shard_group = shard_group(ranks, extra_dp_group, hybrid_shard, patience)
-        watch(self.shard_group, patience)
+        scale = LossScale(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+        )
+        travel = Communication(
+            reduce_bucket_size, communication_dtype, overlap_communication, overlap_allgather, fp8_communication
+        )
+        assigned, model = mapping_and_model(pg_to_param_list, model)
+        ranks = data_parallel_group(dp_process_group, assigned, optimizer)
+        self.shard_group = join(ranks, extra_dp_group, communication, diagnostics)
         with together(self.shard_group, CONSTRUCT) as agreed:
-            self.options = ZeroOptions.chosen(keywords)
-            scaling = LossScaler.chosen(keywords)
-            check_hybrid(dp_process_group, extra_dp_group, hybrid_shard)
+            self.options = ZeroOptions(
+                stage=stage_of(stage, partition_grad),
+                clip_grad_norm=clip_grad_norm,
+                cpu_offload=cpu_offload,
+                forced_dtype=forced_dtype,
+                master_weights=master_weights,
+                backward_context=backward_context,
+                split=split,
+                loss_scale=merged("loss_scale", loss_scale, scale),
+                communication=merged("communication", communication, travel),
+                diagnostics=merged("diagnostics", diagnostics, Diagnostics(verbose)),
+            )
+            check_hybrid(dp_process_group, extra_dp_group, self.options.communication.hybrid_shard)
             refuse_wrapped(optimizer)
-            names = check(optimizer, model, self.shard_group, self.options)
-            assignment = assign(pg_to_param_list, self.shard_group, names, model)
-            lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
-            agreed += [*lines[0], *self.options.alike(), f"loss scale {scaling}"]
-            agreed += assignment.in_common(names, self.options)
-        agree_on_reductions(self.shard_group, next(iter(names)).device)
-        # Rank 0 alone is verbose, as a rule: then all ranks look at overflows, of which they tell each other.
-        self.options = replace(self.options, verbose=bool(self.shard_group.all_reduce_max([verbose])[0]))
-        groups = connected(make_groups(self.shard_group, assignment.groups, lines[1:]), self.options)
+            checked = check(optimizer, model, assigned, self.shard_group, self.options)
+            agreed += checked.lines[0]
+        self.options = agreed_verbosity(self.shard_group, self.options)
+        groups = connected(self.shard_group, checked, self.options)
         self.shard_group = groups[0]
-        retire_former([p for p in names if p.requires_grad], names, self.shard_group)
-        self.sharded_parameters = ParameterStore(groups, assignment.number_of)
-        sharding = shard(optimizer, self.sharded_parameters, self.options, names, CONSTRUCT, model)
+        retire_former(checked.trained, checked.names, self.shard_group)
+        self.sharded_parameters = ParameterStore(groups, checked.assignment.number_of)
+        sharding = shard(
+            optimizer, self.sharded_parameters, self.options, checked.names, checked.splits, CONSTRUCT, model
+        )
         with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
-            self._assemble(optimizer, model, scaling)
-        log_start(self.sharded_groups, self.sharded_parameters, self.options)
+            self._assemble(optimizer, model)
+            log_start(self)
 
     # ---- the parts of a step ----
 
-    def _assemble(self, optimizer: Optimizer, model: nn.Module | None, scaling: dict[str, Any]) -> None:
-        """Put the parts together that a step is made of, on this rank; hooks on parameters come with them."""
+    def _assemble(self, optimizer: Optimizer, model: nn.Module | None) -> None:
+        """Put the parts of a step together on this rank, hooks on parameters among them."""
         super().__init__(optimizer)
         self.model = model
         self.device = self.sharded_parameters.records[0].padded.device
         self.streams = streams_of([self.device])
-        self._make_state(scaling)
+        self._make_state()
         self._guard = Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
         self._settings = Settings(optimizer)
         self._untrained = Untrained(model, self.sharded_parameters, self.shard_group.group_rank, alive)
@@ -210,16 +186,15 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._make_stepper()
         register(self)
 
-    def _make_state(self, scaling: dict[str, Any]) -> None:
-        """What a step knows of itself: how gradients are scaled, and how far they are."""
+    def _make_state(self) -> None:
+        """Create the loss scaler and the step's state machine."""
         half = any(record.p.dtype == torch.float16 for record in self.sharded_parameters)
-        self.scaler = LossScaler(**scaling, device=self.device) if half else None
-        self.step_state = StepState(self.options.unit(self.shard_group.ranks), self.scaler)
-        self._skips_synchronize = False
+        self.scaler = LossScaler(self.options.loss_scale, self.device) if half else None
+        self.step_state = StepState(self.options.communication.unit(self.shard_group.ranks), self.scaler)
         self._warned = False
 
     def _make_groups(self) -> None:
-        """What takes the gradients of each shard group's parameters to new values."""
+        """Create the parts that reduce, keep and gather for each shard group's parameters."""
         parameters, options = self.sharded_parameters, self.options
         self.sharded_groups = []
         self._observer = BadNumbers(parameters, self.sharded_groups, options, self.scaler)
@@ -228,12 +203,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._maker.extend(self.sharded_groups)
 
     def _make_stepper(self) -> None:
-        """What steps all of them, and when that wants the norm."""
+        """Create the stepper, and settle whether a step needs the norm first."""
         options = self.options
-        step_whole = whole_step(self.optim, self.sharded_parameters)
-        self._stepper = Stepper(self.optim, self.sharded_groups, step_whole, on_host=options.cpu_offload)
-        self._norm_first = options.clip_grad_norm > 0 or self.scaler is not None or options.error_if_nonfinite
-        self._tells_norm = self._norm_first or not options.overlap_allgather
+        carry_overrides(self.optim, self.sharded_parameters)
+        self._stepper = Stepper(self.optim, self.sharded_groups, on_host=options.cpu_offload)
+        self._norm_first = (
+            options.clip_grad_norm > 0 or self.scaler is not None or options.diagnostics.error_if_nonfinite
+        )
+        self._tells_norm = self._norm_first or not options.communication.overlap_gathers
 
     def __del__(self) -> None:
         if "_guard" in self.__dict__:
@@ -330,9 +307,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
         if self.sharded_parameters.frozen:
             self._guard.refuse_unfrozen()
-        if self.step_state.syncs and self.step_state.phase is Phase.SYNCHRONIZED:
-            refuse(self.shard_group, "run a backward")
-        failed, self.step_state.deferred = True, None
+        self.sharded_groups[0].reducer.agree_on_backward()
+        failed, self.step_state.failure.deferred = True, None
         StepState.in_backward.append(self.step_state)
         try:
             with ExitStack() as begins:
@@ -345,12 +321,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         finally:
             StepState.in_backward.remove(self.step_state)
             if failed:
-                self.step_state.note_failure(sys.exc_info()[1])
+                self.step_state.failure.note(sys.exc_info()[1])
             with ExitStack() as ends:
                 for each in reversed(self.sharded_groups):
                     ends.callback(each.reducer.end, failed)
-        if self.step_state.deferred is not None:
-            self.step_state.raise_deferred()
+        self.step_state.failure.raise_deferred()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -366,69 +341,43 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Finish the reductions now: each slice gets its gradient, which may be edited before it is stepped.
+        """Finish the reductions now, as every use of ``p.grad`` does; every rank calls it, after the last backward.
 
-        Afterwards ``.grad`` of every slice ``p32`` in ``optimizer.optim.param_groups`` is its slice of the averaged,
-        unscaled gradient: ``[s]``, of ``p32``'s dtype and device (fp32, on the host with ``cpu_offload``), or None
-        where no rank had one. Edit it in place, assign another, or None to leave its parameter out; then
-        ``with optimizer.skip_synchronize(): optimizer.step()`` steps with what is there. Every rank calls it, after
-        the last backward, and leaves the same parameters with gradients. What a slice is edited by must not depend
-        on the rest of the parameter, of which other ranks hold slices: for a norm there is ``clip_grad_norm_``. Until
-        ``step`` or ``zero_grad`` full gradient slices are held in ``p32``'s dtype. From Horovod.
-
-        fp16: what overflowed is skipped by the step, whatever has been made of it.
+        Gradients may then be read and edited, as ``p.grad`` of the model's parameters, or as ``.grad`` of the slices in
+        ``optimizer.param_groups`` (see ``ShardedGradient``). The name is Horovod's.
 
         Raises:
-            RuntimeError: called again before ``step`` or ``zero_grad``, or under ``no_sync``.
+            RuntimeError: called under ``no_sync``, where gradients aren't reduced.
         """
-        if self.step_state.phase is Phase.SYNCHRONIZED:
-            refuse(self.shard_group, "synchronize")
         if not self.step_state.syncs:
             raise RuntimeError(
                 "expected synchronize() outside of no_sync, where gradients are reduced, got it within: "
                 "run the last backward, and synchronize(), after the with block"
             )
-        call, norm = self.calls.enter("synchronize"), self._new_norm()
-        with self.calls.taking_part(norm.catch_up if self.scaler is not None else nullcontext):
+        call = self.calls.enter("synchronize")
+        with self.calls.taking_part(nullcontext):
             self.calls.finish_gradients(call)
-            unit = self.step_state.gradient_scale()
-            if self.scaler is not None:
-                self._measure(norm, unit)
-                self._overflow = ~norm.value.isfinite()
-            for each in self.sharded_groups:
-                each.gradients.materialize_grads(float(unit) if self.options.cpu_offload else unit)
-            self.step_state.phase = Phase.SYNCHRONIZED
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """``step`` takes the gradients that ``synchronize`` has left, as they have been edited since."""
-        before, self._skips_synchronize = self._skips_synchronize, True
-        try:
-            yield
-        finally:
-            self._skips_synchronize = before
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Return a context for ``step`` after ``synchronize``, as Horovod's users write it; it changes nothing.
 
-    def _release_grads(self) -> None:
-        """Gradients are their caller's no longer."""
-        self.step_state.phase = Phase.COMPLETE
-        for each in self.sharded_groups:
-            each.gradients.release_grads()
+        A step reduces what has come since, if anything has, and takes gradients as they have been edited.
+        """
+        return nullcontext()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients, after backward, to a global L2 norm; returns the norm before, 0-d fp32.
 
-        What ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does for a plain optimizer; that
-        function itself would see no gradients here. After ``synchronize`` the slices' ``.grad`` are clipped. Every
-        rank calls it, with the same ``max_norm``.
+        It does what ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does, in fewer kernels, and counts
+        experts' gradients. Every rank calls it, with the same ``max_norm``.
         """
         MAX_NORM("max_norm", max_norm)
         call, norm = self.calls.enter("clip_grad_norm_"), self._new_norm()
         call = call._replace(name=f"{call.name} to {max_norm}")
         with self.calls.taking_part(norm.catch_up):
             self.calls.finish_gradients(call)
-            state = self.step_state
-            self._measure(norm, 1.0 if state.phase is Phase.SYNCHRONIZED else state.gradient_scale())
+            self._measure(norm, self.step_state.gradient_scale())
             factor = clip_factor(norm.value, max_norm)
             for each in self.sharded_groups:
                 each.gradients.multiply([record for record in each.records if record.worked], factor)
@@ -467,25 +416,21 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if not self.step_state.syncs:
             return loss
         call = self._enter_step()
-        synchronized = self.step_state.phase is Phase.SYNCHRONIZED
         norm, self._stepper.left = self._new_norm(), None
-        with self.calls.taking_part(partial(self._catch_up, norm), undefined=True):
+        with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             last = None if self._norm is None or self._tells_norm or self._norm.is_lost else self._norm.value
-            if synchronized or self._skips_synchronize:
-                check_edits(self.sharded_parameters, synchronized, self._skips_synchronize)
             self.calls.finish_gradients(call)
             self._observer.step_begins(last)  # which may ask the other ranks, so they have to be in this call
             if self._guard.edited:
                 self._guard.follow_edits()
-            self._take_step(norm, 1.0 if synchronized else self.step_state.gradient_scale())
+            self._take_step(norm, self.step_state.gradient_scale())
             self._norm = norm
-            if synchronized:
-                self._release_grads()
             self._end_step()
         self._observer.cleared()
         lacked = True in [each.reducer.has_lacked for each in self.sharded_groups]
         self._untrained.look(self.sharded_groups[0].group.progress.step, lacked)
-        if self.options.verify_every and self.shard_group.progress.step % self.options.verify_every == 0:
+        verify_every = self.options.diagnostics.verify_every
+        if verify_every and self.shard_group.progress.step % verify_every == 0:
             self._verify()
         return loss
 
@@ -508,10 +453,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if self.options.clip_grad_norm > 0:
             unit = unit * clip_factor(norm.value, self.options.clip_grad_norm)
         if norm.is_empty and len(self.sharded_parameters.shard_groups) == 1:
+            self._stepper.step_without_gradients()
             return
         flag = None
         if self.scaler is not None:
-            flag = self._overflowed(norm)
+            flag = ~norm.value.isfinite()
             self.scaler.update(flag)
             if not self._skips_by_flag:
                 if flag.item():  # the host waits for the device; fp16 alone
@@ -539,18 +485,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _leaves_out(self, norm: GlobalNorm) -> bool:
         """Whether other ranks leave the step out for an overflow, after they have looked at the norm."""
         self._judge(norm)
-        return self.scaler is not None and not self._skips_by_flag and bool(self._overflowed(norm).item())
+        return self.scaler is not None and not self._skips_by_flag and not norm.value.isfinite()
 
     def _judge(self, norm: GlobalNorm) -> None:
         """Have the norm looked at, once, where the host may wait for it now."""
         if self._tells_norm and not norm.is_judged:
             norm.is_judged = True
             self._observer.norm(norm.value)
-
-    def _overflowed(self, norm: GlobalNorm) -> Tensor:
-        """fp16: 0-d, whether the step is to be left out."""
-        overflow = ~norm.value.isfinite()
-        return overflow | self._overflow if self.step_state.phase is Phase.SYNCHRONIZED else overflow
 
     @property
     def _skips_by_flag(self) -> bool:
@@ -575,20 +516,20 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
         self._guard.enter("zero_grad")
-        if self.step_state.phase is Phase.SYNCHRONIZED:
-            self._release_grads()
         for each in self.sharded_groups:
-            each.reducer.discard()
+            each.reducer.discard(set_to_none)
         self._observer.cleared()
         for each in self.sharded_groups:
             if set_to_none:
                 each.gradients.clear()
             else:
                 each.gradients.zero(each.records)
-        for p in chain.from_iterable(self.sharded_parameters.groups):
-            if set_to_none:
+        if set_to_none:
+            for p in self.sharded_parameters.frozen:
                 p.grad = None
-            elif p.grad is not None:
+            return
+        for p in chain.from_iterable(self.sharded_parameters.groups):
+            if p.grad is not None:
                 record = self.sharded_parameters.find(p)
                 if record is None or p.grad is not record.shown:
                     p.grad.detach_().zero_()
@@ -606,9 +547,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         known = len(self.optim.param_groups)
         parameters, options = self.sharded_parameters, self.options
         try:
-            names = add_group(param_group, self.optim, parameters, options, self.model, self.scaler is not None)
+            names, splits = add_group(param_group, self.optim, parameters, options, self.model, self.scaler is not None)
             retire_former([p for p in param_group["params"] if p.requires_grad], names, self.shard_group)
-            sharding = shard(self.optim, parameters, options, names, ADD_GROUP)
+            sharding = shard(self.optim, parameters, options, names, splits, ADD_GROUP)
         except BaseException:  # of whatever kind: the wrapped optimizer is as it was
             del self.optim.param_groups[known:]
             raise

@@ -1,180 +1,372 @@
-"""What the caller chose: every option once, with its default, its check, and whether ranks may differ in it.
+"""The options of ``LowLevelZeroOptimizer``: each is defined once, with its default, its check and its meaning.
 
-What each is for stands where the caller reads it, in ``LowLevelZeroOptimizer``, whose keywords these are.
+The optimizer's docstring and the tables of ``docs/options.md`` are made from the fields below.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from types import NoneType
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
 BackwardContext: TypeAlias = Callable[[], AbstractContextManager[object]]
-Check: TypeAlias = Callable[[str, object], None]
+T = TypeVar("T")
+G = TypeVar("G")
 
-DEBUG = "LOWLEVEL_ZERO_DEBUG"
+# Elements of the smallest parameter that travels in fp8. Norms and biases are smaller: their bytes count for little.
+FP8_MIN_NUMEL = 2048
 
-# Elements of a bucket where nobody has chosen. A host's is to stay in its cache. A device's collective costs some 20 us
-# whatever its size, and takes megabytes to fill a link: DDP has 25 MiB, ColossalAI's plugin this many elements.
-_ON_HOST, _ON_DEVICE = 2**20, 12 * 2**20
+BY_ELEMENTS, BY_PARAMETERS = "elements", "parameters"
 
-
-# ---- checks: each raises for a value that ``keyword`` doesn't take ----
-
-
-def check_switch(keyword: str, value: object) -> None:
-    """Raise unless ``value`` is a bool: a string "False" would count as true, a stage 1 as stage 2."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{keyword}: expected True or False, got {type(value).__name__} {value!r}")
+_FP32 = torch.finfo(torch.float32)
+_WIDTH = 120  # of a docstring's lines
 
 
-@dataclass(frozen=True)
-class Number:
-    """A check for numbers.
+# ---- checks ----
+
+
+class Takes(NamedTuple):
+    """A check of a value.
 
     Attributes:
-        kind: what is expected, in words.
-        within: the range, in words.
-        holds: whether a number is in it.
-        whole: integers alone.
+        expected: the value that is expected, in words.
+        types: its types; bool counts as an int only where it is among them.
+        holds: returns whether a value of these types is in the range.
     """
 
-    kind: str
-    within: str
-    holds: Callable[[float], bool]
-    whole: bool = False
+    expected: str
+    types: tuple[Any, ...]
+    holds: Callable[[Any], bool] = lambda _: True
 
-    def __call__(self, keyword: str, value: object) -> None:
-        """Raise ``TypeError`` or ``ValueError`` unless ``value`` is such a number."""
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
-            raise TypeError(f"{keyword}: expected {self.kind}, got {type(value).__name__} {value!r}")
+    def __call__(self, name: str, value: object) -> None:
+        """Raise ``TypeError`` or ``ValueError`` unless the option ``name`` takes ``value``."""
+        if not isinstance(value, self.types) or (isinstance(value, bool) and bool not in self.types):
+            raise TypeError(f"{name}: expected {self.expected}, got {type(value).__name__} {value!r:.80}")
         if not self.holds(value):
-            raise ValueError(f"{keyword}: expected {self.within}, got {value}")
+            raise ValueError(f"{name}: expected {self.expected}, got {value!r}")
 
 
-ELEMENTS = Number("an int (elements)", "at least 1 element", lambda numel: numel >= 1, whole=True)
-MIN_NUMEL = Number("an int (elements)", "0 or more elements", lambda numel: numel >= 0, whole=True)
-STEPS = Number("an int (steps)", "at least 0 steps (0 switches it off)", lambda steps: steps >= 0, whole=True)
-SECONDS = Number(
-    "a number of seconds >= 0", "a number of seconds >= 0 (0 switches it off)", lambda s: 0 <= s < math.inf
+_NUMBER, _FLOATING = (int, float), (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SWITCH = Takes("True or False", (bool,))
+MAX_NORM = Takes("a number >= 0 (0 means no clipping)", _NUMBER, lambda norm: norm >= 0)
+SPLIT = Takes(
+    f"None, {BY_ELEMENTS!r} or {BY_PARAMETERS!r}", (str, NoneType), {None, BY_ELEMENTS, BY_PARAMETERS}.__contains__
 )
-MAX_NORM = Number("a number >= 0", "a number >= 0 (0 means no clipping)", lambda norm: norm >= 0)
-FACTOR = Number(
-    "a number above 0", "a finite number above 0 (1 divides after the sum alone)", lambda f: 0 < f < math.inf
+DTYPE = Takes(
+    "a torch.dtype or None: float16, bfloat16, float32 or float64",
+    (torch.dtype, NoneType),
+    lambda dtype: dtype is None or dtype in _FLOATING,
 )
+_STAGE = Takes("1 or 2", (int,), lambda stage: stage in (1, 2))
+_ELEMENTS = Takes("an int of at least 1 element, or None", (int, NoneType), lambda numel: numel is None or numel >= 1)
+_STEPS = Takes("an int of at least 0 steps (0 switches it off)", (int,), lambda steps: steps >= 0)
+_CLEAN_STEPS = Takes("an int of at least 1 step", (int,), lambda steps: steps >= 1)
+_OVERFLOWS = Takes("an int of at least 0 overflows", (int,), lambda count: count >= 0)
+_SECONDS = Takes("a number of seconds >= 0 (0 switches it off)", _NUMBER, lambda seconds: 0 <= seconds < math.inf)
+_SCALE = Takes("a number above 0 that float32 can hold", _NUMBER, lambda scale: _FP32.tiny <= scale <= _FP32.max)
+_GROWTH = Takes("a number above 1 that float32 can hold", _NUMBER, lambda factor: 1 < factor <= _FP32.max)
+_BACKOFF = Takes("a number between 0 and 1", _NUMBER, lambda factor: _FP32.tiny <= factor < 1)
+_FACTOR = Takes("a finite number above 0 (1 divides after the sum alone)", _NUMBER, lambda f: 0 < f < math.inf)
+_REDUCTION = Takes("'mean' or 'sum' over the ranks", (str,), {"mean", "sum"}.__contains__)
+_CONTEXT = Takes("a callable that returns a context manager, or None", (Callable, NoneType))
 
 
-def check_elements(keyword: str, numel: object) -> None:
-    """Raise unless ``numel`` is None or a number of elements."""
-    if numel is not None:
-        ELEMENTS(keyword, numel)
+# ---- fields of options ----
 
 
-def check_floating(keyword: str, dtype: object) -> None:
-    """Raise unless ``dtype`` is None or a floating-point dtype of at least 16 bits."""
-    if dtype is None:
-        return
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{keyword}: expected a torch.dtype or None, got {type(dtype).__name__} {dtype!r}")
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"{keyword}: expected float16, bfloat16, float32 or float64, got {dtype}")
+class About(NamedTuple):
+    """The facts of one option beside its name, type and default.
+
+    Attributes:
+        text: its meaning.
+        check: raises for a value that it doesn't take.
+        keyword: ColossalAI's keyword for it, of an option in a group; empty: ColossalAI has none.
+        may_differ: ranks may choose different values.
+    """
+
+    text: str
+    check: Takes = SWITCH
+    keyword: str = ""
+    may_differ: bool = False
 
 
-def check_reduction(keyword: str, reduction: object) -> None:
-    """Raise unless ``reduction`` is one that there is."""
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"{keyword}: expected 'mean' or 'sum' over the ranks, got {reduction!r}")
+def option(default: T, text: str, check: Takes = SWITCH, *, keyword: str = "", may_differ: bool = False) -> T:
+    """Return a dataclass field that knows ``About`` itself."""
+    return field(default=default, metadata={"about": About(text, check, keyword, may_differ)})
 
 
-def check_context(keyword: str, context: object) -> None:
-    """Raise unless ``context`` is None or makes context managers."""
-    if context is not None and not callable(context):
-        raise TypeError(f"{keyword}: expected a callable that returns a context manager, got {type(context).__name__}")
+def abouts(group: Any) -> dict[str, About]:
+    """Return what is known about each option of a group, or of ``ZeroOptions`` outside of its groups, by name."""
+    return {each.name: each.metadata["about"] for each in fields(group) if "about" in each.metadata}
 
 
-# ---- options ----
+def entry(name: str, text: str) -> str:
+    """Return an entry of a docstring's ``Args``."""
+    return textwrap.fill(f"{name}: {text}", _WIDTH, initial_indent="    ", subsequent_indent=" " * 8)
 
 
-_MAY_DIFFER = {"may differ": True}
+def described(group: type[G]) -> type[G]:
+    """Complete a group's docstring by its options."""
+    lines = [entry(name, about.text) for name, about in abouts(group).items()]
+    group.__doc__ = "\n".join([inspect.cleandoc(group.__doc__ or ""), "", "Args:", *lines])
+    return group
+
+
+@described
+@dataclass(frozen=True)
+class LossScale:
+    """The dynamic loss scale, which is used where a parameter is fp16.
+
+    An fp16 overflow skips the step. After ``hysteresis`` overflows since the scale last grew, it shrinks at each one.
+    Equal initial, least and largest scales make it static.
+    """
+
+    initial_scale: float = option(2.0**16, "the loss scale of the first step.", _SCALE, keyword="initial_scale")
+    min_scale: float = option(1.0, "the scale never shrinks below this.", _SCALE, keyword="min_scale")
+    growth_factor: float = option(2.0, "multiply the scale by this to grow it.", _GROWTH, keyword="growth_factor")
+    backoff_factor: float = option(0.5, "multiply the scale by this to shrink it.", _BACKOFF, keyword="backoff_factor")
+    growth_interval: int = option(
+        2000, "grow the scale after this many clean steps in a row.", _CLEAN_STEPS, keyword="growth_interval"
+    )
+    hysteresis: int = option(
+        2, "shrink the scale after this many overflows since it last grew; 0 means 1.", _OVERFLOWS, keyword="hysteresis"
+    )
+    max_scale: float = option(2.0**24, "the scale never grows above this.", _SCALE, keyword="max_scale")
+    max_skipped_steps: int = option(
+        20, "raise after this many overflows in a row with the scale at its minimum; 0: never.", _STEPS
+    )
+
+
+@described
+@dataclass(frozen=True)
+class Communication:
+    """How gradients and updated parameters travel between ranks."""
+
+    bucket_size: int | None = option(
+        None,
+        "elements in a communication bucket; None: 12 * 2**20 on a GPU; on a CPU 2**20 through shared memory, else the "
+        "larger of 2**22 and 2**21 times the ranks.",
+        _ELEMENTS,
+        keyword="reduce_bucket_size",
+    )
+    dtype: torch.dtype | None = option(
+        None,
+        "the dtype in which gradients are reduced; None: each parameter's own.",
+        DTYPE,
+        keyword="communication_dtype",
+    )
+    overlap_reductions: bool = option(True, "reduce gradients during backward.", keyword="overlap_communication")
+    overlap_gathers: bool = option(
+        False,
+        "gather updated parameters while the next forward runs; reading a parameter waits for it.",
+        keyword="overlap_allgather",
+    )
+    fp8: bool = option(
+        False,
+        f"gradients and updated parameters of {FP8_MIN_NUMEL} elements or more travel in fp8; they are summed and "
+        "stepped in fp32.",
+        keyword="fp8_communication",
+    )
+    hybrid_shard: bool = option(
+        False,
+        "of two process groups, shard over the inner one and replicate over the outer one; else shard over all ranks.",
+    )
+    own_communicator: bool = option(
+        True,
+        "on NCCL, reduce and gather by a communicator of the optimizer's own, so that collectives of the model's "
+        "backward can't pair up with reductions; False: by the process group's communicator.",
+    )
+    reduction: str = option("mean", 'average gradients over the ranks ("mean") or add them up ("sum").', _REDUCTION)
+    gradient_predivide_factor: float = option(
+        1.0,
+        "divide gradients by this before the sum over the ranks, and the sum by world size / factor: the same average, "
+        "from sums that stay in a 16-bit dtype's range (Horovod's and DeepSpeed's name).",
+        _FACTOR,
+    )
+    reduce_scatter_with_fp32_accumulation: bool = option(
+        False, "in stage 2, sum 16-bit gradients in fp32 on NCCL too, by an all-to-all (Megatron's name)."
+    )
+    pad_buckets_for_high_nccl_busbw: bool = option(
+        False, "pad rows of more than 2**16 elements to a multiple of that (Megatron's name)."
+    )
+
+    def in_fp8(self, numel: int, world_size: int) -> bool:
+        """Return whether a parameter of ``numel`` elements travels in fp8 between ``world_size`` ranks."""
+        return self.fp8 and numel >= FP8_MIN_NUMEL and world_size > 1
+
+    def unit(self, world_size: int) -> float:
+        """Return the factor that turns a sum of divided gradients into their mean or sum over the ranks."""
+        return self.gradient_predivide_factor / (world_size if self.reduction == "mean" else 1)
+
+
+@described
+@dataclass(frozen=True)
+class Diagnostics:
+    """What the optimizer watches and reports."""
+
+    verbose: bool = option(
+        False,
+        "log each skipped fp16 step; one rank that asks for it is enough. On a GPU the host then waits for the device.",
+        keyword="verbose",
+        may_differ=True,
+    )
+    stall_timeout: float = option(
+        60.0, "after waiting this many seconds, log the collective and the missing ranks; 0: never.", _SECONDS
+    )
+    verify_every: int = option(0, "call ``verify()`` after every so many steps; 0: never.", _STEPS)
+    error_if_nonfinite: bool = option(
+        False, "without fp16, refuse to step by a gradient norm that is inf or NaN; the host waits for the norm."
+    )
+
+
+GROUPS: dict[str, type[LossScale] | type[Communication] | type[Diagnostics]] = {
+    "loss_scale": LossScale,
+    "communication": Communication,
+    "diagnostics": Diagnostics,
+}
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The choices of one ``LowLevelZeroOptimizer`` that don't change after its construction, all of them checked.
+    """The checked options of one ``LowLevelZeroOptimizer``, which don't change after its construction."""
 
-    An option that has no other "check" in its metadata is a switch. Ranks "may differ" in one that decides over no
-    collective, and in ``verbose``, which they agree on. A "hint" is said with the value where ranks do differ.
-    """
-
-    partition_grad: bool = False
-    reduce_scatter: bool = False
-    reduce_bucket_size: int | None = field(default=None, metadata={"check": check_elements})
-    communication_dtype: torch.dtype | None = field(default=None, metadata={"check": check_floating})
-    forced_dtype: torch.dtype | None = field(default=None, metadata={"check": check_floating})
-    overlap_communication: bool = True
-    overlap_allgather: bool = False
-    cpu_offload: bool = False
-    master_weights: bool = True
-    clip_grad_norm: float = field(default=0.0, metadata={"check": MAX_NORM})
-    hybrid_shard: bool = False
-    own_communicator: bool = True
-    assume_elementwise: bool = False
-    fp8_communication: bool = False
-    fp8_min_numel: int = field(default=2048, metadata={"check": MIN_NUMEL})
-    reduce_scatter_with_fp32_accumulation: bool = False
-    gradient_predivide_factor: float = field(default=1.0, metadata={"check": FACTOR})
-    reduction: str = field(default="mean", metadata={"check": check_reduction})
-    pad_buckets_for_high_nccl_busbw: bool = False
-    slice_multiple: int = field(default=1, metadata={"check": ELEMENTS})
-    backward_context: BackwardContext | None = field(default=None, metadata={"check": check_context, **_MAY_DIFFER})
-    verbose: bool = field(default=False, metadata=_MAY_DIFFER)
-    stall_timeout: float = field(default=60.0, metadata={"check": SECONDS})
-    debug: bool = field(default=False, metadata={"hint": f" ({DEBUG} sets it, too)"})
-    verify_every: int = field(default=0, metadata={"check": STEPS})
-    max_skipped_steps: int = field(default=20, metadata={"check": STEPS})
-    error_if_nonfinite: bool = False
+    stage: int = option(1, "1 shards the optimizer state, 2 the gradients too; ``partition_grad=True`` is 2.", _STAGE)
+    clip_grad_norm: float = option(0.0, "clip gradients to this global L2 norm; 0: don't clip.", MAX_NORM)
+    cpu_offload: bool = option(
+        False,
+        "step on the host: masters, the gradients that step them and the optimizer state live there. Adam and AdamW "
+        "are fused there unless their caller chose otherwise.",
+    )
+    forced_dtype: torch.dtype | None = option(None, "convert the parameters to this dtype first.", DTYPE)
+    master_weights: bool = option(True, "step fp32 copies of 16-bit slices, not the slices themselves.")
+    backward_context: BackwardContext | None = option(
+        None, "a callable; backward runs in the context manager that it returns.", _CONTEXT, may_differ=True
+    )
+    split: str | None = option(
+        None,
+        'how the ranks share parameters: by "elements" each rank steps a slice of every parameter; by "parameters" one '
+        "rank steps a parameter whole. None: by elements where the optimizer's class treats elements independently, "
+        'else by parameters where it treats those independently. A param group\'s key "split" comes first.',
+        SPLIT,
+    )
+    loss_scale: LossScale = LossScale()
+    communication: Communication = Communication()
+    diagnostics: Diagnostics = Diagnostics()
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            check: Check = option.metadata.get("check", check_switch)
-            check(option.name, getattr(self, option.name))
-        if self.reduce_scatter_with_fp32_accumulation and not self.keeps_row_only:
+        for path, value, about in self._all():
+            about.check(path, value)
+        scale = self.loss_scale
+        if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
             raise ValueError(
-                "reduce_scatter_with_fp32_accumulation=True: expected reduce-scatters, got stage 1, which all-reduces: "
-                "pass partition_grad=True or reduce_scatter=True too, or leave it out"
+                "loss_scale: expected min_scale <= initial_scale <= max_scale, got "
+                f"min_scale={scale.min_scale!r}, initial_scale={scale.initial_scale!r}, max_scale={scale.max_scale!r}"
+            )
+        if self.communication.reduce_scatter_with_fp32_accumulation and self.stage == 1:
+            raise ValueError(
+                "communication.reduce_scatter_with_fp32_accumulation=True: expected stage 2, which reduce-scatters, "
+                "got stage 1, which all-reduces: pass stage=2 too, or leave it out"
             )
 
-    @classmethod
-    def chosen(cls, keywords: Mapping[str, Any]) -> ZeroOptions:
-        """Those among ``keywords``, and what the environment adds."""
-        chosen = {option.name: keywords[option.name] for option in fields(cls) if option.name in keywords}
-        return cls(**{**chosen, "debug": chosen.get("debug") or os.environ.get(DEBUG) == "1"})
+    def _all(self) -> Iterator[tuple[str, object, About]]:
+        """Yield the path, value and facts of each option, as in ``communication.bucket_size``."""
+        for name, about in abouts(self).items():
+            yield name, getattr(self, name), about
+        for name, group in GROUPS.items():
+            chosen = getattr(self, name)
+            _check_type(name, chosen, group)
+            for each, about in abouts(group).items():
+                yield f"{name}.{each}", getattr(chosen, each), about
 
     def alike(self) -> Iterator[str]:
-        """What has to be the same on all ranks, a line each."""
-        for option in fields(self):
-            if "may differ" not in option.metadata:
-                yield f"{option.name}={getattr(self, option.name)}{option.metadata.get('hint', '')}"
+        """Yield a line for each option that must be the same on all ranks."""
+        for path, value, about in self._all():
+            if not about.may_differ:
+                yield f"{path}={value}"
 
-    @property
-    def keeps_row_only(self) -> bool:
-        """Whether a reduction leaves this rank's row alone."""
-        return self.partition_grad or self.reduce_scatter
 
-    def bucket_size(self, device_type: str = "cpu") -> int:
-        """Elements of a bucket of parameters on such a device."""
-        default = _ON_HOST if device_type == "cpu" else _ON_DEVICE
-        return default if self.reduce_bucket_size is None else self.reduce_bucket_size
+def _check_type(name: str, group: object, expected: type) -> None:
+    if not isinstance(group, expected):
+        raise TypeError(
+            f"{name}: expected a lowlevel_zero.{expected.__name__}, got {type(group).__name__} {group!r:.80}: pass "
+            f"{name}={expected.__name__}(...)"
+        )
 
-    def in_fp8(self, numel: int, world_size: int) -> bool:
-        """Whether a parameter of ``numel`` elements travels in fp8 between so many ranks."""
-        return self.fp8_communication and numel >= max(self.fp8_min_numel, 1) and world_size > 1
 
-    def unit(self, world_size: int) -> float:
-        """What a gradient that was divided before it was summed is to be multiplied with afterwards."""
-        return self.gradient_predivide_factor / (world_size if self.reduction == "mean" else 1)
+# ---- ColossalAI's keywords, which fill the same fields ----
+
+
+def stage_of(stage: int | None, partition_grad: bool) -> int:
+    """Return the stage that both keywords choose; ``stage`` None leaves it to ``partition_grad``.
+
+    Raises:
+        TypeError, ValueError: one of them is out of its range, or they contradict each other.
+    """
+    SWITCH("partition_grad", partition_grad)
+    if stage is None:
+        return 2 if partition_grad else 1
+    _STAGE("stage", stage)
+    if stage == 1 and partition_grad:
+        raise ValueError("stage=1, partition_grad=True: expected one stage, got two: partition_grad=True is stage 2")
+    return stage
+
+
+def merged(name: str, given: G | None, by_keyword: G) -> G:
+    """Return the group of options that a caller has ``given``, with ColossalAI's keywords filled in.
+
+    Args:
+        name: the group's keyword, as in "communication".
+        given: the group; None: the caller gave none.
+        by_keyword: a group of the same type that holds the values of ColossalAI's keywords, each of which is checked.
+
+    Raises:
+        TypeError, ValueError: a keyword has a value that it doesn't take, or ``given`` isn't such a group.
+        ValueError: an option is chosen by its keyword and in the group.
+    """
+    known = abouts(by_keyword)
+    for each, about in known.items():
+        if about.keyword:
+            about.check(about.keyword, getattr(by_keyword, each))
+    if given is None:
+        return by_keyword
+    _check_type(name, given, type(by_keyword))
+    chosen: dict[str, Any] = {}
+    for option in fields(cast("Any", by_keyword)):
+        about, own, theirs = known[option.name], getattr(by_keyword, option.name), getattr(given, option.name)
+        if own == option.default:
+            continue
+        about.check(f"{name}.{option.name}", theirs)
+        if theirs != option.default:
+            raise ValueError(
+                f"{about.keyword}={own!r}, {name}.{option.name}={theirs!r}: expected one of the two, which are one "
+                "option, got both: leave one out"
+            )
+        chosen[option.name] = own
+    return cast("G", replace(cast("Any", given), **chosen))
+
+
+def meanings() -> dict[str, str]:
+    """Return the meaning of each keyword of ``LowLevelZeroOptimizer`` that is an option or a group of options."""
+    found = {name: about.text for name, about in abouts(ZeroOptions).items()}
+    for name, group in GROUPS.items():
+        first, *_ = (group.__doc__ or "").partition("\n")
+        found[name] = f"a ``lowlevel_zero.{group.__name__}``. {first}"
+        for each, about in abouts(group).items():
+            if about.keyword:
+                found[about.keyword] = f"``{name}.{each}``: {about.text}"
+    return found
+
+
+def with_meanings(cls: type[T]) -> type[T]:
+    """Complete the docstring of ``cls``, which ends with ``Args``, by the options among its keywords."""
+    known = meanings()
+    lines = [entry(name, known[name]) for name in inspect.signature(cls).parameters if name in known]
+    cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), *lines])
+    return cls

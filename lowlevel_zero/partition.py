@@ -1,12 +1,19 @@
-"""The arithmetic of ``[world_size, -1]``: which elements each rank owns, how wide rows are, and who may step slices."""
+"""The two ways to split a parameter: which elements each rank owns; how wide rows of buffers are.
+
+``EvenSplit`` gives each rank a row of every parameter. ``WholeSplit`` gives a parameter to one rank. They answer the
+same questions, so nothing else asks which of the two it has.
+"""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 # torch's optimizers that step slices as they step what is whole. Their state is per parameter, step counters included.
 ELEMENTWISE = (
@@ -17,8 +24,28 @@ ELEMENTWISE = (
 ROW_BYTES = 128
 # Elements. NCCL reaches its bandwidth with messages that are multiples of large powers of 2 (Megatron-LM's measure).
 WIDE_ROW = 2**16
+# Elements between whole parameters in a bucket: a cache line of fp32.
+_ROUND = 16
+# Elements in a bucket of one owner at least: smaller messages cost more than they save by leaving earlier.
+_LEAST_WHOLE = 2**18
 # In a row, unless the unit is one element: with more ranks rows are shorter.
 _LEAST_UNITS = 64
+
+
+class Collectives(Protocol):
+    """The collectives of a shard group that a split chooses between; each returns a work."""
+
+    def reduce_scatter(self, buffer: Tensor, fp8: bool = ..., about: Any = ...) -> Any:
+        """Sum ``buffer``, ``[size, row]``, and leave each rank its row."""
+
+    def reduce(self, buffer: Tensor, owner: int, about: Any = ...) -> Any:
+        """Sum ``buffer`` and leave the sum to one rank."""
+
+    def gather(self, own: Any, rows: Any, fp8: bool = ..., alignment: Any = ..., about: Any = ...) -> Any:
+        """Fill ``rows`` with every rank's ``own``."""
+
+    def broadcast_from(self, owner: int, own: Any, whole: Any, about: Any = ...) -> Any:
+        """Fill ``whole`` with one rank's ``own``."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +61,10 @@ class EvenSplit:
         world_size: ranks that share it.
         multiple: what rows are multiples of, in elements.
         slice_size: elements of one row, ``ceil(numel / world_size)`` rounded up to a ``multiple``.
+        owner: the rank that owns all of it; None: each rank owns a row.
     """
+
+    owner: ClassVar[None] = None
 
     numel: int
     world_size: int
@@ -63,6 +93,144 @@ class EvenSplit:
         """First and one-past-last element of the flat parameter that ``rank`` owns, padding left out."""
         start = min(rank * self.slice_size, self.numel)
         return start, min(start + self.slice_size, self.numel)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a bucket buffer."""
+        return self.world_size
+
+    @property
+    def short(self) -> int:
+        """Elements that a bucket buffer wants of the gradient behind those that there are: others are cut into rows."""
+        return self.padding if self.multiple > 1 else 0
+
+    def room(self, bucket_size: int) -> int:
+        """Return the elements of parameters that fill a bucket."""
+        return bucket_size
+
+    def size_of(self, rank: int) -> int:
+        """Return the elements of ``rank``'s slice, with its padding."""
+        return self.slice_size
+
+    def own_row(self, rows: Tensor, rank: int) -> Tensor:
+        """Return the part of ``rows``, ``[rows, columns]``, that belongs to ``rank``: ``[columns]``."""
+        return rows[rank]
+
+    def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
+        """Return a slice as the optimizer sees it: flat, whatever the parameter is ``like``."""
+        return flat
+
+    def reduce(self, group: Collectives, buffer: Tensor, fp8: bool, about: Any) -> Any:
+        """Start summing a bucket buffer so that each rank is left its own row."""
+        return group.reduce_scatter(buffer, fp8, about)
+
+    def gather(
+        self, group: Collectives, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
+    ) -> Any:
+        """Start filling ``rows``, each ``[rows, s]``, with every rank's ``own``; rows of a buffer are aligned."""
+        return group.gather(own, rows, fp8, row, about)
+
+
+@dataclass(frozen=True)
+class WholeSplit:
+    """A parameter of ``numel`` elements that one rank owns whole; the other ranks own nothing of it.
+
+    A bucket of such parameters has one owner and one row. Its gradients are reduced to the owner, whose optimizer steps
+    tensors of the parameters' own shapes, and the owner broadcasts the result.
+
+    Attributes:
+        numel: elements of the parameter.
+        world_size: ranks that share it.
+        owner: the rank that owns it.
+    """
+
+    numel: int
+    world_size: int
+    owner: int
+    multiple: ClassVar[int] = 1
+    padding: ClassVar[int] = 0
+    rows: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.numel < 0 or not 0 <= self.owner < self.world_size:
+            raise ValueError(
+                f"a whole split needs numel >= 0 and an owner below world_size, got {self.numel}, {self.owner} and "
+                f"{self.world_size}"
+            )
+
+    @property
+    def slice_size(self) -> int:
+        """Columns of a bucket buffer: all elements, and some that have the next parameter begin at a round address.
+
+        The rounding of some matrix products depends on the address.
+        """
+        return -(-self.numel // _ROUND) * _ROUND
+
+    @property
+    def short(self) -> int:
+        """Elements that a bucket buffer wants of the gradient behind those that there are."""
+        return self.slice_size - self.numel
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the storage behind the parameter."""
+        return self.numel
+
+    def room(self, bucket_size: int) -> int:
+        """Return the elements of parameters that fill a bucket: as a row of others, since each owner fills its own."""
+        return max(bucket_size // self.world_size, min(bucket_size, _LEAST_WHOLE))
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last element of the flat parameter that ``rank`` owns."""
+        return (0, self.numel) if rank == self.owner else (0, 0)
+
+    def size_of(self, rank: int) -> int:
+        """Return the columns of ``rank``'s slice."""
+        return self.slice_size if rank == self.owner else 0
+
+    def own_row(self, rows: Tensor, rank: int) -> Tensor:
+        """Return the part of ``rows``, ``[1, columns]``, that belongs to ``rank``: all columns, or none."""
+        return rows[0] if rank == self.owner else rows[0, :0]
+
+    def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
+        """Return the owner's slice with the shape and strides of ``like``, the parameter; that of others is empty."""
+        if flat.numel() < self.numel:
+            return flat
+        return torch.as_strided(flat, like.shape, like.stride(), flat.storage_offset())
+
+    def reduce(self, group: Collectives, buffer: Tensor, fp8: bool, about: Any) -> Any:
+        """Start summing a bucket buffer so that the owner is left the sum, ``[row]``, and others nothing, ``[0]``."""
+        return group.reduce(buffer, self.owner, about)
+
+    def gather(
+        self, group: Collectives, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
+    ) -> Any:
+        """Start filling ``rows``, each ``[1, numel]``, with the owner's ``own``."""
+        return group.broadcast_from(self.owner, own, [each[0] for each in rows], about)
+
+
+Split: TypeAlias = EvenSplit | WholeSplit
+
+
+def deal_out(costs: Sequence[int], world_size: int, loads: Sequence[int] = ()) -> list[int]:
+    """Return the owner of each item, the costliest dealt first, each to the rank that has least to do so far.
+
+    The result is the same on every rank that gives the same costs. Two ranks' loads differ by one item at most, and the
+    largest is at most 4/3 of the least possible (Graham, 1969).
+
+    Args:
+        costs: what each item costs its owner, in any unit.
+        world_size: ranks that share the items.
+        loads: what each rank has to do before.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads or [0] * world_size)]
+    heapq.heapify(heap)
+    owners = [0] * len(costs)
+    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+        load, rank = heap[0]
+        owners[place] = rank
+        heapq.heapreplace(heap, (load + costs[place], rank))
+    return owners
 
 
 # ---- how wide a row of a bucket buffer is, so that copies and collectives begin at round addresses ----

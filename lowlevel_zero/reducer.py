@@ -4,6 +4,8 @@
 - A plain ``loss.backward()`` opens a sync with its first gradient. A rank whose loss touched nothing opens none, so
   the ranks agree at the step on how many they have run, and who is behind joins with zeros. Until then nobody waits
   for a reduction, since its peers may be waiting to agree.
+- Where optimizers share a communicator on a device, ``optimizer.backward`` begins by an agreement of the ranks, so the
+  reductions of all optimizers have one order there.
 - Where there are other optimizers, the gradients of a plain ``loss.backward()`` are reduced once the ranks have agreed,
   and so are those of further shard groups. Each rank alone knows what it has run: with reductions that start as they
   come, ranks would give a communicator different orders, or wait for each other in different optimizers.
@@ -22,7 +24,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, finalize, ref
@@ -38,32 +40,20 @@ from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_state import Phase, StepState
-from .communication.agreement import Call, SyncProgress, agree
+from .bookkeeping.step_state import TO_ZEROS, Damage, Phase, StepState
+from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all
 from .communication.work import Work
 from .options import ZeroOptions
 from .unused_parameters import UnusedParameters
 
 _log = logging.getLogger("lowlevel_zero")
 
-DOUBLE_REDUCTION = (
-    "expected step or zero_grad after synchronize(), got the gradient of one more backward, which would be reduced "
-    "beside those that are the caller's to edit: call synchronize() after the last backward of a step"
-)
-
-LOST = (
-    "expected the whole gradients of every backward, lost some on this rank to an error before ({}): call "
-    "optimizer.zero_grad() on every rank, and begin the step anew"
-)
-
-UNDEFINED = (
-    "expected parameters and states that every rank has stepped to the end, but this rank has failed in the midst "
-    "of it ({}), and they are undefined: load a checkpoint on every rank, of the model and of the optimizer"
+_BACKWARDS = Alike(
+    "the same backwards of this optimizer",
+    "run them alike on all ranks, and begin the step anew with optimizer.zero_grad() on all",
 )
 # Seconds that a backward waits for other ranks, which may be waiting for this one in another call.
 _PATIENCE = 1.0
-# Calls that may be made with undefined parameters.
-_RECOVERIES = ("zero_grad", "load_state_dict")
 
 
 class Reducer:
@@ -99,21 +89,23 @@ class Reducer:
         self._number = number
         self._records = parameters.by_shard_group[number]
         self._group = group = parameters.shard_groups[number]
+        self._ranks = parameters.shard_groups[0]
         self._gradients = gradients
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
         # A rank must not wait in one shard group for a peer that may be waiting for it in another.
         device = self._records[0].padded.device
         backend, alone = group.backend(device), len(parameters.by_shard_group) == 1
-        limited = alone and (options.keeps_row_only or backend.limits_all_reduce)
+        limited = alone and (options.stage == 2 or backend.limits_all_reduce)
         self._most_in_flight = backend.in_flight if limited else None
         self._in_order = group.has_others and not group.on_gloo(device)
-        self._overlaps = options.overlap_communication
+        self._overlaps = options.communication.overlap_reductions
         self._keeps_some = False  # gradients of plain backwards, until the ranks agree
         self._by_itself = True  # no other optimizer's backward runs within that of the open sync
         self._starts_early = False  # buckets of the open sync, before its end
         self._unused = UnusedParameters(parameters, number)
-        bucket_size = options.bucket_size(device.type)
-        self.plan = LearntPlan(self._records, group, bucket_size, options.pad_buckets_for_high_nccl_busbw)
+        bucket_size = options.communication.bucket_size or group.bucket_size(device)
+        wide = options.communication.pad_buckets_for_high_nccl_busbw
+        self.plan = LearntPlan(self._records, group, bucket_size, wide)
         self._hooks: list[RemovableHandle] = []
         self.remove_hooks = finalize(self, _remove, self._hooks)
         self._announced: Work[bytes] | None = None  # what the open sync carries
@@ -143,7 +135,7 @@ class Reducer:
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
-        self._state.undefined = ""
+        self._state.failure.mend(Damage.PARAMETERS)
         order, came, _, repeats, detecting = state or PlanState([], 0, True, [], None)
         self.buckets.repeats = set(repeats)
         self._unused.restore(detecting=bool(detecting and detecting[0]))
@@ -151,6 +143,21 @@ class Reducer:
         self.plan.follow(self._unused.detecting)
 
     # ---- gradients come ----
+
+    @property
+    def _shares_order(self) -> bool:
+        """Return whether the reductions of several optimizers have one order on a device."""
+        return self._in_order and self._ranks.context.is_shared
+
+    def agree_on_backward(self) -> None:
+        """Raise on all ranks unless all run a backward of this optimizer, where other optimizers share the order."""
+        if self._state.syncs and self._shares_order:
+            within = any(each.syncs for each in StepState.in_backward)  # which starts its reductions after these
+            doing = "run a backward within another optimizer's" if within else "run a backward"
+            done = (
+                f"optimizer {self._group.number} {doing} after {self._group.progress.micro_batch} since the last step"
+            )
+            agree(self._group, [done], None, doing, _BACKWARDS, failed=self._state.failure.words)
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None, by_itself: bool) -> None:
         """Open a sync for an ``optimizer.backward``, after one that an error may have left open.
@@ -167,7 +174,8 @@ class Reducer:
                     self._close_sync()
                 self._gradients.take_out()
             self._by_itself = by_itself or self._state.is_alone
-            self._starts_early = self._overlaps and (not self._in_order or (self._by_itself and self._number == 0))
+            ordered = self._number == 0 and (by_itself or not self._shares_order)
+            self._starts_early = self._overlaps and (ordered or not self._in_order)
             reached = None
             try:
                 if self._unused.detecting:
@@ -203,7 +211,7 @@ class Reducer:
         if (earlier or not usual) and not self._admit(record, earlier):
             return
         if buckets.fill(record) and self._starts_early:
-            if self._announced is not None and self._announced.done():
+            if self._announced is not None and self._announced.ready():
                 self._read_announced(self._announced)
             if self._announced is None:
                 self._start()
@@ -220,8 +228,7 @@ class Reducer:
         running = StepState.in_backward
         of_another = bool(running) and running[-1] is not self._state
         if not self._state.syncs or of_another:
-            may_sync = of_another and self._state.syncs and self._state.phase is not Phase.SYNCHRONIZED
-            if may_sync and not (self.buckets.is_open or self._state in running):
+            if of_another and self._state.syncs and not (self.buckets.is_open or self._state in running):
                 self._keep_until_all_agree(record)
                 return False
             if self._state.phase is Phase.COMPLETE:
@@ -230,7 +237,7 @@ class Reducer:
             return False
         if not self.buckets.is_open:
             self._check_plain(record)
-            if self._number > 0 or not self._state.is_alone or self._put_off:
+            if self._number > 0 or not self._state.is_alone or self._shares_order or self._put_off:
                 self._keep_until_all_agree(record)
                 return False
             self._open_plain()
@@ -241,9 +248,6 @@ class Reducer:
     def _check_plain(self, record: ShardedParameter) -> None:
         """Raise for a gradient of a plain ``loss.backward()`` that can't be reduced."""
         self._group.progress.check_process(f"the backward of {record.name}")
-        if self._state.phase is Phase.SYNCHRONIZED:
-            record.drop_unreduced()
-            raise RuntimeError(f"{record.name}: {DOUBLE_REDUCTION}")
         if self._half and self._state not in StepState.in_backward:  # the loss isn't scaled, and the step would unscale
             raise RuntimeError(
                 f"{record.name}: expected the backward of a model with fp16 parameters through "
@@ -290,8 +294,7 @@ class Reducer:
             return
         if self.buckets.is_open:
             self._close_sync()
-            if self._state.deferred is not None:
-                self._state.raise_deferred()
+            self._state.failure.raise_deferred()
         elif self._keeps_some:
             self._show_kept()
 
@@ -307,9 +310,7 @@ class Reducer:
         """Open a sync in whose backward these gradients are foreseen; None: any may come."""
         self._graph_task = -1
         self._state.phase = Phase.COMING
-        # All ranks run their syncs in one order. Where optimizers share a communicator, a sync that is to hear of
-        # others runs when all agree: to wait for them here would have no end, and to give up would change the order.
-        if self._put_off or (reached is not None and self._in_order and not self._state.is_alone):
+        if self._put_off:  # all ranks run their syncs in one order
             named = None if reached is None else reached.union(self._leftovers())
             self._put_off.append(self._unused.announce_sync(named))
             return
@@ -374,14 +375,12 @@ class Reducer:
             self.buckets.start_next()
             self._finish_some()
 
-    def _leftovers(self) -> list[int]:
-        """Indices of parameters whose ``p.grad`` holds what can be reduced."""
+    def _leftovers(self, touched: Iterable[ShardedParameter] | None = None) -> list[int]:
+        """Return the indices of parameters whose ``p.grad`` holds what can be reduced; ``touched`` as before."""
         return [
             record.index
-            for record in self._records
-            if (record.p.grad is not record.shown or record.pending is not None)
-            and record.unreduced is not None
-            and not record.is_empty
+            for record in (self._gradients.touched() if touched is None else touched)
+            if record.unreduced is not None and not record.is_empty
         ]
 
     # ---- reductions end, in the order of starting ----
@@ -396,17 +395,17 @@ class Reducer:
             leave = self._most_in_flight if leave is None else leave
             while leave is not None and len(in_flight) > leave and self._comes(in_flight[0].work):
                 self._finish_oldest()
-        while in_flight and in_flight[0].work.done():
+        while in_flight and in_flight[0].work.ready():
             self._finish_oldest()
 
     def _comes(self, work: Work[Any]) -> bool:
         """Wait a while for what other ranks may not begin before all agree on a call; return whether it is there.
 
         They may have come to another call than a backward, and wait for this rank there. Once a wait was in vain there
-        are no more until the ranks have agreed. Where several optimizers share a communicator on a device, it is the
-        device that waits.
+        are no more until the ranks have agreed. Where several optimizers share an order, they have agreed on this
+        backward.
         """
-        if work.done() or (self._in_order and not self._state.is_alone):
+        if work.ready() or self._shares_order:
             return True
         if not self._may_be_alone:
             self._may_be_alone = not self._group.comes(work, _PATIENCE)
@@ -418,7 +417,7 @@ class Reducer:
             try:
                 self._gradients.accumulate(bucket, bucket.finish_reduce(self._streams))
             except BaseException as error:
-                self._state.defer(error)
+                self._state.failure.defer(error)
                 self._gradients.accumulate(bucket, self.buckets.lost_sum(bucket))  # all ranks keep the same buckets
             if bucket.dropped_next:
                 self._gradients.drop(bucket.dropped_next)
@@ -428,16 +427,16 @@ class Reducer:
         """Whether a sharded gradient may be in ``p.grad``."""
         return self._keeps_some or bool(self.buckets.in_flight or self._gradients.buckets)
 
-    def _drop_cleared(self) -> None:
-        """Drop gradients whose ``p.grad`` was set to None since.
+    def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None) -> None:
+        """Drop gradients whose ``p.grad`` was set to None since; ``touched``: what ``GradientStore.touched`` tells now.
 
         A sum that is still under way is dropped behind it, so that sums change in one order on all ranks, however fast
         each of them is.
         """
         in_flight = self.buckets.in_flight
-        if self._state.phase is Phase.SYNCHRONIZED or not self._shows_some:
+        if not self._shows_some:
             return
-        cleared = self._gradients.hide_cleared(in_flight)
+        cleared = self._gradients.hide_cleared(self._gradients.touched() if touched is None else touched, in_flight)
         if cleared:
             when = f"after backward {self._group.progress.micro_batch}"
             self._dropped += [(record.index, f"{record.name} {when}") for record in cleared]
@@ -456,53 +455,69 @@ class Reducer:
     def finish(self, call: Call) -> None:
         """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
 
-        Communicates: all ranks call it. May be called again; it then finds nothing to do. After ``synchronize``
-        nothing is reduced any more: what callers have made of gradients is taken over.
+        Communicates: all ranks call it. May be called again; it then finds nothing to do.
 
         Raises:
             Exception: the ``call``'s error, or that of another rank's; nothing has been done then.
         """
-        synchronized = self._state.phase is Phase.SYNCHRONIZED
-        if self._state.lost and not self._state.undefined and call.error is None:
-            call = call._replace(error=RuntimeError(LOST.format(self._state.lost)))
+        touched = self._gradients.touched()
+        try:
+            for record in touched:
+                record.check_gradient()
+        except RuntimeError as error:
+            call = call._replace(error=call.error or error)
+        assigned = self._gradients.take_assigned(touched)
+        for record in assigned:
+            self.note_edit(f"{record.common_name} by an assignment")
         with self._streams.home():
-            present = self.agree_on_syncs(call, with_leftovers=call.error is None and not synchronized)
+            present = self.agree_on_syncs(call, touched, completes=True)
             self.has_lacked |= present is not None
-            if synchronized:
-                self._gradients.collect_edited_grads()
-            elif present is not None:
+            if present is not None:
                 self._gradients.resolve(present)
+            self._assign(assigned)
 
-    def agree_on_syncs(self, call: Call, with_leftovers: bool = False) -> bytes | None:
+    def _assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
+        """Copy gradients that callers have ``assigned`` to slices, on all ranks alike, to where steps take them."""
+        for record in assigned:
+            if not record.worked:
+                error = ValueError(
+                    f"{record.name}: expected .grad of a slice to be assigned where some rank has a gradient for the "
+                    "parameter, no rank has: assign p.grad of the parameter itself, which the step averages"
+                )
+                raise raised_by_all(error, self._group)
+        self._gradients.edit({record: [partial(_copy, value)] for record, value in assigned.items()})
+
+    def agree_on_syncs(
+        self, call: Call, touched: Sequence[ShardedParameter] | None = None, completes: bool = False
+    ) -> bytes | None:
         """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
 
-        Nothing is in flight then, and the current stream waits for all sums. ``p.grad`` stays, but for what is left
-        there ``with_leftovers``. The call comes first, before anything has been done.
+        Nothing is in flight then, and the current stream waits for all sums. Gradients that are left in ``p.grad``
+        stay there, unless the call ``completes`` them. The call comes first, before anything has been done.
         """
-        if self._state.undefined and call.name not in _RECOVERIES and call.error is None:
-            call = call._replace(error=RuntimeError(UNDEFINED.format(self._state.undefined)))
+        call = call._replace(error=call.error or self._state.failure.refusal(call.name, completes))
         try:
-            self._drop_cleared()
+            self._drop_cleared(touched)
             if self.buckets.is_open:
                 self._close_sync()
-            if self._state.deferred is not None:
-                self._state.raise_deferred()
+                touched = None
+            self._state.failure.raise_deferred()
         except Exception as error:  # of whatever kind: others would wait for the agreement
             call = call._replace(error=call.error or error)
-        agreed = self._compare(call, self._leftovers() if with_leftovers else [])
+        agreed = self._compare(call, self._leftovers(touched) if completes else [])
         self._state.agreed = True
         while self._unread:
             self._unread.popleft().wait()
         while self._put_off:
             self._join_sync(self._put_off.popleft().wait())
         while self._group.progress.micro_batch < agreed.syncs:
-            self._join_sync(self._agree_on_use(with_leftovers) if self._unused.detecting else None)
+            self._join_sync(self._agree_on_use(completes) if self._unused.detecting else None)
         present = self._unused.exchange_presence().wait() if agreed.lacks else None
         while self.buckets.in_flight:
             self._finish_oldest()
         if self._streams.several:
             self._streams.join()
-        self._keeps_some = False
+        self._keeps_some &= not completes
         return present
 
     def _compare(self, call: Call, leftovers: Sequence[int]) -> SyncProgress:
@@ -523,23 +538,29 @@ class Reducer:
         self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
         syncs = self._group.progress.micro_batch + len(self._put_off) + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)
-        agreed = agree(self._group, None, call.error, call.name, progress=progress, failed=self._state.failed)
+        agreed = agree(self._group, None, call.error, call.name, progress=progress, failed=self._state.failure.words)
         self._may_be_alone = False
         self._dropped.clear()
         self._edited.clear()
         return agreed
 
-    def _agree_on_use(self, with_leftovers: bool) -> bytes:
+    def _agree_on_use(self, completes: bool) -> bytes:
         """What a sync carries that this rank has not run, and others may have."""
-        return self._unused.announce_sync(self._leftovers() if with_leftovers else ()).wait()
+        return self._unused.announce_sync(self._leftovers() if completes else ()).wait()
 
-    def discard(self) -> None:
+    def discard(self, set_to_none: bool = True) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
 
-        Communicates: any rank may have run a plain backward alone.
+        Communicates: any rank may have run a plain backward alone. Gradients that become zeros are stepped, so the
+        ranks must have dropped the same ones before.
         """
-        self.agree_on_syncs(Call("zero_grad"))
-        self._state.begin_anew()
+        if set_to_none:
+            self.agree_on_syncs(Call("zero_grad"), touched=())  # whatever has been cleared is cleared with the others
+        else:
+            self.agree_on_syncs(Call(TO_ZEROS))
+        self._state.failure.mend(Damage.CALL | Damage.GRADIENTS)
+        self._state.failure.deferred = None
+        self._keeps_some = False
         self._group.progress.micro_batch = 0
 
     def end_step(self) -> None:
@@ -568,6 +589,10 @@ class Reducer:
     def under_way(self) -> list[Work[Tensor]]:
         """Reductions in flight."""
         return [bucket.work for bucket in self.buckets.in_flight]
+
+
+def _copy(value: Tensor, own: Tensor) -> None:
+    own.copy_(value[: len(own)])
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

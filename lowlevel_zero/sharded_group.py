@@ -76,10 +76,11 @@ class GroupMaker(NamedTuple):
         group, records = parameters.shard_groups[number], parameters.by_shard_group[number]
         gradients = GradientStore(records, self.stepping.bucket_type(), self.state, self.streams)
         under_way = group.backend(records[0].padded.device).in_flight
-        divisor = options.gradient_predivide_factor
-        how = Reduction(group, options.keeps_row_only, divisor, self.streams, self.packed, under_way)
+        travel = options.communication
+        divisor = travel.gradient_predivide_factor
+        how = Reduction(group, options.stage == 2, divisor, self.streams, self.packed, under_way)
         buckets = BucketStore(records, how, self.stepping.bucket_type(), self.state)
         reducer = Reducer(parameters, options, gradients, buckets, number, self.state)
-        wide = options.pad_buckets_for_high_nccl_busbw
-        gathers = GatherStore(group, self.streams, self.stepping, self.state, options.overlap_allgather, wide)
+        wide = travel.pad_buckets_for_high_nccl_busbw
+        gathers = GatherStore(group, self.streams, self.stepping, self.state, travel.overlap_gathers, wide)
         return ShardedGroup(number, group, records, gradients, reducer, gathers)

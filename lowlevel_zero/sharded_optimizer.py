@@ -14,15 +14,13 @@ from torch.optim import Optimizer
 from .bookkeeping.module_names import parameter_names
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_state import StepState
+from .bookkeeping.step_state import Damage, StepState
 from .communication.agreement import Call
 from .communication.shard_group import ShardGroup
 from .diagnostics.guards import Guard
 from .diagnostics.verification import verify
 from .gradients.calls import Calls
 from .gradients.of_optimizer import OptimizerGradients
-from .layout.held import memory_held
-from .layout.records import Layout, layout_of
 from .loss_scaler import LossScaler
 from .optim.modes import switch
 from .options import ZeroOptions
@@ -52,6 +50,7 @@ class ShardedOptimizer(Optimizer):
     streams: Streams  # those of the device that work is done on
     mode: str | None  # the one of "train" and "eval" that was called last
     runs: tuple[str, ...]  # for checkpoints in files: this optimizer's run, and then those that it went on from
+    serial: int  # of the newest checkpoint that was saved of it or loaded into it
 
     calls: Calls  # what its methods begin with, and finish
     gradients: OptimizerGradients  # what callers do with ``p.grad``
@@ -64,7 +63,7 @@ class ShardedOptimizer(Optimizer):
         # Optimizer.__init__ would make groups and state of its own; unpickling makes hooks and no more.
         super().__setstate__({"optim": optim})
         # Of the instance, not of the class, so that a retired optimizer has none of them.
-        self.mode, self.runs, self._norm = None, (), None
+        self.mode, self.runs, self.serial, self._norm = None, (), 0, None
 
     # ---- its end, where another optimizer takes its parameters ----
 
@@ -166,13 +165,13 @@ class ShardedOptimizer(Optimizer):
         self._guard.enter("load_state_dict")
         self.finish_syncs("load_state_dict")
         self.whole_state.load(state_dict)
-        self.step_state.undefined = ""
+        self.step_state.failure.mend(Damage.PARAMETERS)
 
     @property
     def whole_state(self) -> WholeState:
         """The optimizer's state, to be read and loaded by those that have brought the ranks to the same call."""
         optim, parameters, groups = self.optim, self.sharded_parameters, self.sharded_groups
-        return WholeState(optim, parameters, groups, self.scaler, self.options.fp8_communication, self.model)
+        return WholeState(optim, parameters, groups, self.scaler, self.options.communication.fp8, self.model)
 
     # ---- modes, of a wrapped optimizer that has some ----
 
@@ -250,27 +249,6 @@ class ShardedOptimizer(Optimizer):
         """Compare parameters, for ranks that have come to the same call."""
         self.finish_gathers()
         verify(self.sharded_parameters, self.parameter_names(), self.model, buffers)
-
-    def memory_held(self) -> dict[str, int]:
-        """Return the bytes held on this rank now, by owner, every storage counted once. No communication."""
-        return memory_held(self.optim, self.sharded_parameters, self.sharded_groups)
-
-    def layout(self) -> Layout:
-        """Return each parameter's slices, place in bucket buffers and bytes, as this rank has them now.
-
-        No communication. See ``lowlevel_zero.layout.Layout`` for its ``table()`` and ``json()``.
-        """
-        return layout_of(self.optim, self.sharded_groups, self.options)
-
-    def traffic(self) -> dict[str, int]:
-        """Bytes of bucket buffers that this rank has sent so far, by purpose: "reduce", "gather", and Muon's "step".
-
-        Counted alike on every backend, without what a backend adds; an all-reduce counts as a reduce-scatter and a
-        gather. Over two levels "reduce_outer" and "gather_outer" are those among them that crossed the outer one.
-        """
-        by_group = [group.traffic() for group in self.sharded_parameters.shard_groups]
-        purposes = dict.fromkeys(purpose for sent in by_group for purpose in sent)
-        return {purpose: sum(sent.get(purpose, 0) for sent in by_group) for purpose in purposes}
 
     # ---- ColossalAI's API (0.5.0), whose callers look parameters up by ``id()`` ----
 

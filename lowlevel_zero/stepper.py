@@ -6,7 +6,7 @@ Where it is the same step, the wrapped optimizer's kernels scale gradients thems
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from operator import methodcaller
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.bucket_store import Bucket, BucketState
-from .bookkeeping.gather_store import PART
+from .bookkeeping.gather_store import in_parts
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
@@ -179,7 +179,6 @@ class Stepper:
     Args:
         optim: the wrapped optimizer.
         groups: the parameters by shard group, with their gradients and what gathers them.
-        step_whole: steps parameters in one call, for an optimizer that can't step them part by part.
         on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
 
     Attributes:
@@ -192,13 +191,11 @@ class Stepper:
         self,
         optim: Optimizer,
         groups: Iterable[ShardedGroup],
-        step_whole: Callable[[Sequence[ShardedParameter]], None],
         on_host: bool = False,
     ) -> None:
         self._on_host = on_host
         self._optim = optim
         self._groups = groups
-        self._step_whole = step_whole
         self.skips_by_flag = is_fused(optim)
         self.left: deque[Part] | None = None
         self._gate = StepGate()
@@ -219,9 +216,20 @@ class Stepper:
             elif parts:
                 with _fused(self._optim) if self._on_host else nullcontext():
                     self._step_parts(parts, scale, norm, in_parts)
+            elif not in_parts:
+                self._step_own()  # param groups may count steps
         finally:
             self._gate.is_open = False
         self._end(norm)
+
+    def step_without_gradients(self) -> None:
+        """Step where no parameter has a gradient: an optimizer may count its steps."""
+        if not steps_in_parts(self._optim):
+            self._gate.is_open = True
+            try:
+                self._step_own()
+            finally:
+                self._gate.is_open = False
 
     def catch_up(self, norm: GlobalNorm | None) -> None:
         """Do what other ranks wait for in a step that has failed on this one; ``norm`` as in ``step``."""
@@ -244,10 +252,11 @@ class Stepper:
     def _gather(self, part: Part) -> None:
         """Let go of the gradients of the next part, and start bringing its slices back."""
         for record in part.records:
-            record.p32.grad = None
+            record.p32.grad = record.slice_handle
         part.group.gathers.start_gather(part.records)
         assert self.left is not None
-        self.left.popleft()
+        self.left.popleft()  # before an older gather may fail: this one has started
+        part.group.gathers.limit()
 
     def _leave_out(self, parts: Sequence[Part], scale: Scale) -> None:
         """Leave a step out: kernels that don't scale gradients don't see to an overflow either."""
@@ -269,7 +278,7 @@ class Stepper:
                     self._step_part(part.records)
                     self._gather(part)
         if not in_parts:
-            self._step_whole([record for part in parts for record in part.records])
+            self._step_own()
             for part in parts:
                 self._gather(part)
 
@@ -278,18 +287,10 @@ class Stepper:
 
         But to the host gradients come one after the other: the first may be stepped while others are on their way.
         """
-        parts: list[Part] = []
-        room = 0
         buckets = group.gradients.sums()
-        for bucket in buckets if self._on_host else reversed(buckets):
-            records = [record for record in bucket.records if record.worked]
-            if room <= 0 or parts[-1].records[0].kind != records[0].kind:
-                parts.append(Part(group, [], []))
-                room = PART
-            parts[-1].buckets.append(bucket)
-            parts[-1].records.extend(records)
-            room -= bucket.row.numel()
-        return parts
+        ordered = buckets if self._on_host else buckets[::-1]
+        parts = in_parts((bucket.records[0].kind, bucket.planned.body, bucket) for bucket in ordered)
+        return [Part(group, part, list(chain.from_iterable(bucket.working() for bucket in part))) for part in parts]
 
     def assign_gradients(self, bucket: Bucket, scale: Scale, norm: GlobalNorm | None, by_optimizer: bool) -> None:
         """Give each ``p32`` of a bucket its raw ``g``, scaled, as gradient: in place where dtypes allow it.
@@ -316,23 +317,42 @@ class Stepper:
         exact = isinstance(scale.factor, float) and scale.factor == 1.0
         if not (by_optimizer or exact):
             row.mul_(scale.factor)
+        shaped = bucket.records[0].split.owner is not None
         for record, gradient in zip(bucket.records, bucket.split(row.to(dtype)), strict=True):
             if record.worked:
-                record.p32.grad = gradient
+                if not shaped:
+                    record.p32.grad = gradient
+                else:  # a rank has no elements of another rank's parameters
+                    record.p32.grad = record.shaped(gradient) if gradient.numel() else None
 
-    def _step_part(self, part: Sequence[ShardedParameter]) -> None:
-        """Step ``part`` alone: for the time of the call each param group holds only its members of it."""
+    def _step_own(self) -> None:
+        """Step once; for the time of the call, the param groups are without the parameters that other ranks own."""
         groups: list[dict[str, Any]] = self._optim.param_groups
-        members: list[list[Tensor]] = [[] for _ in groups]
-        for record in part:
-            members[record.group].append(record.p32)
+        others = {record.p32 for each in self._groups for record in each.records if not record.owns_some}
         whole = [group["params"] for group in groups]
         try:
-            for group, some in zip(groups, members, strict=True):
-                group["params"] = some
+            for group in groups if others else ():
+                group["params"] = [p32 for p32 in group["params"] if p32 not in others]
             self._optim.step()
         finally:
-            for group, all_of_it in zip(groups, whole, strict=True):
+            for group, members in zip(groups, whole, strict=True):
+                group["params"] = members
+
+    def _step_part(self, part: Sequence[ShardedParameter]) -> None:
+        """Step ``part`` alone: for the time of the call the optimizer has the param groups and members of it."""
+        groups: list[dict[str, Any]] = self._optim.param_groups
+        members: dict[int, list[Tensor]] = {}
+        for record in part:
+            members.setdefault(record.group, []).append(record.p32)
+        stepped = [(groups[at], groups[at]["params"], members[at]) for at in sorted(members)]
+        try:
+            for group, _, some in stepped:
+                group["params"] = some
+            self._optim.param_groups = [group for group, _, _ in stepped]
+            self._optim.step()
+        finally:
+            self._optim.param_groups = groups
+            for group, all_of_it, _ in stepped:
                 group["params"] = all_of_it
 
 

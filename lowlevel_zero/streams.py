@@ -1,21 +1,21 @@
-"""Streams: on which of a device's streams this package works, and who waits for whom; the host never does.
+"""Streams: the streams of a device on which this package works, and how they wait for each other; the host never waits.
 
-Gradients may come on any stream: autograd runs a parameter's hook on the stream of its forward. All buffers are packed
-and started on one, the *home* stream: the one that was current when the optimizer was made, on which the model computes
-as a rule. (NCCL works on a stream of its own beside it, in the order of the stream that starts and waits for it.) Home
-waits for every stream that a gradient came on, and for whoever calls; who calls waits for home before it goes on where
-it may look at results.
+Gradients may come on any stream: autograd runs a parameter's hook on the stream of its forward. All buffers are
+packed, and their collectives started, on the *home* stream: the current one when the optimizer was made, on which the
+model usually computes. (NCCL has a further stream, in the order of the stream that starts and waits for its
+collectives.) Home waits for each stream that a gradient came on, and for the caller's stream, which waits for home in
+turn before it may read results.
 
 Home never waits for the latest reductions before the step: reductions are finished and summed on a stream *beside* it,
-which waits for home, and which home joins when the step's gradients are to be complete. What that stream uses is kept
-by reference, with an event at its end, until home has waited for it: then home, where it was allocated, may use its
-memory again, however far the host is ahead of the device. So memory of reductions under way is bounded by their
-number: before a bucket is packed, home waits for all but the last few. (FSDP2 keeps its last buffer and event so.)
-What was allocated beside home is only used again beside it, which begins by waiting for home. Gradients alone may come
-from any stream, and are told to the allocator.
+which waits for home, and which home joins when the step's gradients are to be complete. Tensors that are used beside
+are kept by reference, with an event, until home has waited for the event: then home, where they were allocated, may use
+their memory again, however far the host is ahead of the device. So the memory of reductions under way is bounded by
+their number: before a bucket is packed, home waits for all but the last few. (FSDP2 keeps its last buffer and event
+so.) Memory that was allocated beside is only used again beside, where work begins by waiting for home. Gradients may
+come from any stream, and are recorded with the allocator.
 
-A CUDA graph that somebody captures is to hold its own work: a stream that is being captured waits for nobody here, and
-nobody waits for it.
+A CUDA graph's capture holds its own work alone: a stream that is being captured waits for no other stream here, and no
+stream waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 
 class Mark:
-    """A point in a stream's work; the host's own, which has been reached by the time there is one."""
+    """A point in a stream's work; on the host it has always been reached."""
 
     def wait(self) -> None:
         """Let the current stream, not the host, wait for it."""
@@ -44,11 +44,11 @@ class Mark:
 
 
 class Streams:
-    """The host's: what is called is done, in the order of calls.
+    """The streams of the host: there are none, and calls run in order.
 
     Attributes:
-        several: there may be more than one.
-        pins: what travels to and from this device asynchronously lies in pinned memory.
+        several: the device may have more than one stream.
+        pins: asynchronous copies between the host and this device need pinned memory.
     """
 
     several = False
@@ -58,40 +58,40 @@ class Streams:
         """A gradient has come on the current stream."""
 
     def keep(self, *used: object) -> None:
-        """Keep what the stream beside home uses, until home has waited for it."""
+        """Keep tensors that are used beside home until home has waited for that."""
 
     def limit(self, most: int) -> None:
-        """Have home wait for what is done beside it, but for the last ``most`` parts, and let go of what they used."""
+        """Have home wait for all but the last ``most`` parts of the work beside it, and free what these used."""
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the memory of gradients, which have come on any stream, from being used again before home is done."""
+        """Keep the memory of gradients, of whatever stream, from being used again before home has used them."""
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
-        """Work on the home stream; ``join``: what the caller's stream does afterwards, it does after that work."""
+        """Run the body on the home stream; ``join``: the caller's stream then waits for it."""
         return nullcontext()
 
     def beside(self) -> AbstractContextManager[None]:
-        """Work on a stream beside home, from where that and the current one are now."""
+        """Run the body on the stream beside home, which first waits for home and the current stream."""
         return nullcontext()
 
     def join(self) -> None:
-        """Have the current stream wait for what has been done beside it."""
+        """Have home and the current stream wait for the work beside home."""
 
     def captures(self) -> bool:
-        """Whether a graph of the current stream's work is being captured."""
+        """Return whether the current stream's work is being captured in a graph."""
         return False
 
     def mark(self) -> Mark:
-        """Where the current stream is now."""
+        """Return the current stream's present point."""
         return Mark()
 
 
 class DeviceStreams(Streams):
-    """A device's.
+    """The streams of a device.
 
     Args:
         device: the device.
-        api: ``torch.cuda``, or what is like it.
+        api: ``torch.cuda``, or another device's module.
     """
 
     several = True
@@ -102,8 +102,8 @@ class DeviceStreams(Streams):
         self._api = api
         self._home = api.current_stream(device)
         self._beside: Any = None
-        self._keeping: list[object] | None = None  # what is used beside home by what is being told; None: it is over
-        self._kept: deque[tuple[Any, list[object]]] = deque()  # the same of what has been told, and its end
+        self._keeping: list[object] | None = None  # used by the body of ``beside`` that runs now
+        self._kept: deque[tuple[Any, list[object]]] = deque()  # used by earlier bodies, with events at their ends
         self._producers: dict[Any, None] = {}
         self._others_seen = False
 
@@ -115,25 +115,25 @@ class DeviceStreams(Streams):
             self._others_seen = True
 
     def keep(self, *used: object) -> None:
-        """By reference: the allocator would wait for events that a host which is far ahead hasn't seen yet."""
+        """Keep references: the allocator would wait for events that a host which is far ahead hasn't seen yet."""
         if self._keeping is not None:
             self._keeping += used
 
     def limit(self, most: int) -> None:
-        """In the order in which they were kept."""
+        """Have home wait, in the order in which tensors were kept."""
         while len(self._kept) > most:
             end, _ = self._kept.popleft()
             self._home.wait_event(end)
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Tell the allocator; where there is but home, it knows."""
+        """Record the gradients with the allocator if any came on another stream than home."""
         if self._others_seen:
             for gradient in gradients:
                 if gradient is not None and gradient.device == self._device:
                     gradient.record_stream(self.current())
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
-        """The home stream, after the current one and those of gradients."""
+        """Run the body on home, which first waits for the current stream and those of gradients."""
         current = self.current()
         if current == self._home and not self._producers:
             return nullcontext()
@@ -153,7 +153,7 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """A stream of its own."""
+        """Run the body on a stream that is used for nothing else."""
         if self._keeping is not None:  # within what is done there
             yield
             return
@@ -172,28 +172,28 @@ class DeviceStreams(Streams):
                 self._kept.append((self._recorded(self._beside), kept))
 
     def join(self) -> None:
-        """The current stream waits, if there was anything, and home does."""
+        """Have both wait, if there was any work beside home."""
         if self._beside is not None:
             for stream in {self._home, self.current()}:
                 stream.wait_stream(self._beside)
             self._kept.clear()
 
     def captures(self) -> bool:
-        """As ``torch.cuda`` tells; a device that doesn't has no graphs."""
+        """Ask the device's module; one that has no such function has no graphs."""
         return hasattr(self._api, "is_current_stream_capturing") and self._api.is_current_stream_capturing()
 
     def mark(self) -> Mark:
-        """An event."""
+        """Record an event."""
         return _DeviceMark(self, self._recorded(self.current()))
 
     def _recorded(self, stream: Any) -> Any:
-        """Return an event that is over when what the stream has been given by now is."""
+        """Return an event at the end of the stream's present work."""
         event = self._api.Event()
         event.record(stream)
         return event
 
     def current(self) -> Any:
-        """The device's current stream, whichever device is the current one."""
+        """Return the device's current stream, whichever device is the current one."""
         return self._api.current_stream(self._device)
 
 
@@ -218,6 +218,6 @@ of_host: Callable[[], Streams] = Streams
 
 
 def streams_of(devices: Iterable[torch.device]) -> Streams:
-    """The streams of the first of ``devices`` that isn't the host."""
+    """Return the streams of the first of ``devices`` that isn't the host."""
     device = next((device for device in devices if device.type != "cpu"), None)
     return of_host() if device is None else DeviceStreams(device, torch.get_device_module(device))

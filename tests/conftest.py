@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def _move_to_huge_pages(size: int = 2**21) -> None:
             start, end = (int(address, 16) for address in span.split("-"))
             start = -(-start // size) * size
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(max(0, end // size * size - start)), _MADV_COLLAPSE)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_left_in_the_root(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Some trainers save where they are started, if nobody tells them another folder."""
+    root, written_by_tools = request.config.rootpath, {"build", "demo_output", "dist", "htmlcov"}
+    before = set(os.listdir(root))
+    yield
+    left = {name for name in os.listdir(root) if not name.startswith(".")} - before - written_by_tools
+    assert not left, f"tests have left {sorted(left)} in {root}: let them write to tmp_path"
 
 
 @pytest.fixture(autouse=True)

@@ -130,9 +130,7 @@ def _over_links() -> Iterator[Contestant]:
         "ours-2-bf16-overlap", "ours, stage 2, the same, overlapped gathers", partial(bf16, overlap_allgather=True)
     )
     yield less("ours-2-fp8", "ours, stage 2, in fp8", partial(Ours, stage=2, fp8_communication=True))
-    make = partial(Ours, stage=2, levels=True)
-    yield Contestant("ours-2-levels", "ours, stage 2, over two levels", make, asked_for=True)
-    make = partial(make, hybrid_shard=True)
+    make = partial(Ours, stage=2, hybrid_shard=True)
     yield Contestant("ours-2-hybrid", "ours, stage 2, replicas on the other host", make, asked_for=True)
 
 

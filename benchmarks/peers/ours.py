@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Communication, LowLevelZeroOptimizer
+from lowlevel_zero.layout import memory_held, traffic_of
 
 from ..gpt import GPT
 from .older import older_class
@@ -31,7 +33,7 @@ class Ours(Peer):
         reduce_each: reduce every micro-batch, so that no rank ever holds whole gradients, not the last alone.
         messages: let ranks send messages, as between hosts, instead of sharing memory.
         older: take the class of the older tree.
-        levels: shard over rows and columns of the ranks, a row being a host.
+        hybrid_shard: shard over the ranks of a host, and keep replicas on the other hosts.
         options: further ones of ``LowLevelZeroOptimizer``.
     """
 
@@ -45,15 +47,17 @@ class Ours(Peer):
         reduce_each: bool = False,
         messages: bool = False,
         older: bool = False,
-        levels: bool = False,
+        hybrid_shard: bool = False,
         **options: Any,
     ) -> None:
         model = setting.model()
         wrapped = adamw(model.parameters(), implementation)
         make: Any = older_class() if older else LowLevelZeroOptimizer
         with _without_shared_memory() if messages else nullcontext():
-            groups = {"dp_process_group": _hosts()} if levels else {}
-            super().__init__(model, make(wrapped, partition_grad=stage == 2, model=model, **groups, **options))
+            if hybrid_shard:
+                options["dp_process_group"] = _hosts()
+                options["communication"] = Communication(hybrid_shard=True)
+            super().__init__(model, make(wrapped, partition_grad=stage == 2, model=model, **options))
         self._reduce_each = reduce_each
 
     def reducing(self, last: bool) -> AbstractContextManager[object]:
@@ -69,7 +73,7 @@ class Ours(Peer):
 
         Where ``torchrun`` has started ranks of several hosts, what goes to the others' of it: all ranks get alike.
         """
-        sent, ranks = self.optimizer.traffic(), dist.get_world_size()
+        sent, ranks = traffic_of(self.optimizer), dist.get_world_size()
         if "reduce_outer" in sent:
             return float(sent["reduce_outer"] + sent["gather_outer"])
         near = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -77,7 +81,7 @@ class Ours(Peer):
 
     def held(self) -> dict[str, int]:
         """The optimizer keeps account itself."""
-        return self.optimizer.memory_held()
+        return asdict(memory_held(self.optimizer))
 
 
 def _hosts() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

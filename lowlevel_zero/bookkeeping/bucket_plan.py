@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..communication.shard_group import ShardGroup
-from ..partition import END_TO_END, Alignment, EvenSplit, alignment_of
+from ..partition import END_TO_END, Alignment, Split, alignment_of
 from .sharded_parameter import ShardedParameter
 
 # Narrowed plans that are kept: few sets of parameters come again and again, or ever new ones.
@@ -27,10 +27,10 @@ _PLANS_KEPT = 64
 
 
 class Item(NamedTuple):
-    """What the plan needs to know of one parameter."""
+    """One parameter, as far as the plan depends on it."""
 
-    split: EvenSplit
-    kind: Hashable  # only parameters of one kind (device, dtypes) can share a buffer
+    split: Split
+    kind: Hashable  # only parameters of one kind (device, dtypes, owner) can share a buffer
     whole: bool  # its gradient can be reduced, and its storage gathered, without packing
     fp8: bool = False  # it travels in fp8, which its kind tells too
     alignment: Alignment = END_TO_END  # one for each kind
@@ -86,7 +86,7 @@ def make_plan(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> 
 
 
 def completed(came: Sequence[int], count: int) -> list[int]:
-    """``came`` and, each behind the next higher one, those of ``range(count)`` that it lacks: backward goes down."""
+    """Return ``came`` with the missing ones of ``range(count)``, each behind the next higher: backward goes down."""
     absent = set(range(count)).difference(came)
     order = []
     for index in (count, *came):
@@ -122,7 +122,7 @@ def _finished(buckets: list[PlannedBucket], count: int) -> BucketPlan:
 
 
 def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list[list[int]]:
-    """Indices by bucket; those that are still open at the end close in the order of their last member."""
+    """Return indices by bucket; buckets that are open at the end close in the order of their last member."""
     closed: list[list[int]] = []
     open_of: dict[Hashable, list[int]] = {}
     room: dict[Hashable, int] = {}
@@ -134,7 +134,7 @@ def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list
         if kind in open_of and numel > room[kind]:
             closed.append(open_of.pop(kind))
         if kind not in open_of:
-            room[kind] = bucket_size
+            room[kind] = item.split.room(bucket_size)
         room[kind] -= numel
         # Taken out and put back, so that the dict's order is that of the last members.
         open_of[kind] = [*open_of.pop(kind, []), index]
@@ -145,13 +145,13 @@ def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size:
     first = items[group[0]]
     sizes = tuple(items[index].split.slice_size for index in group)
     row = first.alignment.padded(sum(sizes))
-    alone = len(group) == 1 and first.split.numel >= bucket_size
-    fits = first.whole and first.split.padding == 0 and row == sizes[0]
+    alone = len(group) == 1 and first.split.numel >= first.split.room(bucket_size)
+    fits = first.whole and sizes[0] * first.split.rows == first.split.numel and row == sizes[0]
     return PlannedBucket(position, tuple(group), sizes, row, alone and fits, first.fp8)
 
 
 class PlanState(NamedTuple):
-    """What the first steps have taught about the order of gradients, by parameter index.
+    """The order of gradients that the first steps have taught, by parameter index.
 
     Attributes:
         order: as rank 0's first backward had it: what came, then what didn't.
@@ -203,11 +203,11 @@ class LearntPlan:
         self.came = came
 
     def state(self, repeats: Iterable[int], detecting: bool) -> PlanState:
-        """What a plan that is known follows from."""
+        """Return the state that a known plan follows from."""
         return PlanState(self.order, self.came, True, list(repeats), [int(detecting)])
 
     def saw(self, arrivals: Sequence[int]) -> None:
-        """In one more sync gradients came in this order; the first of a run counts."""
+        """Note the order in which one sync's gradients came; the first sync of a run counts."""
         if self._first is None:
             self._first = arrivals
 

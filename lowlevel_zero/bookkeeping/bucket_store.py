@@ -103,15 +103,15 @@ class Bucket:
         # Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which would be written twice.
         # (One rank alone gets the buffer itself back as the sum, to be written to.)
         may = self.planned.in_place and how.group.size > 1 and how.divisor == 1.0
-        if not how.keeps_row_only:
+        if not how.keeps_row_only or lead.split.owner is not None:
             may = may and how.group.backend(lead.padded.device, self.planned.fp8).all_reduce_only_reads
         if may and first is not None and first.dtype == lead.communication_dtype:
-            buffer = first.detach().view(how.group.size, self.planned.row)
+            buffer = first.detach().view(lead.split.rows, self.planned.row)
         else:
             buffer = self._packed(gradients, how)
         how.packed(self.records, buffer)
         about = About(self.records, self.planned.position)
-        start = how.group.reduce_scatter if how.keeps_row_only else how.group.all_reduce
+        start = partial(lead.split.reduce, how.group) if how.keeps_row_only else how.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)
         self.state = BucketState.REDUCING
         return all(map(partial(is_not, None), gradients))
@@ -119,7 +119,8 @@ class Bucket:
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
         """A fresh buffer with the gradients, and zeros for those that aren't there."""
         lead, planned = self.records[0], self.planned
-        buffer = how.group.new_buffer(planned.row, lead.communication_dtype, lead.padded.device, planned.fp8)
+        where = lead.communication_dtype, lead.padded.device
+        buffer = how.group.new_buffer(planned.row, *where, planned.fp8, lead.split.rows)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
         flats = [
             zero.expand(record.split.numel) if gradient is None else gradient
@@ -127,7 +128,7 @@ class Bucket:
         ]
         shorts = [record.short for record in self.records]
         if any(shorts):  # ``pack`` would cut rows that are narrower than the slices
-            flats = [F.pad(flat, (0, short)) for flat, short in zip(flats, shorts, strict=True)]
+            flats = [F.pad(flat, (0, short)) if short else flat for flat, short in zip(flats, shorts, strict=True)]
         if planned.row > planned.body:
             flats.append(zero.new_zeros(len(buffer) * (planned.row - planned.body)))
         pack(buffer, flats, how.divisor)
@@ -140,14 +141,19 @@ class Bucket:
         total = work.wait()
         if streams.several:
             streams.keep(work, total)
-        return (total[0] if len(total) == 1 and total.dim() > 1 else total)[..., : self.planned.body]
+        alone = total.dim() > 1 and self.records[0].split.world_size == 1
+        return (total[0] if alone else total)[..., : self.planned.body]
 
     # ---- what it leaves ----
 
     def hold(self, total: Tensor) -> None:
         """Keep a sum, which is where the parameters are: this rank's row, or all ranks'."""
-        self.rows, self.row = (total, total[self.records[0].rank]) if total.dim() > 1 else (None, total)
+        self.rows, self.row = (total, self.own_row(total)) if total.dim() > 1 else (None, total)
         self.state = BucketState.REDUCED
+
+    def own_row(self, rows: Tensor) -> Tensor:
+        """Return this rank's row of all ranks', ``[body]``; where another rank owns the bucket, ``[0]``."""
+        return self.records[0].split.own_row(rows, self.records[0].rank)
 
     def keep_own_row(self) -> None:
         """Let others' rows go, where they are kept, and the memory that this rank's shares with them."""
@@ -177,11 +183,15 @@ class Bucket:
 
     def split(self, row: Tensor) -> Sequence[Tensor]:
         """The records' slices in a row, or in all ranks' rows, like this one's: views."""
+        if row.shape[-1] == 0:  # another rank's
+            return [row] * len(self.records)
         return row.split_with_sizes(self.planned.sizes, dim=-1)
 
     def part_of(self, record: ShardedParameter, row: Tensor) -> Tensor:
         """One record's slice in such a row: ``g``, ``[s]``, in this bucket's own."""
         at = self.planned.members.index(record.index)
+        if row.shape[-1] == 0:
+            return row
         return row.narrow(-1, self.planned.starts[at], self.planned.sizes[at])
 
     def working(self) -> list[ShardedParameter]:
@@ -304,7 +314,7 @@ class BucketStore:
             self._start(bucket)
         except BaseException as error:
             self._start(bucket)  # with zeros for what was taken of its gradients: other ranks wait for it
-            self._state.defer(error)
+            self._state.failure.defer(error)
         finally:
             if bucket.state is BucketState.REDUCING:
                 self.waiting.popleft()
@@ -312,9 +322,9 @@ class BucketStore:
 
     def lost_sum(self, bucket: Bucket) -> Tensor:
         """Zeros in place of the sum of a bucket, whose reduction has failed on this rank alone."""
-        lead, size, body = bucket.records[0], self._how.group.size, bucket.planned.body
-        shape = (body,) if self._how.keeps_row_only or size == 1 else (size, body)
-        return lead.padded.new_zeros(shape, dtype=lead.communication_dtype)
+        lead = bucket.records[0]
+        rows = lead.padded.new_zeros(lead.split.rows, bucket.planned.body, dtype=lead.communication_dtype)
+        return bucket.own_row(rows) if self._how.keeps_row_only or self._how.group.size == 1 else rows
 
     @torch.no_grad()  # gradients may have come with a graph of their own
     def _start(self, bucket: Bucket) -> None:
@@ -331,8 +341,6 @@ class BucketStore:
 
     def close(self) -> None:
         """All buckets of the sync have been started: it is over."""
-        with self.streams.home(join=False):
-            self._how.group.go_on()
         self._buckets = []
         self.is_open = False
 

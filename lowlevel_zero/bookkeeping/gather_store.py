@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +17,32 @@ from ..streams import Mark, Streams
 from .awaited import arrived, can_be_awaited, defer_until_read
 from .bucket_store import StepOnDevice
 from .sharded_parameter import ShardedParameter
-from .step_state import StepState
+from .step_state import Damage, StepState
+
+T = TypeVar("T")
 
 # Elements of slices that are stepped and gathered in one call: so many that the call itself doesn't count.
 PART = 2**19
 # Two buffers: one is filled while the other is gathered.
 IN_FLIGHT = 2
+
+
+def in_parts(items: Iterable[tuple[Hashable, int, T]]) -> Iterator[list[T]]:
+    """Yield successive items that are gathered together, of one kind; a part ends when it has ``PART`` elements.
+
+    ``items``: the kind, the elements of a slice, and the item itself.
+    """
+    part: list[T] = []
+    before: Hashable = None
+    elements = 0
+    for kind, size, item in items:
+        if part and (elements >= PART or kind != before):
+            yield part
+            part, elements = [], 0
+        part.append(item)
+        before, elements = kind, elements + size
+    if part:
+        yield part
 
 
 class Gather:
@@ -65,7 +86,7 @@ class Gather:
                 if self._progress.is_forked:
                     self._pending = pending
                     raise
-                self._state.lose(error, undefined=True)
+                self._state.failure.note(error, Damage.GRADIENTS | Damage.PARAMETERS)
                 self.forget()
                 raise
             for record in self.records:
@@ -124,27 +145,26 @@ class GatherStore:
             record.stepped = True
         awaited = self._overlap and can_be_awaited(record.p for record in records)
         with self._streams.home(join=False):
-            own = self._stepping.own_rows([record.p32 for record in records], records[0].row)
+            even = records[0].split.owner is None  # and slices are rows as they are
+            masters = [record.p32 if even else record.master_row for record in records]
+            own = self._stepping.own_rows(masters, records[0].row)
             rows = [record.rows for record in records]
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
-            pending = self._group.gather(own, rows, records[0].fp8, alignment, About(records))
+            pending = records[0].split.gather(self._group, own, rows, records[0].fp8, alignment, About(records))
         gather = Gather(records, pending, self._streams, self._state, self._group.progress, awaited)
         self._under_way.append(gather)
-        if not awaited and len(self._under_way) > IN_FLIGHT:
+
+    def limit(self) -> None:
+        """Finish the oldest gathers where more are under way than two buffers, unless reads of parameters wait."""
+        if len(self._under_way) > IN_FLIGHT and not self._under_way[-1].awaited:
             self.finish(leave=IN_FLIGHT)
 
     def gather(self, records: Sequence[ShardedParameter]) -> None:
         """Gather ``records``, whose slices have been changed, and return when they are there; alike on every rank."""
-        parts: list[list[ShardedParameter]] = []
-        room = 0
-        for record in (each for each in records if not each.is_empty):
-            if room <= 0 or parts[-1][0].kind != record.kind:
-                parts.append([])
-                room = PART
-            parts[-1].append(record)
-            room -= record.split.slice_size
-        for part in parts:
+        gathered = [record for record in records if not record.is_empty]
+        for part in in_parts((record.kind, record.split.slice_size, record) for record in gathered):
             self.start_gather(part)
+            self.limit()
         self.finish()
 
     def end_step(self) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..streams import Streams
 from .bucket_plan import PlannedBucket
 from .bucket_store import Bucket, BucketState, NewBucket
-from .sharded_parameter import ShardedParameter, follow_edits, hide_gradients, retire_handles
-from .step_state import Phase, StepState
+from .sharded_parameter import Handle, ShardedParameter, clear_gradients, follow_edits, hide_gradients, retire_handles
+from .step_state import StepState
+
+# It writes to a gradient ``g``.
+Edit: TypeAlias = Callable[[Tensor], object]
 
 
 class GradientStore:
@@ -39,7 +42,6 @@ class GradientStore:
         self, records: Sequence[ShardedParameter], new_bucket: NewBucket, state: StepState, streams: Streams
     ) -> None:
         self._records = records
-        self._rank = records[0].rank
         self._gradient_scale = state.gradient_scale
         self._new_bucket = new_bucket
         self._state = state
@@ -63,7 +65,7 @@ class GradientStore:
             self._enter(bucket)
         else:
             sums = self._raw(kept)
-            kept.hold(sums.add_(self._like(sums, total)))
+            kept.hold(sums.add_(_like(sums, total, bucket)))
             kept.empty.clear()
 
     def _enter(self, bucket: Bucket) -> None:
@@ -78,7 +80,7 @@ class GradientStore:
                 sums = self._raw(kept)
                 for index, part in zip(kept.planned.members, kept.split(sums), strict=True):
                     if index in parts:
-                        part.add_(self._like(sums, parts[index]))
+                        part.add_(_like(sums, parts[index], bucket))
                 kept.hold(sums)
                 kept.empty.difference_update(parts)
         fresh = [record for record in bucket.records if record.index not in self._bucket_of]
@@ -86,10 +88,6 @@ class GradientStore:
             apart = self._bucket_apart(fresh)
             apart.hold(torch.cat([parts[record.index] for record in fresh], dim=-1))
             self._enter(apart)
-
-    def _like(self, sums: Tensor, total: Tensor) -> Tensor:
-        """``total``, or this rank's row of it where ``sums`` aren't all ranks'."""
-        return total[self._rank] if total.dim() > sums.dim() else total
 
     def _raw(self, bucket: Bucket) -> Tensor:
         """A bucket's sums, fit to be added to: in fp32 at least, as reductions leave them; ``hold`` has to follow.
@@ -114,15 +112,15 @@ class GradientStore:
     # ---- what the step takes ----
 
     def sums(self) -> list[Bucket]:
-        """The buckets with gradients, their sums as reductions leave them, or as ``materialize_grads`` does.
+        """Return the buckets with gradients, with their sums as reductions leave them.
 
-        Of what has been scaled, others' rows are let go: to multiply them too would take ``world_size`` times as long.
+        A bucket that has been scaled lets go of other ranks' rows: to multiply them too would take ``world_size`` times
+        as long.
         """
-        if self._state.phase is not Phase.SYNCHRONIZED:
-            for bucket in self.buckets:
-                if bucket.scale is not None:
-                    bucket.rows = None
-                    bucket.hold(self._raw(bucket))
+        for bucket in self.buckets:
+            if bucket.scale is not None:
+                bucket.rows = None
+                bucket.hold(self._raw(bucket))
         return list(self.buckets)
 
     @property
@@ -139,19 +137,20 @@ class GradientStore:
         none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
         found: dict[int, Tensor] = {}
         for bucket in self.buckets:
-            scale = 1.0 if self._state.phase is Phase.SYNCHRONIZED else self._scale(bucket)
+            if bucket.row.numel() == 0:  # another rank's, whose norms count there
+                continue
             parts = list(bucket.split(bucket.fetch(bucket.row)))
-            norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=dtype)) * scale
+            norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=dtype)) * self._scale(bucket)
             found.update(zip(bucket.planned.members, norms.unbind(), strict=True))
         return (found.get(record.index, none) for record in self._records)
 
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
         """Multiply some parameters' gradients; those of a whole bucket when they are next used, if they can be."""
         for bucket, some in self._by_bucket(records).items():
-            if self._state.phase is not Phase.SYNCHRONIZED and len(set(some)) == len(some) == len(bucket.working()):
+            if len(set(some)) == len(some) == len(bucket.working()):
                 bucket.scale = self._scale(bucket) * factor
             else:
-                for _, own in self.edited(some):
+                for _, own in self._edited(some):
                     own.mul_(factor.to(own.device) if isinstance(factor, Tensor) else factor)
 
     def zero(self, records: Sequence[ShardedParameter]) -> None:
@@ -197,16 +196,27 @@ class GradientStore:
                 found.setdefault(bucket, []).append(record)
         return found
 
-    def edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """Yield those that have a gradient, each with its averaged, unscaled ``g`` to be written to.
+    def edit(self, edits: Mapping[ShardedParameter, Iterable[Edit]]) -> None:
+        """Make edits of averaged, unscaled gradients ``g``, each ``[n]`` without padding, where steps are taken.
 
-        ``g`` is ``[n]``, without padding, where steps are taken. Others' rows are let go: to edit them too would take
-        ``world_size`` times as long.
+        In fp16 an element that overflowed stays as it is, so that the step is skipped, as ``GradScaler`` skips one
+        whatever has been made of its gradients.
+        """
+        for record, own in self._edited(edits):
+            before = own.clone() if self._state.is_scaled else None
+            for edit in edits[record]:
+                edit(own)
+            if before is not None:
+                own.copy_(torch.where(before.isfinite(), own, before))
+
+    def _edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
+        """Yield the records that have a gradient, each with its ``g`` to be written to.
+
+        Others' rows are let go: to edit them too would take ``world_size`` times as long.
         """
         for bucket, some in self._by_bucket(records).items():
-            if self._state.phase is not Phase.SYNCHRONIZED:
-                bucket.hold_for_step(self._averaged_row(bucket))
-                bucket.state = BucketState.REDUCED
+            bucket.hold_for_step(self._averaged_row(bucket))
+            bucket.state = BucketState.REDUCED
             for record in some:
                 start, stop = record.split.span(record.rank)
                 yield record, bucket.part_of(record, bucket.row)[: stop - start]
@@ -224,19 +234,31 @@ class GradientStore:
 
     # ---- what stands for them in ``p.grad`` ----
 
-    def hide_cleared(self, in_flight: Collection[Bucket]) -> list[ShardedParameter]:
-        """Hide gradients whose ``p.grad`` was set to None since, as by ``model.zero_grad()``.
+    def touched(self) -> list[ShardedParameter]:
+        """Return the records with a ``.grad`` that a backward or its caller has left there, and those without any."""
+        return [
+            record
+            for record in self._records
+            if record.p.grad is not record.shown
+            or record.p32.grad is not record.slice_handle
+            or record.pending is not None
+        ]
+
+    def hide_cleared(
+        self, touched: Iterable[ShardedParameter], in_flight: Collection[Bucket]
+    ) -> list[ShardedParameter]:
+        """Hide gradients, of those ``touched``, whose ``p.grad`` was set to None since, as by ``model.zero_grad()``.
 
         There may be what a backward has left since.
 
         Returns:
-            Those of which there is a sum, which is to be dropped, or one ``in_flight``.
+            The records of which there is a sum, which is to be dropped, or one ``in_flight``.
         """
         cleared = [
             record
-            for record in self._records
-            if record.p.grad is not record.shown
-            and record.shown is not None
+            for record in touched
+            if record.shown is not None
+            and record.p.grad is not record.shown
             and (record.p.grad is None or record.arrived)
         ]
         if not cleared:
@@ -260,50 +282,21 @@ class GradientStore:
                 record.show()
         self.taken_out.clear()
 
-    # ---- what callers may edit, between ``synchronize`` and ``step`` ----
+    def take_assigned(self, touched: Iterable[ShardedParameter]) -> dict[ShardedParameter, Tensor]:
+        """Return the gradients that callers have assigned to ``p32.grad``, ``[s]``; None drops one, as of ``p.grad``.
 
-    def materialize_grads(self, scale: float | Tensor) -> None:
-        """Make gradients of sums, averaged and unscaled by ``scale``, and show each ``p32`` its own as ``p32.grad``."""
-        for bucket in self.sums():
-            row = at_least_fp32(bucket.to_step()).mul_(scale)
-            self._show(bucket, row.to(bucket.records[0].p32.dtype))
-
-    def _show(self, bucket: Bucket, row: Tensor) -> None:
-        bucket.hold_for_step(row)
-        for record, gradient in zip(bucket.records, bucket.split(row), strict=True):
-            record.p32.grad = gradient if record.worked else None
-
-    def collect_edited_grads(self) -> None:
-        """Let ``g`` be what callers have made of each ``p32.grad``: edited, replaced, taken away or added."""
-        added = [[record] for record in self._records if record.index not in self._bucket_of]
-        together = [*(bucket.records for bucket in self.buckets), *added]
-        self.version += 1
-        self.buckets.clear()
-        self._bucket_of.clear()
-        for records in together:
-            left = {record: record.p32.grad for record in records if record.p32.grad is not None}
-            hide_gradients(record for record in records if record not in left)
-            if left:
-                bucket = self._bucket_apart(list(left))
-                self._enter(bucket)
-                for record in left:
-                    record.worked = True
-                    record.p.grad = record.shown = record.handle
-                self._show(bucket, self._joined(left))
-
-    def _joined(self, edited: Mapping[ShardedParameter, Tensor]) -> Tensor:
-        """Return ``edited`` gradients end to end; zeros where that fails, so that all ranks keep the same buckets."""
-        try:
-            return torch.cat([_without_padding(*each) for each in edited.items()])
-        except BaseException as error:
-            self._state.defer(error)
-            lead, *_ = edited
-            return lead.p32.new_zeros(sum(record.split.slice_size for record in edited))
-
-    def release_grads(self) -> None:
-        """Show gradients no longer."""
-        for record in self._records:
-            record.p32.grad = None
+        ``p32.grad`` stands for ``g`` again afterwards.
+        """
+        assigned: dict[ShardedParameter, Tensor] = {}
+        for record in touched:
+            given = record.p32.grad
+            if given is not record.slice_handle:
+                record.p32.grad = None if record.shown is None else record.slice_handle
+                if given is not None:
+                    assigned[record] = given
+                elif record.shown is not None:
+                    record.p.grad = None
+        return {record: _plain_slice(record, given) for record, given in assigned.items()}
 
     # ---- who had one ----
 
@@ -349,16 +342,17 @@ class GradientStore:
         self.version += 1
         self.buckets.clear()
         self._bucket_of.clear()
-        for record in self._records:
-            record.arrived = False
-        hide_gradients(self._records)
-        retire_handles(self._records)
+        clear_gradients(self._records)
 
 
-def _without_padding(record: ShardedParameter, gradient: Tensor) -> Tensor:
-    """``gradient``, ``[s]``, with zeros behind the parameter's end, where an edit may have left what a norm counts."""
-    start, stop = record.split.span(record.rank)
-    return F.pad(gradient.detach()[: stop - start], (0, record.split.slice_size - (stop - start)))
+def _like(sums: Tensor, total: Tensor, bucket: Bucket) -> Tensor:
+    """Return ``total``, of ``bucket``, or this rank's row of it where ``sums`` aren't all ranks'."""
+    return bucket.own_row(total) if total.dim() > sums.dim() else total
+
+
+def _plain_slice(record: ShardedParameter, given: Tensor) -> Tensor:
+    """Return a gradient of ``p32``'s shape as a plain dense slice, ``[s]``."""
+    return given.to_local() if isinstance(given, Handle) else record.flat_slice(given.detach().to_dense())
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ name      is                                                         shape      
 ========  =========================================================  ==================  =====================
 p         working parameter: what the model computes with            the model's         the model's
 padded    the storage behind p; row r belongs to rank r              [world_size * s]    p's
-p32       master slice: the optimizer's copy of this rank's row      [s]                 fp32 (or p's)
+p32       master slice: the optimizer's copy of this rank's row      [s], or p's, [0]    fp32 (or p's)
 g         this rank's slice of the gradient, summed over the ranks:  [s]                 the buffer's, or fp32
           its part of its bucket's shard
 ========  =========================================================  ==================  =====================
+
+A parameter that one rank owns whole has one row, ``p32`` of ``p``'s shape on its owner, and nothing on other ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ..communication.fp8 import is_rounded
-from ..partition import EvenSplit
+from ..communication.shard_group import ShardGroup
+from ..partition import END_TO_END, Split
 from .awaited import wait_for
 from .storages import check_alike, flat_in_memory_order, move_onto, move_to_padded
 
@@ -47,6 +50,10 @@ class Known(NamedTuple):
 
 class Handle(Tensor):
     """What ``.grad`` of a parameter is while there is a ``g``: see ``gradients/sharded_gradient.py``."""
+
+    def to_local(self) -> Tensor:
+        """Return a copy of this rank's slice, ``[s]``; all ranks call it."""
+        raise NotImplementedError
 
     def retire(self) -> Handle:
         """Refuse any further use, and return another for the gradients to come."""
@@ -73,12 +80,12 @@ class ShardedParameter:
         arrived: ``p.grad`` holds what a backward has left there, if anything.
         waiting: the ``p.grad`` that was left to wait for a later sync when a gradient came last; None: none was.
         handle: what ``p.grad`` is while there is a ``g``, or a bucket is on its way to become that.
-        slice_handle: the same of ``p32.grad``, until the step.
+        slice_handle: the same of ``p32.grad``.
         shown: the ``handle``, where ``p.grad`` has been made that, and its caller is to leave it; else None.
         pending: what a backward has added to it since, unreduced, or None.
         kind: what parameters must have in common to share a bucket.
-        rows: ``padded`` as ``[world_size, s]``.
-        row: this rank's row of it.
+        rows: ``padded`` as ``[world_size, s]``, or ``[1, numel]`` where one rank owns it.
+        row: this rank's part of it.
         view: ``padded`` as ``p`` shows it: of its shape and strides.
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter when it was last the same on all ranks; -1: ``p32`` may have to follow it.
@@ -98,7 +105,7 @@ class ShardedParameter:
         self,
         position: Position,
         p: nn.Parameter,
-        split: EvenSplit,
+        split: Split,
         rank: int,
         communication_dtype: torch.dtype | None = None,
         fp8: bool = False,
@@ -109,17 +116,17 @@ class ShardedParameter:
         self.is_flat = p.dim() == 1
         self.is_empty = p.numel() == 0
         self.split = split
-        self.short = split.padding if split.multiple > 1 else 0
+        self.short = split.short
         self.rank = rank
         self.communication_dtype = communication_dtype or p.dtype
         self.fp8 = fp8
         self.padded = move_to_padded(p, split)
-        self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8
+        self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8, split.owner
         self.view = torch.as_strided(self.padded, p.shape, p.stride())
         self.address = p.data_ptr()
-        self.rows = self.padded.view(split.world_size, split.slice_size)
-        self.row = self.rows[rank]
-        self.p32: Tensor = self.row
+        self.rows = self.padded.view(split.rows, split.padded_numel // split.rows)
+        self.row = split.own_row(self.rows, rank)
+        self.p32: Tensor = split.shaped(self.row, p)
         self.shares_storage = True
         self.note_version()
         self._saved_master: Known | None = None
@@ -136,6 +143,11 @@ class ShardedParameter:
     def common_name(self) -> str:
         """What every rank calls it in a collective call: experts differ between ranks, and so may their names."""
         return f"expert parameter {self.index} of group {self.shard_group}" if self.shard_group else self.name
+
+    @property
+    def owns_some(self) -> bool:
+        """Whether this rank steps any of it: where one rank owns it, that rank does."""
+        return self.split.owner in (None, self.rank)
 
     @property
     def keeps_more(self) -> bool:
@@ -155,8 +167,13 @@ class ShardedParameter:
         device = torch.device("cpu") if on_host else self.row.device
         own = self.row_for_master(device, dtype, copy=on_host or self.fp8)
         self.shares_storage = own is self.row
-        self.p32 = own.detach().requires_grad_()
+        self.p32 = self.split.shaped(own.detach(), self.p).requires_grad_()
         self.note_version()
+
+    @property
+    def master_row(self) -> Tensor:
+        """``p32`` as ``row`` has it, ``[s]``."""
+        return self.flat_slice(self.p32)
 
     def row_for_master(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
         """The row where masters are."""
@@ -183,7 +200,7 @@ class ShardedParameter:
 
     @property
     def _own(self) -> Known:
-        return Known(self.p32, self.fp8 and self.stepped)
+        return Known(self.master_row, self.fp8 and self.stepped)
 
     @torch.no_grad()
     def _settle(self, *known: Known | None) -> None:
@@ -194,7 +211,7 @@ class ShardedParameter:
         for each in known:
             if each is not None:
                 settled = torch.where(_rounds_to(row, each), each.value, settled)
-        self.p32.copy_(settled)
+        self.master_row.copy_(settled)
 
     def note_version(self) -> None:
         """Remember that ``p`` holds the same on all ranks now."""
@@ -242,9 +259,13 @@ class ShardedParameter:
         exact = own if master is None else master
         self.row[: len(own)].copy_(exact if self.shares_storage or own.dtype != self.row.dtype else own)
         if not self.shares_storage:
-            self.p32[: len(own)].copy_(exact)
+            self.master_row[: len(own)].copy_(exact)
         self._saved_master = None
         self.stepped = master is not None or own.dtype != self.row.dtype
+
+    def gather_rows(self, group: ShardGroup) -> None:
+        """Bring every rank's part of ``padded`` to all. Communicates: all ranks call it."""
+        self.split.gather(group, [self.row], [self.rows], False, END_TO_END, None).wait()
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """The elements of a tensor of ``p``'s shape in the order in which ``padded`` holds them, ``[numel]``."""
@@ -257,9 +278,17 @@ class ShardedParameter:
     def slice_of(self, tensor: Tensor) -> Tensor:
         """A copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape, with zeros for padding."""
         start, stop = self.split.span(self.rank)
-        own = torch.zeros(self.split.slice_size, dtype=tensor.dtype, device=tensor.device)
+        own = torch.zeros(self.row.numel(), dtype=tensor.dtype, device=tensor.device)
         own[: stop - start] = self.flatten(tensor)[start:stop]
         return own
+
+    def shaped(self, own: Tensor) -> Tensor:
+        """Return this rank's slice, ``[s]``, in ``p32``'s shape; the memory is the same."""
+        return self.split.shaped(own, self.p)
+
+    def flat_slice(self, own: Tensor) -> Tensor:
+        """Return a tensor of ``p32``'s shape as a slice, ``[s]``: the inverse of ``shaped``."""
+        return own if own.dim() == 1 else self.flatten(own)
 
     # ---- p.grad: before a reduction takes it, and after ----
 
@@ -313,8 +342,11 @@ class ShardedParameter:
                 "from what has come now: call optimizer.zero_grad() or step before setting requires_grad"
             )
 
-    def check_gradient(self, gradient: Tensor) -> None:
+    def check_gradient(self) -> None:
         """Raise ``RuntimeError`` unless ``p.grad`` can be reduced: dense, and from a backward or instead of one."""
+        gradient = self.p.grad
+        if gradient is None or gradient is self.shown:
+            return
         if gradient.layout is not torch.strided:
             self.refuse_sparse(gradient)
         if self.worked and not self.arrived:
@@ -387,6 +419,18 @@ def hide_gradients(records: Iterable[ShardedParameter]) -> None:
                 record.p.grad = None
             record.shown = record.pending = None
         record.p32.grad = None
+
+
+def clear_gradients(records: Iterable[ShardedParameter]) -> None:
+    """Drop all gradients of ``records``, reduced or not; handles that somebody has kept refuse use from now on."""
+    kept = []
+    for record in records:
+        record.arrived = record.worked = False
+        record.shown = record.pending = None
+        record.p.grad = record.p32.grad = None
+        if getrefcount(record.handle) > _ALONE or getrefcount(record.slice_handle) > _ALONE:
+            kept.append(record)
+    retire_handles(kept)
 
 
 def retire_handles(records: Iterable[ShardedParameter]) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..options import ZeroOptions
-from ..partition import EvenSplit
+from ..options import BY_PARAMETERS, ZeroOptions
+from ..partition import EvenSplit, Split, WholeSplit, deal_out
 from .parameter_store import ParameterStore
 from .sharded_parameter import Position, ShardedParameter
 from .storages import memory_of
@@ -34,7 +34,8 @@ class Sharding:
         parameters: the records so far.
         options: the caller's choices.
         names: of the optimizer's parameters.
-        slice_multiple: what slices are multiples of, of a number of elements, ranks, and what the caller chose.
+        splits: by param group.
+        slice_multiple: returns what slices are multiples of, from a number of elements and of ranks.
     """
 
     @torch.no_grad()
@@ -44,7 +45,8 @@ class Sharding:
         parameters: ParameterStore,
         options: ZeroOptions,
         names: Mapping[Tensor, str],
-        slice_multiple: Callable[[int, int, int], int],
+        splits: Sequence[str],
+        slice_multiple: Callable[[int, int], int],
     ) -> None:
         self._slice_multiple = slice_multiple
         self._optimizer = optimizer
@@ -54,24 +56,38 @@ class Sharding:
         self._records: list[ShardedParameter] = []
         self._left: list[tuple[int, int, str]] = []
         counts = [len(records) for records in parameters.by_shard_group]
+        positions: dict[nn.Parameter, Position] = {}
         for at, settings in enumerate(optimizer.param_groups[self._known :], start=self._known):
             for p in settings["params"]:
                 if p.requires_grad:
                     number = parameters.shard_group_of(p)
-                    self._records.append(self._record(p, Position(counts[number], at, names[p], number)))
+                    positions[p] = Position(counts[number], at, names[p], number)
                     counts[number] += 1
+        owners = self._owners([(p, at) for p, at in positions.items() if splits[at.group] == BY_PARAMETERS])
+        for p, position in positions.items():
+            self._records.append(self._record(p, position, owners.get(p)))
         self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
         for record in self._records:
             states = optimizer.state.get(record.p, {}).values()
             self._alike[record.shard_group] += [record.padded, *(each for each in states if isinstance(each, Tensor))]
 
-    def _record(self, p: nn.Parameter, position: Position) -> ShardedParameter:
-        ranks, options = self._parameters.shard_groups[position.shard_group], self._options
-        multiple = self._slice_multiple(p.numel(), ranks.size, options.slice_multiple)
-        split = EvenSplit(p.numel(), ranks.size, multiple)
-        fp8 = options.in_fp8(p.numel(), ranks.size)
+    def _owners(self, whole: Sequence[tuple[nn.Parameter, Position]]) -> dict[nn.Parameter, int]:
+        """Return the owners of parameters that one rank steps whole: dealt out by shard group, the largest first."""
+        owners: dict[nn.Parameter, int] = {}
+        for number, ranks in enumerate(self._parameters.shard_groups):
+            own = [p for p, position in whole if position.shard_group == number]
+            loads = owned_elements(self._parameters.by_shard_group[number], ranks.size)
+            owners.update(zip(own, deal_out([p.numel() for p in own], ranks.size, loads), strict=True))
+        return owners
+
+    def _record(self, p: nn.Parameter, position: Position, owner: int | None) -> ShardedParameter:
+        ranks, travel = self._parameters.shard_groups[position.shard_group], self._options.communication
+        split: Split = EvenSplit(p.numel(), ranks.size, self._slice_multiple(p.numel(), ranks.size))
+        if owner is not None:
+            split = WholeSplit(p.numel(), ranks.size, owner)
+        fp8 = owner is None and travel.in_fp8(p.numel(), ranks.size)
         before = memory_of(p)
-        record = ShardedParameter(position, p, split, ranks.rank, options.communication_dtype, fp8)
+        record = ShardedParameter(position, p, split, ranks.rank, travel.dtype, fp8)
         if record.address != before[0]:
             self._left.append((*before, position.name))
         return record
@@ -123,12 +139,23 @@ class Sharding:
             record.make_master(precise=self._options.master_weights, on_host=self._options.cpu_offload)
             parameters.add(record)
             if record.p in optimizer.state:
-                optimizer.state[record.p32] = slice_state(optimizer.state.pop(record.p), record)
+                whole = optimizer.state.pop(record.p)
+                if record.owns_some:
+                    optimizer.state[record.p32] = slice_state(whole, record)
         for settings in groups:
             records = [parameters.find(p) for p in settings["params"]]
             for p in settings["params"]:
                 optimizer.state.pop(p, None)  # a frozen one's
             settings["params"] = [record.p32 for record in records if record is not None]
+
+
+def owned_elements(records: Iterable[ShardedParameter], ranks: int) -> list[int]:
+    """Return how many elements each of the ranks owns of parameters that one rank steps whole."""
+    shares = [0] * ranks
+    for record in records:
+        if record.split.owner is not None:
+            shares[record.split.owner] += record.split.numel
+    return shares
 
 
 def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:
@@ -158,6 +185,6 @@ def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
         value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
     if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:
         return value
-    own = record.slice_of(value)
+    own = record.shaped(record.slice_of(value))
     # State in a 16-bit model's dtype was made for p; p32 wants its own.
     return own.to(record.p32.dtype) if value.dtype == record.p.dtype else own

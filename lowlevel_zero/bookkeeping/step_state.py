@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, Flag, auto
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -10,13 +10,80 @@ from torch import Tensor
 
 from ..loss_scaler import LossScaler
 
+_LOST = (
+    "expected the whole gradients of every backward, lost some on this rank to an error before ({}): call "
+    "optimizer.zero_grad() on every rank, and begin the step anew"
+)
+
+_UNDEFINED = (
+    "expected parameters and states that every rank has stepped to the end, but this rank has failed in the midst "
+    "of it ({}), and they are undefined: load a checkpoint on every rank, of the model and of the optimizer"
+)
+# Calls that may be made with undefined parameters.
+TO_ZEROS = "zero_grad(set_to_none=False)"
+_RECOVERIES = ("zero_grad", TO_ZEROS, "load_state_dict")
+
 
 class Phase(Enum):
     """How far the gradients of the step that is to come are."""
 
     COMING = "backwards reduce them as they come"
     COMPLETE = "each g is complete on all ranks, and no gradient has come since"
-    SYNCHRONIZED = "each g is averaged, unscaled and its caller's to edit as p32.grad, since synchronize"
+
+
+class Damage(Flag):
+    """The extent of what an error has left on this rank."""
+
+    CALL = auto()  # a call has ended by it, and nothing is lost
+    GRADIENTS = auto()  # gradients of the step are lost, until zero_grad
+    PARAMETERS = auto()  # parameters and states are undefined, until a checkpoint has been loaded
+
+
+class Failure:
+    """What errors have left on this rank; its peers hear of it when the ranks next agree.
+
+    Attributes:
+        damage: how far it goes; nothing: all is well.
+        words: the first error, for messages; empty: there was none.
+        deferred: the error that leaves the call under way as soon as this rank has done what its peers wait for.
+    """
+
+    def __init__(self) -> None:
+        self.damage = Damage(0)
+        self.words = ""
+        self.deferred: Exception | None = None
+
+    def note(self, error: BaseException | None, damage: Damage = Damage.CALL) -> None:
+        """Note that ``error`` has ended a call, or has done ``damage``."""
+        self.damage |= damage
+        self.words = self.words or f"{type(error).__name__}: {error}"
+
+    def defer(self, error: BaseException) -> None:
+        """Note that ``error`` has cost gradients, for ``raise_deferred`` to raise; raise an interrupt at once."""
+        self.note(error, Damage.GRADIENTS)
+        if not isinstance(error, Exception):
+            raise error
+        self.deferred = self.deferred or error
+
+    def raise_deferred(self) -> None:
+        """Raise the error that was deferred while this rank did what its peers waited for."""
+        error, self.deferred = self.deferred, None
+        if error is not None:
+            raise error
+
+    def mend(self, damage: Damage) -> None:
+        """Forget ``damage``, which all ranks have made up for."""
+        self.damage &= ~damage
+        if not self.damage:
+            self.words = ""
+
+    def refusal(self, call: str, uses_gradients: bool) -> RuntimeError | None:
+        """Return the error that keeps this rank from making ``call``, or None."""
+        if Damage.PARAMETERS in self.damage and call not in _RECOVERIES:
+            return RuntimeError(_UNDEFINED.format(self.words))
+        if uses_gradients and Damage.GRADIENTS in self.damage:
+            return RuntimeError(_LOST.format(self.words))
+        return None
 
 
 class StepState:
@@ -29,11 +96,8 @@ class StepState:
     Attributes:
         phase: how far gradients are.
         syncs: gradients are reduced (False under ``no_sync``: hooks do nothing).
-        failed: the error of a call before, since ``zero_grad``, in words, for its peers to be told; empty: none.
-        lost: the error by which this rank has lost gradients of the step, in words; empty: none.
         agreed: the ranks have agreed on the call under way.
-        undefined: the error by which this rank has failed to step or gather parameters, in words; empty: none.
-        deferred: the error that leaves the call under way as soon as this rank has done what its peers wait for.
+        failure: what errors have left on this rank.
         in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
         alive: those of all optimizers of this process.
     """
@@ -46,10 +110,8 @@ class StepState:
         self._scaler = scaler
         self.phase = Phase.COMING
         self.syncs = True
-        self.failed = self.lost = ""
-        self.undefined = ""
         self.agreed = False
-        self.deferred: Exception | None = None
+        self.failure = Failure()
         StepState.alive.add(self)
 
     @property
@@ -65,34 +127,3 @@ class StepState:
     def gradient_scale(self) -> float | Tensor:
         """What a gradient as reductions leave it is to be multiplied with to be averaged and unscaled."""
         return self._average if self._scaler is None else self._average / self._scaler.scale
-
-    # ---- what an error leaves on this rank; its peers hear of it when they next agree ----
-
-    def note_failure(self, error: BaseException | None) -> None:
-        """Note that a call of this rank's ends by ``error``."""
-        self.failed = self.failed or f"{type(error).__name__}: {error}"
-
-    def lose(self, error: BaseException, undefined: bool = False) -> None:
-        """Note that ``error`` has cost gradients of the step, or has left parameters ``undefined``."""
-        self.note_failure(error)
-        self.lost = self.lost or self.failed
-        if undefined:
-            self.undefined = self.undefined or self.lost
-
-    def defer(self, error: BaseException) -> None:
-        """Note that ``error`` has cost gradients, for ``raise_deferred`` to raise; an interrupt is raised at once."""
-        self.lose(error)
-        if not isinstance(error, Exception):
-            raise error
-        self.deferred = self.deferred or error
-
-    def begin_anew(self) -> None:
-        """Forget which gradients were lost: they have been dropped on all ranks."""
-        self.failed = self.lost = ""
-        self.deferred = None
-
-    def raise_deferred(self) -> None:
-        """Raise what was deferred while this rank did what its peers waited for."""
-        error, self.deferred = self.deferred, None
-        if error is not None:
-            raise error

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ..partition import EvenSplit
+from ..partition import Split
 
 
 def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
-def move_to_padded(p: nn.Parameter, split: EvenSplit) -> Tensor:
+def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
     """Put ``p`` over memory of its own, no larger than the padding needs, and return that whole, 1-D.
 
     The storage of ``p`` is exactly its bytes of it, as writers of files expect (safetensors saves no tensor that leaves

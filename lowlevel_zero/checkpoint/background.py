@@ -1,4 +1,4 @@
-"""Writes in the background, whose failures nobody misses: one that nobody has been told of fails the process."""
+"""Writes in the background: a failure that nobody has waited for fails the process at its end."""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optim.quantised import is_scale, scales_of
 from ..state.loading import CLASS, EXTRAS, FP8, State
 from .folders import publish, sync
 from .objects import Settings
 from .optimizers import Name
 from .saved import SavedCheckpoint
-from .sharded_state import renamed
+from .sharded_state import BLOCK, renamed
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
 _MAPPED_FROM = 2**20  # bytes of a tensor that is read into a file, of which the system keeps in memory what fits
@@ -140,12 +141,27 @@ def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], 
         states = {name: checkpoint.states.get(name, {}) for name in checkpoint.trained(settings)}
         found[of] = _state_dict(
             settings,
-            {name: {key: read(name, key, like) for key, like in state.items()} for name, state in states.items()},
+            {
+                name: _of_elements(
+                    {key: read(name, key, like) for key, like in state.items()},
+                    checkpoint.model[name],
+                    settings[BLOCK],
+                )
+                for name, state in states.items()
+            },
             one_plan=not checkpoint.manifest.experts,
         )
     if set(found) == {None}:
         return found[None]
     return list(found.values()) if all(isinstance(name, int) for name in found) else found
+
+
+def _of_elements(state: State, p: Tensor, block: int) -> State:
+    """Return the state of a parameter like ``p`` with a scale for each element in place of one for each block."""
+    return {
+        key: scales_of(value, block, 0, p.numel()).as_strided(p.shape, p.stride()) if is_scale(key, state) else value
+        for key, value in state.items()
+    }
 
 
 def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool) -> State:

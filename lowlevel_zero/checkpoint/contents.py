@@ -1,13 +1,14 @@
-"""What of a model and its optimizers goes into a checkpoint: tensors by name, and how they come back."""
+"""The contents of a checkpoint: a model's tensors and its optimizers' states by name, to save and to load into."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..bookkeeping.module_names import joined, named_modules, named_tensors
@@ -17,15 +18,16 @@ from ..communication.agreement import agree_apart
 from ..communication.shard_group import ShardGroup
 from ..experts.assignment import add_companions
 from ..optimizer import LowLevelZeroOptimizer
-from ..partition import EvenSplit
-from ..state.boxes import BoxedTensor, boxed
-from ..state.global_names import GlobalNames, check_same_experts, of_all_ranks
+from ..partition import EvenSplit, Split
+from ..state.boxes import BoxedTensor, Shape, Spans, boxed
+from ..state.global_names import GlobalNames, check_same_experts, from_all_ranks, of_all_ranks
 from ..state.loading import MASTER
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name, called
+from .plan import Keys, PlannedTensor
 from .saved import SavedCheckpoint
-from .sharded_state import ShardedState, States
+from .sharded_state import ShardedState
 
 _EXTRA = "_extra_state"
 
@@ -48,12 +50,18 @@ class Entry(NamedTuple):
     ranks: ShardGroup
 
     @property
-    def split(self) -> EvenSplit:
-        """How its elements are shared out among the ranks that save it.
+    def split(self) -> Split:
+        """Return how its elements are divided among the ranks that save it.
 
         Ranks may have different values of what no optimizer trains: the first one that shares it saves all of it.
         """
         return EvenSplit(self.saved.numel, 1) if self.record is None else self.record.split
+
+    def writers(self, number: int) -> list[int]:
+        """Return the global rank that writes each part; replicas of parts take turns, by the tensor's ``number``."""
+        if self.record is None:
+            return dist.get_process_group_ranks(self.ranks.group)[:1]
+        return [holders[number % len(holders)] for holders in self.ranks.holders]
 
     def boxed(self, own: Tensor, rank: int) -> BoxedTensor:
         """Return the tensor of which ``own`` is part ``rank``."""
@@ -68,10 +76,40 @@ class Entry(NamedTuple):
         return self.boxed(flat[start:stop], self.ranks.group_rank)
 
     def to_load(self, dtype: torch.dtype) -> BoxedTensor:
-        """Return room for the part that this rank reads, in the dtype that was saved: all of what isn't trained."""
+        """Return room for the part that this rank reads, in the dtype that was saved: all of what isn't trained.
+
+        It is the parameter's own row, if that is of this dtype.
+        """
+        if self.record is not None and self.record.row.dtype == dtype:
+            return self.to_save()
         device = self.tensor.device if self.record is None else self.record.padded.device
         rank = 0 if self.record is None else self.ranks.rank
-        return self.boxed(torch.empty(self.split.slice_size, dtype=dtype, device=device), rank)
+        start, stop = self.split.span(rank)
+        return self.boxed(torch.empty(stop - start, dtype=dtype, device=device), rank)
+
+
+class Plan(NamedTuple):
+    """The tensors of this rank that are saved.
+
+    Attributes:
+        shared: the ones that all ranks have a share of.
+        experts: the ones of parameters that fewer ranks share, by the parameter.
+        values: the elements of the parts that this rank writes, 1-D, by the tensor's keys.
+    """
+
+    shared: list[PlannedTensor]
+    experts: dict[str, list[PlannedTensor]]
+    values: dict[Keys, Tensor]
+
+
+def planned_tensor(keys: Keys, tensor: Tensor, writers: Sequence[int]) -> PlannedTensor:
+    """Return the plan of a tensor whose parts these ranks write; the first writes one that isn't cut, row-major."""
+    split: Spans = EvenSplit(tensor.numel(), 1)
+    strides: Shape = torch.empty(tensor.shape, device="meta").stride()
+    if isinstance(tensor, BoxedTensor):
+        strides = tensor.strides
+        split = tensor.split_by if tensor.numel() and tensor.split_by is not None else split
+    return PlannedTensor(keys, tensor.dtype, tuple(tensor.shape), strides, split, writers[: split.world_size])
 
 
 class Contents:
@@ -84,6 +122,8 @@ class Contents:
         optimizers: each trains some of its parameters, and no two the same.
 
     Attributes:
+        optimizers: by name.
+        differs: whether ranks have different parameters or states, so that ``meet`` communicates.
         entries: this rank's parameters and persistent buffers by their first names.
         saved: every rank's, as a manifest describes them, those that are left out too.
         tied: every rank's other names of tensors that have several.
@@ -100,11 +140,13 @@ class Contents:
     def __init__(self, model: nn.Module, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> None:
         for each in optimizers.values():
             each.finish_gathers()
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         first = next(iter(optimizers.values()))
         self.group = first.shard_group
         apart = (group for each in optimizers.values() for group in each.sharded_parameters.shard_groups[1:])
         self.groups = [self.group, *{group.group: group for group in apart}.values()]
+        records = (record for each in optimizers.values() for record in each.sharded_parameters)
+        self.differs = len(self.groups) > 1 or any(record.split.owner is not None for record in records)
         self.entries: dict[str, Entry] = {}
         self.tied: dict[str, str] = {}
         number_of = self._enter(model)
@@ -115,8 +157,8 @@ class Contents:
         self._number_of |= {name: _number_of(module, number_of) for name, module in self._stateful.items()}
 
     def _enter(self, model: nn.Module) -> dict[Tensor, int]:
-        """Find the entries and what is tied to them; returns the numbers of the shard groups of tensors."""
-        owners = _owners(self._optimizers)
+        """Find the entries and their aliases, and return the numbers of the shard groups of tensors."""
+        owners = _owners(self.optimizers)
         number = {group.group: at for at, group in enumerate(self.groups) if at}
         number_of = {p: number.get(owner.ranks.group, 0) for p, owner in owners.items()}
         add_companions(number_of, model)
@@ -136,7 +178,7 @@ class Contents:
                 self.entries[name] = Entry(tensor, owner.record, _described(name, tensor, owner), at, ranks)
         for p, owner in owners.items():
             if p not in names:
-                name = self._optimizers[owner.optimizer].parameter_names()[p]
+                name = self.optimizers[owner.optimizer].parameter_names()[p]
                 raise ValueError(
                     f"model: expected all parameters of the optimizer in it, but {name}, {tuple(p.shape)}, isn't: pass "
                     "the module that holds them all (an nn.ModuleDict of several); and if a layer was replaced after "
@@ -160,7 +202,7 @@ class Contents:
         self.experts = names.experts
         self.entries, self._stateful = names.of(self.entries), names.of(self._stateful)
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
-        self.states_of = {name: ShardedState(optimizer, name_of) for name, optimizer in self._optimizers.items()}
+        self.states_of = {name: ShardedState(optimizer, name_of) for name, optimizer in self.optimizers.items()}
         self.saved, self.tied, self.extra_states = of_all_ranks(
             self.groups,
             names.of(self._number_of),
@@ -171,19 +213,38 @@ class Contents:
         self.excluded = {n: each for n, each in self.saved.items() if exclude_frozen and each.kind == FROZEN}
 
     def lines(self, number: int = 0) -> list[str]:
-        """What has to be alike on all ranks of the shard group of this index."""
+        """Return what has to be alike on all ranks of the shard group of this index."""
         first = [f"{len(self.groups)} groups that share parameters"] if number == 0 else []
         return first + [f"{name} {entry.saved}" for name, entry in self.entries.items() if entry.shard_group == number]
 
     # ---- what is saved ----
 
-    def model(self) -> dict[str, Tensor]:
-        """This rank's boxes of the model's tensors, by name; they share memory with them."""
-        return {name: entry.to_save() for name, entry in self.entries.items() if name not in self.excluded}
+    def plan(self) -> Plan:
+        """Return the tensors of this rank: those that all ranks share, and experts by name. Doesn't communicate."""
+        states = {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
+        place = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(self.group.group))}
+        plan = Plan([], {}, {})
+        for number, (name, entry) in enumerate(self.entries.items()):
+            if name not in self.excluded:
+                writers = [place[rank] for rank in entry.writers(number)]
+                tensors: dict[Keys, Tensor] = {("model", name): entry.to_save()}
+                tensors |= {("optim", "state", name, key): each for key, each in states.get(name, {}).items()}
+                planned = []
+                for keys, tensor in tensors.items():
+                    planned.append(planned_tensor(keys, tensor, writers))
+                    if place[dist.get_rank()] in planned[-1].writers:
+                        plan.values[keys] = (
+                            tensor.local if isinstance(tensor, BoxedTensor) else tensor.contiguous().view(-1)
+                        )
+                (plan.experts.setdefault(name, []) if entry.shard_group else plan.shared).extend(planned)
+        return plan
 
-    def states(self) -> States:
-        """This rank's tensors of the optimizers' states; they share memory with them."""
-        return {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
+    def whole_plan(self, plan: Plan) -> list[PlannedTensor]:
+        """Return the tensors of all ranks. Communicates with experts."""
+        experts = dict(plan.experts)
+        for of_rank in from_all_ranks(self.groups, plan.experts):
+            experts |= {name: planned for name, planned in of_rank.items() if name not in experts}
+        return [*plan.shared, *(each for name in sorted(experts) for each in experts[name])]
 
     # ---- whether it is the same model ----
 
@@ -214,7 +275,7 @@ class Contents:
 
     @torch.no_grad()
     def load_objects(self, saved: SavedCheckpoint, undo: ExitStack) -> None:
-        """Hand modules their extra states and optimizers their settings, on this rank: what runs the caller's code.
+        """Load extra states of modules and settings of optimizers, on this rank: all that runs the caller's code.
 
         Slices of the optimizers' states have no values until ``read``. ``undo`` gets what takes it all back.
         """
@@ -250,7 +311,7 @@ class Contents:
         for entry in sorted(trained, key=lambda entry: entry.shard_group):  # in which all have the same order
             assert entry.record is not None
             if entry.record.split.numel:
-                entry.ranks.all_gather(entry.record.rows).wait()
+                entry.record.gather_rows(entry.ranks)
                 torch.autograd.graph.increment_version(entry.record.p)
             entry.record.note_version()
         for of, state in self.states_of.items():
@@ -266,7 +327,7 @@ class Contents:
 
 
 class _Owner(NamedTuple):
-    """Whose param groups a parameter is in, its record if it is trained there, and who shares it."""
+    """The optimizer whose param groups have a parameter, its record if that trains it, and the ranks that share it."""
 
     optimizer: Name
     group: int | None
@@ -275,7 +336,7 @@ class _Owner(NamedTuple):
 
 
 def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _Owner]:
-    """Of each parameter the optimizer that trains it, else the first that has it."""
+    """Return for each parameter the optimizer that trains it, else the first that has it."""
     found: dict[Tensor, _Owner] = {}
     for name, optimizer in optimizers.items():
         store = optimizer.sharded_parameters
@@ -309,12 +370,12 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """A tensor without values, of the same shape and strides, or contiguous where those leave gaps or overlap."""
+    """Return a tensor without values, of the same shape and strides, or contiguous where those have gaps or overlap."""
     return torch.empty_like(tensor.detach(), device="meta")
 
 
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with ``get_extra_state``, by what that is called in a state dict."""
+    """Return the modules with ``get_extra_state``, by the name of that entry in a state dict."""
     found: dict[str, nn.Module] = {}
     for name, _, module in named_modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state and module not in found.values():
@@ -323,7 +384,7 @@ def _stateful(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _number_of(module: nn.Module, numbers: Mapping[Tensor, int]) -> int:
-    """That of all its tensors."""
+    """Return the number of the shard group that all tensors of a module belong to; 0 where they differ."""
     own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())}
     return own.pop() if len(own) == 1 else 0
 

@@ -11,16 +11,16 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from ..communication.shard_group import ShardGroup
-from .manifest import MANIFEST, METADATA, OBJECTS, Manifest, manifest_in, read_manifest
+from .manifest import MANIFEST, METADATA, OBJECTS, Head, manifest_in, read_head, read_manifest
 
 try:
     import fcntl
@@ -48,13 +48,14 @@ class Found(NamedTuple):
     """A directory that is a checkpoint, or was one.
 
     Attributes:
-        manifest: the checkpoint's; None: it can't be read.
-        damage: why it isn't whole; None: it is.
+        path: the directory.
+        head: the first line of its manifest; None: it can't be read.
+        damage: why not.
     """
 
     path: Path
-    manifest: Manifest | None
-    damage: str | None
+    head: Head | None
+    damage: str = ""
 
 
 def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Path | None:
@@ -63,27 +64,47 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
     Looks at manifests and file sizes alone, and not at symbolic links. Warns of a newer one that is damaged.
 
     Args:
-        group: ranks that all call this, of which the first one looks and tells the others: so they go on alike, even
-            while checkpoints come and go. None: the caller looks by itself.
+        group: ranks that all call this. The first one looks and tells the others, so that they go on alike even while
+            checkpoints come and go. None: the caller looks by itself.
     """
     if group is not None:
         return on_first_rank(ShardGroup(group), lambda: latest(directory))
     folder = Path(directory)
-    found = list(_found_at([folder]))
-    if not found or found[0].damage:
-        found += _found_in(folder)
-    newest = _newest(found)
-    for each in found:
-        if each.damage and (newest is None or each.manifest is None or each.manifest.serial > newest[0]):
-            instead = "no whole checkpoint was found" if newest is None else f"the newest whole one is {newest[1]}"
-            _log.warning("%s; %s", each.damage, instead)
-    return None if newest is None else newest[1]
+    newest, damaged = _newest_of(_found_at([folder]))
+    if newest is None:
+        newest, others = _newest_of(_found_in(folder))
+        damaged += others
+    instead = "no whole checkpoint was found" if newest is None else f"the newest whole one is {newest}"
+    for damage in damaged:
+        _log.warning("%s; %s", damage, instead)
+    return newest
 
 
-def _newest(found: Collection[Found]) -> tuple[int, Path] | None:
-    """Return the serial and path of the newest whole checkpoint."""
-    whole = [(each.manifest.serial, each.path) for each in found if each.manifest is not None and not each.damage]
-    return max(whole, default=None)
+def _newest_of(found: Iterable[Found]) -> tuple[Path | None, list[str]]:
+    """Return the newest whole checkpoint, and why others are damaged that are newer, as far as that can be told."""
+    found = list(found)
+    damaged = [each.damage for each in found if each.head is None]
+    for each in _newest_first(found):
+        damage = _damage(each.path)
+        if damage is None:
+            return each.path, damaged
+        damaged.append(damage)
+    return None, damaged
+
+
+def _newest_first(found: Iterable[Found]) -> list[Found]:
+    """Return the checkpoints whose head can be read, in the order of their serial numbers."""
+    readable = [(each.head.serial, each) for each in found if each.head is not None]
+    return [each for _, each in sorted(readable, key=lambda pair: pair[0], reverse=True)]
+
+
+def _damage(path: Path) -> str | None:
+    """Return why the checkpoint ``path`` isn't whole, by its manifest and the sizes of its files; None: it is."""
+    try:
+        read_manifest(path).check_files(path, verify=False)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
 
 
 def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
@@ -168,20 +189,16 @@ def publish(written: Path, path: Path) -> None:
         raise NotSynced(error.errno, f"{error.strerror}: the directory {path.parent} could not be synced") from error
 
 
-def prune(path: Path, keep: int | None, runs: Collection[str]) -> None:
-    """Leave no remains beside ``path``, and of these runs' whole checkpoints the ``keep`` newest; None: all.
+def prune(path: Path, keep: int, runs: Collection[str]) -> None:
+    """Leave the ``keep`` newest of these runs' whole checkpoints beside ``path``, and remove the others.
 
     Warns of what can't be removed, and goes on with the others.
     """
-    _clear_remains(path.parent)
-    serials = {
-        each.path: each.manifest.serial
-        for each in _found_in(path.parent)
-        if each.manifest is not None and not each.damage and set(each.manifest.runs[:1]) & set(runs)
-    }
-    for each in sorted(serials, key=serials.__getitem__)[: -keep if keep else 0]:
+    own = [each for each in _found_in(path.parent) if each.head is not None and set(each.head.runs[:1]) & set(runs)]
+    whole = (each for each in _newest_first(own) if _damage(each.path) is None) if len(own) > keep else iter(())
+    for each in islice(whole, keep, None):
         with _warning_of_what_stays():
-            remove(each)
+            remove(each.path)
 
 
 def remove(path: Path) -> None:
@@ -197,20 +214,15 @@ def remove(path: Path) -> None:
 def claim(written: Path) -> IO[bytes]:
     """Make the folder ``written``, which isn't taken for remains as long as the file that is returned is open.
 
-    The system lets go of it when the process ends, however it does.
+    The system lets go of it when the process ends, however it does. Remains of other saves beside ``written`` go.
     """
     written.mkdir(parents=True, exist_ok=True)  # another rank may be here already
     file = (written / OBJECTS).open("xb")
     if fcntl is not None:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
+    _clear_remains(written)
     return file
-
-
-def next_serial(path: Path) -> int:
-    """Return a number above those of all checkpoints beside ``path``: the time, unless a clock was wrong."""
-    serials = (each.manifest.serial for each in _found_in(path.parent) if each.manifest is not None)
-    return max([time.time_ns(), *(serial + 1 for serial in serials)])
 
 
 def sync(path: Path) -> None:
@@ -240,23 +252,19 @@ def _found_at(places: Iterable[Path]) -> Iterator[Found]:
     for path in places:
         goes = path.with_name(path.name + _REMOVED).exists()
         if (path / MANIFEST).exists() or ((path / OBJECTS).exists() and not goes):
-            manifest = None
             try:
-                manifest = read_manifest(path)
-                manifest.check_files(path, verify=False)
+                yield Found(path, read_head(path))
             except (ValueError, OSError) as error:
-                yield Found(path, manifest, str(error))
-            else:
-                yield Found(path, manifest, None)
+                yield Found(path, None, str(error))
 
 
-def _clear_remains(folder: Path) -> None:
-    """Remove what saves and removals that were broken off have left in ``folder``."""
-    for path in list(folder.iterdir()):
-        with _warning_of_what_stays():
+def _clear_remains(written: Path) -> None:
+    """Remove what saves and removals that were broken off have left beside the folder ``written``."""
+    for path in list(written.parent.iterdir()):
+        with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
             if path.name.endswith(_REMOVED):
                 _finish_removal(path)
-            elif _BESIDE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _is_abandoned(path):
+            elif _BESIDE.fullmatch(path.name) and path != written and _is_abandoned(path):
                 shutil.rmtree(path)
 
 
@@ -282,6 +290,8 @@ def _finish_removal(removed: Path) -> None:
 
 def _is_abandoned(written: Path) -> bool:
     """Return whether the folder ``written`` holds files of a save alone, whose process has gone."""
+    if written.is_symlink() or not written.is_dir():
+        return False
     if not all(_OWN_FILES.fullmatch(each.name) for each in written.iterdir()):
         return False
     try:

@@ -30,7 +30,7 @@ from .optimizers import (
     names_text,
 )
 from .saved import SavedCheckpoint
-from .saving import finish_last, runs_of
+from .saving import finish_last, run_of
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -63,7 +63,9 @@ def load_checkpoint(
     Returns:
         The ``extra`` that was saved.
 
-    Raises (on every rank alike, and nothing has been changed then):
+    All ranks raise alike, and nothing has been changed then.
+
+    Raises:
         TypeError: what isn't a model or optimizer.
         ValueError: another model's checkpoint, a damaged one, or none of this package's; the message names the
             first thing that is wrong.
@@ -100,7 +102,7 @@ def load_checkpoint(
         _read(saved, contents)
     contents.gather(saved.objects)
     warn_of_lost_states(group, contents.lost(saved))
-    runs_of(optimizers, saved.manifest.runs)
+    run_of(group, optimizers, saved.manifest.runs, saved.manifest.serial)
     if rank_state is not None:
         rank_state.clear()
         rank_state.update(own)
@@ -110,7 +112,7 @@ def load_checkpoint(
 
 
 def read_rank_state(path: str | os.PathLike[str], rank: int) -> dict[str, Any]:
-    """What rank ``rank`` gave ``save_checkpoint`` as ``rank_state``; empty: nothing. Anybody may call it, alone.
+    """Return the ``rank_state`` that rank ``rank`` gave ``save_checkpoint``, or an empty dict. One process may call it.
 
     Args:
         path: as ``load_checkpoint``'s.
@@ -178,7 +180,7 @@ def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:
 
 
 def _who_is_given(states: list[int], ranks: int) -> str:
-    """Which ranks are given a state, and which aren't."""
+    """Return in words which ranks are given a state, and which aren't."""
     without = [rank for rank in range(ranks) if rank not in states]
     surplus = [rank for rank in states if rank >= ranks]
     text = f"{ranks} ranks load: " + (f"saved by {ranks_text(states)}" if states else "none was saved")

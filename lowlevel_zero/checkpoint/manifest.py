@@ -1,10 +1,13 @@
-"""The manifest: what a checkpoint holds and the sizes and checksums of its files, as one JSON file written last."""
+"""The manifest: what a checkpoint holds and the sizes and checksums of its files, as one JSON file written last.
+
+Its first line tells to which run the checkpoint belongs and how new it is. Only that line is read of checkpoints that a
+save or ``latest`` passes by.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..state.global_names import Expert
+from .checksum import FileSum
 
 FORMAT = 2  # that is written, and the only one that is read
 MANIFEST = "lowlevel_zero.json"
@@ -22,8 +26,6 @@ METADATA = ".metadata"
 
 # Kinds of tensors. Untrained ones require gradients, but are no optimizer's that was given.
 TRAINABLE, FROZEN, UNTRAINED, BUFFER = "trainable", "frozen", "untrained", "buffer"
-
-_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -60,30 +62,17 @@ class SavedTensor:
         return dtype
 
 
-class FileSum(NamedTuple):
-    """How long a file is, and what it adds up to.
+class Head(NamedTuple):
+    """The first line of a manifest; see ``Manifest`` for what its values mean."""
 
-    Attributes:
-        bytes: its length.
-        crc32: ``zlib.crc32`` of all of it.
-    """
-
-    bytes: int
-    crc32: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileSum:
-        """A file's, which is read in pieces."""
-        size = total = 0
-        with path.open("rb") as file:
-            while piece := file.read(_READ_BYTES):
-                size, total = size + len(piece), zlib.crc32(piece, total)
-        return cls(size, total)
+    format: int
+    serial: int
+    runs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
+    """The description of a checkpoint.
 
     Attributes:
         version: of this package, when it was saved.
@@ -124,7 +113,9 @@ class Manifest:
         """The manifest as JSON, with a digest of itself."""
         content = asdict(self)
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
-        return json.dumps({**content, "digest": _digest(content)})
+        head = {name: content[name] for name in Head._fields}
+        rest = {name: each for name, each in content.items() if name not in head}
+        return f"{json.dumps(head)[:-1]},\n{json.dumps({**rest, 'digest': _digest(content)})[1:]}"
 
     def check_files(self, folder: Path, names: Iterable[str] | None = None, verify: bool = True) -> None:
         """Raise ``ValueError`` for the first file (of ``names``) that isn't what was written.
@@ -154,6 +145,19 @@ def read_manifest(folder: Path) -> Manifest:
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none")
     return manifest_in(folder / MANIFEST)
+
+
+def read_head(folder: Path) -> Head:
+    """Return the first line of the manifest of the checkpoint ``folder``; raises as ``read_manifest`` does."""
+    path = folder / MANIFEST
+    try:
+        with path.open(encoding="utf-8") as file:
+            line = file.readline()
+        return Head(**json.loads(f"{line[:-2]}}}"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none") from None
+    except (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's: {error!r}") from error
 
 
 def manifest_in(path: Path) -> Manifest:

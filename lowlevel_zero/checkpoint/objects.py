@@ -1,30 +1,39 @@
-"""What isn't a tensor: pickles of data alone. Nothing in one is ever run, whoever has written it."""
+"""The values of a checkpoint that are no tensors: pickles of data alone. Nothing in one is ever run.
+
+They are one file. It begins with the values that ``torch.distributed.checkpoint`` finds by name, a pickle each:
+settings of param groups, states that are numbers, extra states of modules. The rest of the file is one more pickle.
+"""
 
 from __future__ import annotations
 
 import io
 import pathlib
 import pickle
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from .manifest import METADATA, OBJECTS
 from .optimizers import Name, called
+from .plan import Keys, Pickled
 
 Settings: TypeAlias = dict[str, Any]
+_GROUPS, _STATES = "param_groups", "states"  # the settings that torch's tools find by name
 
 
 @dataclass(frozen=True)
 class Objects:
-    """What is saved beside tensors.
+    """The values of a checkpoint that are no tensors of parameters, buffers or states.
 
     Attributes:
-        optimizers: of each its settings (see ``ShardedState``), its ``scheduler``'s state, and what its layout
-            depends on: ``options``, ``stage`` and ``slices``.
+        optimizers: each optimizer's settings (see ``ShardedState``), its ``scheduler``'s state, and the options that
+            its layout depends on: ``options``, ``stage`` and ``slices``.
         model: extra states of modules, by name.
         extra: the caller's.
     """
@@ -33,14 +42,34 @@ class Objects:
     model: dict[str, Any]
     extra: Any
 
-    def packed(self) -> bytes:
-        """The file's bytes.
+    def by_keys(self) -> dict[Keys, Any]:
+        """Return the values that torch's tools find by name; the param groups of all optimizers are one list."""
+        found: dict[Keys, Any] = {("model", name): value for name, value in self.model.items()}
+        groups = [group for settings in self.optimizers.values() for group in settings[_GROUPS]]
+        states = {name: own for each in self.optimizers.values() for name, own in each[_STATES].items()}
+        found |= {("optim", "state", name, key): value for name, own in states.items() for key, value in own.items()}
+        found |= {("optim", _GROUPS, at, key): value for at, group in enumerate(groups) for key, value in group.items()}
+        return {keys: each for path, value in found.items() for keys, each in _leaves(path, value)}
 
-        Raises:
-            TypeError: a part that could not be read back, by its name.
-        """
+    def to_file(self, named: Mapping[Keys, Any]) -> tuple[bytes, list[Pickled]]:
+        """Return the file's content, and where in it the ``named`` values are; tensors among them are left out."""
+        content, places = io.BytesIO(), []
+        for keys, value in named.items():
+            if not isinstance(value, Tensor):
+                at = content.tell()
+                torch.save(value, content)
+                places.append(Pickled(keys, at, content.tell() - at))
+        optimizers = {}
+        for name, settings in self.optimizers.items():
+            others = {key: value for key, value in settings.items() if key not in (_GROUPS, _STATES)}
+            optimizers[name] = {**others, _GROUPS: len(settings[_GROUPS])}
+        content.write(packed({"optimizers": optimizers, "extra": self.extra}, "the checkpoint's objects"))
+        return content.getvalue(), places
+
+    def check(self) -> None:
+        """Raise ``TypeError`` for a part that could not be read back, by its name."""
         try:
-            return packed(vars(self), "the checkpoint's objects")
+            packed(vars(self), "the checkpoint's objects")
         except TypeError:
             for name, settings in self.optimizers.items():
                 for key, value in settings.items():
@@ -50,14 +79,53 @@ class Objects:
             raise
 
 
-def read_objects(folder: Path) -> Objects:
-    """Those of the checkpoint ``folder``, whose errors are ``read_data``'s."""
-    found = read_data(folder / OBJECTS)
-    return Objects(**found)
+def _leaves(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
+    """Yield the values in nested dicts by name and in lists of tensors or dicts, as torch's tools name them."""
+    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        for key, each in value.items():
+            yield from _leaves((*keys, key), each)
+    elif isinstance(value, list) and any(isinstance(each, (Mapping, list, Tensor)) for each in value):
+        for at, each in enumerate(value):
+            yield from _leaves((*keys, at), each)
+    else:
+        yield keys, value
+
+
+def read_objects(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> Objects:
+    """Return the objects of the checkpoint ``folder``, with the ``tensors`` that are among them, by name.
+
+    Raises:
+        ValueError: the file is damaged, or more than data.
+        OSError: it can't be read.
+    """
+    path = folder / OBJECTS
+    data = memoryview(path.read_bytes())
+    try:
+        flat: dict[str, Any] = dict(tensors)
+        end = 0
+        for name, described in metadata.state_dict_metadata.items():
+            if isinstance(described, BytesStorageMetadata):
+                place = metadata.storage_data[MetadataIndex(name)]
+                if place.relative_path != OBJECTS:
+                    raise ValueError(f"{name}: expected a tensor, got a pickle")
+                flat[name] = unpacked(data[place.offset : place.offset + place.length])
+                end = max(end, place.offset + place.length)
+        rest = unpacked(data[end:])
+        nested = unflatten_state_dict(flat, {name: metadata.planner_data[name] for name in flat})
+    except Exception as error:  # a damaged or hostile pickle may raise anything
+        raise ValueError(_refused(path, error)) from error
+    states, groups = (nested.get("optim", {}).get(key, empty) for key, empty in (("state", {}), (_GROUPS, [])))
+    optimizers = rest["optimizers"]
+    for settings in optimizers.values():
+        count = settings[_GROUPS]
+        settings[_GROUPS], groups = groups[:count], groups[count:]
+        names = {name for group in settings[_GROUPS] for name in group["params"]}
+        settings[_STATES] = {name: own for name, own in states.items() if name in names}
+    return Objects(optimizers, nested.get("model", {}), rest["extra"])
 
 
 def packed(value: object, what: str) -> bytes:
-    """``value`` as ``torch.save`` writes it.
+    """Return ``value`` as ``torch.save`` writes it.
 
     Raises:
         TypeError: ``torch.load(weights_only=True)`` would not take it back.
@@ -75,27 +143,31 @@ def packed(value: object, what: str) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(data: bytes) -> Any:
-    """The inverse of ``packed``."""
+def unpacked(data: bytes | memoryview) -> Any:
+    """Return the value that ``packed`` has made ``data`` of."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def read_data(path: Path) -> Any:
-    """What ``packed`` has made of it.
+    """Return the value of a file that ``packed`` has made the content of.
 
     Raises:
-        ValueError: it is damaged, or more than data.
+        ValueError: the file is damaged, or more than data.
         OSError: it can't be read.
     """
     data = path.read_bytes()
     try:
         return unpacked(data)
     except Exception as error:  # a damaged or hostile pickle may raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"{path}: refused, it is damaged or not data alone: {reason:.300}") from error
+        raise ValueError(_refused(path, error)) from error
 
 
-# All that torch.distributed.checkpoint writes of a state dict of tensors. None of them does anything when it is made.
+def _refused(path: Path, error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return f"{path}: refused, it is damaged or not data alone: {reason:.300}"
+
+
+# All classes of torch.distributed.checkpoint's ``.metadata``. None of them does anything when it is made.
 _ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -107,7 +179,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of torch.distributed.checkpoint's ``.metadata`` and no others."""
+    """An unpickler that knows the classes of torch.distributed.checkpoint's ``.metadata`` and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name.removeprefix("Pure") in ("PosixPath", "WindowsPath"):
@@ -119,10 +191,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | Path) -> Metadata:
-    """``torch.distributed.checkpoint``'s metadata of the checkpoint ``folder``: its tensors' sizes and places.
+    """Return ``torch.distributed.checkpoint``'s metadata of the checkpoint ``folder``: its tensors' sizes and places.
 
     Raises:
-        ValueError: damaged, or a pickle of something else, which has not been run.
+        ValueError: the file is damaged, or a pickle of something else, which has not been run.
         OSError: it can't be read.
     """
     path = Path(folder) / METADATA

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
@@ -18,12 +16,9 @@ from ..optimizer import LowLevelZeroOptimizer
 Optimizers: TypeAlias = LowLevelZeroOptimizer | Sequence[LowLevelZeroOptimizer] | Mapping[str, LowLevelZeroOptimizer]
 Name: TypeAlias = int | str | None
 
-# torch 2.4 takes the first rank of a group for rank 0.
-LED_BY_ANY_RANK = hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank")
-
 
 def by_name(given: Any) -> dict[Name, Any]:
-    """Optimizers or schedulers by name, in an order that is the same on all ranks; one in a list is the only one."""
+    """Return optimizers or schedulers by name, in one order on all ranks; a list of one is that one."""
     if isinstance(given, Mapping):
         return {name: given[name] for name in sorted(given, key=str)}
     if isinstance(given, (list, tuple)) and len(given) != 1:
@@ -32,27 +27,19 @@ def by_name(given: Any) -> dict[Name, Any]:
 
 
 def group_of(given: Any) -> ShardGroup:
-    """The ranks of the optimizers, who call together: what else is wrong they can tell each other.
+    """Return the ranks of the optimizers, which make the call together and tell each other what else is wrong.
 
     Raises:
         TypeError: there is no optimizer of this package's.
-        NotImplementedError: torch can't do it for their ranks; on all of them alike.
     """
     ours = [each for each in by_name(given).values() if isinstance(each, LowLevelZeroOptimizer)]
     if not ours:
         raise _not_ours("optimizer", given)
-    group = ours[0].shard_group
-    first, *others = dist.get_process_group_ranks(group.group)
-    if not LED_BY_ANY_RANK and others and first != 0:
-        raise NotImplementedError(
-            f"optimizer: expected a process group whose first rank is rank 0, got one that rank {first} leads, "
-            f"which torch.distributed.checkpoint of torch {torch.__version__} can't save or load for: use a later torch"
-        )
-    return group
+    return ours[0].shard_group
 
 
 def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
-    """The optimizers by name.
+    """Return the optimizers by name.
 
     Raises:
         TypeError: something isn't a module, an optimizer of this package's, or its name.
@@ -77,7 +64,7 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
 
 
 def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Any]:
-    """Each optimizer's scheduler, or None.
+    """Return each optimizer's scheduler, or None.
 
     Raises:
         ValueError: ``scheduler`` isn't made up as ``optimizer`` is.
@@ -111,12 +98,12 @@ def check_same_optimizers(optimizers: Collection[Name], saved: Collection[Name])
 
 
 def called(name: Name, kind: str = "optimizer") -> str:
-    """An optimizer, or what goes with it, for messages."""
+    """Return how messages call an optimizer, or the scheduler that belongs to it."""
     return kind if name is None else f"{kind}[{name!r}]"
 
 
 def names_text(names: Collection[Name], kind: str) -> str:
-    """How ``names`` come about, for messages."""
+    """Return how messages call all optimizers of these names."""
     if set(names) == {None}:
         return f"one {kind}"
     if all(isinstance(name, int) for name in names):

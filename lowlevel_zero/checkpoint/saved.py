@@ -1,48 +1,58 @@
-"""A checkpoint as it lies on the disk: all of it but the tensors' values."""
+"""A checkpoint as it lies on the disk: everything but the tensors' values, which are read straight into place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..bookkeeping.sharding import SCALARS
+from ..bookkeeping.storages import flat_in_memory_order
+from ..state.boxes import BoxedTensor, Shape, boxes_in_memory
 from .manifest import METADATA, OBJECTS, TRAINABLE, Manifest, SavedTensor, read_manifest
 from .objects import Objects, Settings, read_metadata, read_objects
+from .plan import name_of
+from .tensor_bytes import TensorBytes, memory_of
 
-# What a tensor of the model, and one of the optimizer's state, is called: model.<name>, optim.state.<name>.<key>. So
-# are torch's own state dicts, put together as {"model": ..., "optim": ...}.
-MODEL, STATE = "model.", "optim.state."
+_STATE = ("optim", "state")  # the first keys of an optimizer's states
 
 
-class _TensorPlanner(DefaultLoadPlanner):
-    """Loads tensors alone: torch's own unpickles all else, whatever it is."""
+class _Run(NamedTuple):
+    """Elements of a saved tensor that follow each other in memory order, and in a file.
 
-    def create_local_plan(self) -> LoadPlan:
-        """Plan to read what is asked for; torch's own looks at all names of the checkpoint first."""
-        assert self.metadata is not None
-        return create_default_local_load_plan(self.state_dict, self.metadata)
+    Attributes:
+        start: the place of the first one in the tensor.
+        layout: the layout of their bytes.
+        file: the file's name.
+        offset: where their bytes begin in it.
+    """
 
-    def load_bytes(self, read_item: ReadItem, value: object) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn}: expected a tensor, got a pickle")
+    start: int
+    layout: TensorBytes
+    file: str
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        """Return the place behind the last element."""
+        return self.start + torch.Size(self.layout.sizes).numel()
 
 
 class SavedCheckpoint:
-    """What was saved; nothing in it is run.
+    """A checkpoint that was saved; nothing in it is run.
 
     Attributes:
         path: the folder.
         metadata: torch.distributed.checkpoint's.
 
     Raises:
-        ValueError: it is damaged, or something else.
+        ValueError: it is damaged, or no checkpoint.
         OSError: it can't be read.
     """
 
@@ -50,34 +60,48 @@ class SavedCheckpoint:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
         self.manifest.check_files(path, [METADATA, OBJECTS])
-        self.objects: Objects = read_objects(path)
         self.metadata: Metadata = read_metadata(path)
 
     @cached_property
+    def objects(self) -> Objects:
+        """Return the values that are no tensors of parameters, buffers or states."""
+        known = {*self.manifest.tensors, *self.manifest.tied}
+        tensors: dict[str, Tensor] = {}
+        for name, described in self.metadata.state_dict_metadata.items():
+            keys = self.metadata.planner_data[name]
+            is_objects = keys[:2] != _STATE and not (keys[0] == "model" and keys[1] in known)
+            if is_objects and isinstance(described, TensorStorageMetadata):
+                tensors[name] = torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
+                self._fill(name, tensors[name], tensors[name].stride())
+        return read_objects(self.path, self.metadata, tensors)
+
+    @cached_property
     def model(self) -> dict[str, Tensor]:
-        """The model's tensors without their values, on the meta device, in the memory order of what was saved."""
+        """Return the model's tensors without values, on the meta device, in the memory order of what was saved."""
         return {name: _like(entry, entry.torch_dtype) for name, entry in self.manifest.tensors.items()}
 
     @cached_property
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter and key, first the step, the optimizers' states that are tensors, without their values."""
+        """Return the optimizers' states that are tensors, without values, by parameter and key; the step comes first.
+
+        A state is in the parameter's memory order where it has its shape.
+        """
         found: dict[str, dict[str, Tensor]] = {}
         for full, described in self.metadata.state_dict_metadata.items():
-            if full.startswith(STATE) and isinstance(described, TensorStorageMetadata):
-                name, _, key = full.removeprefix(STATE).rpartition(".")
-                found.setdefault(name, {})[key] = self._state(described, name, key)
+            keys = self.metadata.planner_data[full]
+            if keys[:2] == _STATE and isinstance(described, TensorStorageMetadata):
+                found.setdefault(keys[2], {})[keys[3]] = self._state(described, keys[2], keys[3])
         order = {name: sorted(state, key=lambda key: (key not in SCALARS, key)) for name, state in found.items()}
         return {name: {key: state[key] for key in order[name]} for name, state in found.items()}
 
     def _state(self, described: TensorStorageMetadata, name: str, key: str) -> Tensor:
-        """Return a state without its values, in the parameter's memory order where it has its shape."""
         entry, size, dtype = self.manifest.tensors.get(name), tuple(described.size), described.properties.dtype
         if entry is None or key in SCALARS or size != entry.shape:
             return torch.empty(size, dtype=dtype, device="meta")
         return _like(entry, dtype)
 
     def trained(self, settings: Settings) -> list[str]:
-        """The parameters that the optimizer of these settings trains, in order of registration."""
+        """Return the parameters that the optimizer of these settings trains, in order of registration."""
         named = (name for group in settings["param_groups"] for name in group["params"])
         entries = ((name, self.manifest.tensors.get(name)) for name in named)
         return [
@@ -86,24 +110,85 @@ class SavedCheckpoint:
             if entry is not None and entry.kind == TRAINABLE and self.objects.optimizers[entry.optimizer] is settings
         ]
 
+    # ---- values ----
+
     def read(self, model: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Fill tensors, or boxes of them, by this process alone; of the model's by name, of states by key too.
+        """Fill tensors, or boxes of them, by this process alone: the model's by name, and states by name and key.
+
+        Each byte is read once, straight into place, if a tensor has the memory order in which it was saved and is on
+        the host.
 
         Raises:
             ValueError: a file is damaged.
             OSError: it can't be read.
         """
-        planner, reader = _TensorPlanner(), FileSystemReader(self.path)
-        try:
-            planner.set_up_planner({"model": model, "optim": {"state": states}}, self.metadata, is_coordinator=False)
-            reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-            reader.read_data(planner.create_local_plan(), planner).wait()
-        except OSError:
-            raise
-        except Exception as error:  # of whatever kind torch's reader raises for bytes that are no tensor's
-            names = ", ".join([*model, *states][:3])
-            raise ValueError(f"{self.path}: {names}, ... can't be read: {error!r}") from error
+        for name, tensor in model.items():
+            self._fill(name_of(("model", name)), tensor, self.model[name].stride())
+        for name, state in states.items():
+            for key, tensor in state.items():
+                self._fill(name_of((*_STATE, name, key)), tensor, self.states[name][key].stride())
+
+    def _fill(self, full: str, tensor: Tensor, saved: Shape) -> None:
+        """Fill a tensor, or boxes of it, by what was saved with the strides ``saved``."""
+        if isinstance(tensor, BoxedTensor):
+            flat, start, strides = tensor.local, tensor.start, tensor.strides
+        else:
+            flat, start, strides = flat_in_memory_order(tensor, tensor), 0, tensor.stride()
+        if _same_order(tensor.shape, strides, saved):
+            self._read_range(full, flat, start, saved)
+        elif flat.numel():
+            whole = torch.empty_strided(tensor.shape, saved, dtype=flat.dtype, device="cpu")
+            self._read_range(full, whole.as_strided((whole.numel(),), (1,)), 0, saved)
+            like = torch.empty_strided(tensor.shape, strides, device="meta")
+            flat.copy_(flat_in_memory_order(whole, like)[start : start + len(flat)])
+
+    def _read_range(self, full: str, flat: Tensor, start: int, saved: Shape) -> None:
+        """Fill ``flat``, 1-D, by the elements of a tensor from ``start`` on, in memory order."""
+        missing, stop = len(flat), start + len(flat)
+        for run in self._runs(full, saved) if missing else ():
+            first, last = max(start, run.start), min(stop, run.stop)
+            if first < last:
+                self._read_run(full, run, first, flat[first - start : last - start])
+                missing -= last - first
+        if missing:
+            raise ValueError(f"{self.path}: damaged: {full} lacks {missing:,} elements; take another, or copy it anew")
+
+    def _runs(self, full: str, saved: Shape) -> Iterator[_Run]:
+        described = self.metadata.state_dict_metadata.get(full)
+        if not isinstance(described, TensorStorageMetadata):
+            raise ValueError(f"{self.path}: {full}: expected a tensor, got a pickle")
+        for chunk in described.chunks:
+            start = sum(offset * stride for offset, stride in zip(chunk.offsets, saved, strict=True))
+            numel = chunk.sizes.numel()
+            ((_, strides),) = boxes_in_memory(chunk.sizes, saved, 0, numel)
+            place = self.metadata.storage_data[MetadataIndex(full, chunk.offsets)]
+            layout = TensorBytes(described.properties.dtype, chunk.sizes, strides)
+            yield _Run(start, layout, place.relative_path, place.offset)
+
+    def _read_run(self, full: str, run: _Run, first: int, flat: Tensor) -> None:
+        """Fill ``flat`` by the elements of ``run`` from the tensor's element ``first`` on."""
+        if flat.dtype != run.layout.dtype:
+            raise ValueError(f"{self.path}: {full}: expected {flat.dtype}, got {run.layout.dtype}")
+        host = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
+        memory, head = memory_of(host), run.layout.head()
+        with (self.path / run.file).open("rb", buffering=0) as file:
+            file.seek(run.offset)
+            if file.read(len(head)) != head:
+                raise ValueError(f"{self.path}: {full} can't be read: {run.file} is damaged at byte {run.offset:,}")
+            file.seek((first - run.start) * flat.element_size(), 1)
+            while memory:
+                count = file.readinto(memory)
+                if not count:
+                    raise ValueError(f"{self.path}: {full} can't be read: {run.file} ends too early")
+                memory = memory[count:]
+        if host is not flat:
+            flat.copy_(host)
 
 
 def _like(entry: SavedTensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
+
+
+def _same_order(shape: Shape, one: Shape, other: Shape) -> bool:
+    """Return whether two dense tensors of this shape have their elements in the same order in memory."""
+    return not math.prod(shape) or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))

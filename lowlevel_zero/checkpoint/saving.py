@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.utils._pytree import tree_map_only
 
 from .. import __version__
 from ..communication.agreement import together
-from ..communication.failed_ranks import explained
 from ..communication.process_groups import context_of, side_group
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
+from ..streams import streams_of
 from .background import Background
-from .contents import Contents
-from .folders import NotSynced, check_target
+from .contents import Contents, Plan, planned_tensor
+from .folders import check_target, prune
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
-from .objects import Objects, Settings, packed, unpacked
+from .objects import Objects, Settings, packed
 from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, names_text
-from .storage import ALONE, CommittingWriter
+from .plan import Keys, Pickled, aligned, name_of
+from .storage import CheckpointWriter, Share
 
 _log = logging.getLogger("lowlevel_zero")
-
-# Options that a run's layout depends on, and loading doesn't.
-_LAYOUT = (
-    *("communication_dtype", "reduce_scatter", "master_weights", "cpu_offload", "pad_buckets_for_high_nccl_busbw"),
-    *("fp8_communication", "fp8_min_numel", "slice_multiple"),
-)
 
 
 def save_checkpoint(
@@ -82,8 +77,10 @@ def save_checkpoint(
     Returns:
         The save, with ``wait()``; it is over unless ``async_save``.
 
-    Raises (on every rank alike; asynchronous writing raises in ``wait()``, else at the next save or load, else at the
-    end of the process, whose exit code is 120 then):
+    All ranks raise alike. An error of asynchronous writing is raised by ``wait()``, else by the next save or load, else
+    at the end of the process, whose exit code is 120 then.
+
+    Raises:
         TypeError: what isn't a model or optimizer, or what ``torch.load(weights_only=True)`` would not take back.
         ValueError: a bad ``keep``, parameters that aren't the model's or that two optimizers train, ranks that differ
             in their arguments.
@@ -103,22 +100,22 @@ def save_checkpoint(
         contents = Contents(model, optimizers)
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [names_text(optimizers, "optimizer"), *contents.lines()]
-    contents.meet(doing, exclude_frozen=exclude_frozen)
+        saving = Saving(target)
+        if not contents.differs:
+            contents.meet(doing, exclude_frozen)
+            prepared = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
+    if contents.differs:
+        contents.meet(doing, exclude_frozen)
+        with together(group, doing) as lines:
+            prepared = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
     _tell_untrained(contents)
-    with together(group, doing) as lines:
-        files = {} if rank_state is None else {RANK_STATE.format(group.group_rank): packed(rank_state, "rank_state")}
-        settings = {name: _settings(contents, name, each, schedulers[name]) for name, each in optimizers.items()}
-        objects = Objects(settings, contents.extra_states, extra).packed()
-        if group.group_rank == 0:
-            files[OBJECTS] = objects
-        state = _as_torch_has_it(contents, Objects(**unpacked(objects)), lines)
-        if async_save:
-            state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-    manifest = _manifest(contents, runs_of(optimizers), settings)
-    (number,) = group.from_rank_zero([secrets.randbits(62)])
-    writer = CommittingWriter(target, f"{number:016x}", group, manifest, files, keep)
-    saving = Saving(target)
-    write = partial(_write, target, state, writer, side_group(group.group))
+    run = run_of(group, optimizers)
+    share = replace(prepared.share, plan=contents.whole_plan(prepared.plan))
+    manifest = _manifest(contents, run, prepared.stage)
+    token = hashlib.sha256(f"{run.ids[0]} {target}".encode()).hexdigest()[:16]
+    ranks = group.ranks if group.has_others else 1
+    writer = CheckpointWriter(target, token, side_group(group.group), group.group_rank, ranks, manifest, share)
+    write = partial(_write, writer, keep if group.group_rank == 0 else None, run)
     if async_save:
         saving.start(write)
         context_of(group.group).writing = saving
@@ -135,11 +132,14 @@ class Saving(Background[Path]):
 
     Attributes:
         path: where it will be.
+        staging: memory of the host for what is written while training goes on; the next asynchronous save uses it
+            again. None: nothing has been copied.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
+        self.staging: Tensor | None = None
 
     def wait(self) -> Path:
         """Return the checkpoint's path, when it is there.
@@ -149,27 +149,92 @@ class Saving(Background[Path]):
         """
         return self.result()
 
+    def stage(self, values: Mapping[Keys, Tensor], former: Tensor | None) -> dict[Keys, Tensor]:
+        """Return copies of 1-D ``values`` on the host, in ``former`` memory if that is large enough.
 
-def _write(path: Path, state: dict[str, Any], writer: CommittingWriter, group: dist.ProcessGroup) -> Path:
-    """Write a state that training doesn't change, or waits for, by collectives of a side group; returns ``path``."""
-    try:
-        dcp_save(state, storage_writer=writer, process_group=group)
-    except (CheckpointException, Exception) as error:  # whatever torch's writer, or a disk, raises
-        rank, (cause, _) = min(getattr(error, "failures", {}).items(), default=(None, (error, None)))
-        reason = explained(error, group, "writing") if rank is None else None
-        told = reason or f"{'' if rank is None else f'rank {rank}: '}{type(cause).__name__}: {cause}"
-        hint = "" if dist.is_initialized() else f" ({ALONE})"
-        there = "is in its place, but a crash of the machine may lose it" if isinstance(cause, NotSynced) else ""
-        raise RuntimeError(f"{path}: the checkpoint {there or 'could not be written'}. {told}{hint}") from error
-    finally:
-        writer.release()
+        It is pinned where values come from a device. Returns when the values may change.
+        """
+        places, end = {}, 0
+        for keys, value in values.items():
+            places[keys] = slice(aligned(end), aligned(end) + value.nbytes)
+            end = places[keys].stop
+        devices = {value.device for value in values.values()}
+        pins = streams_of(devices).pins
+        fits = former is not None and former.nbytes >= end and former.is_pinned() == pins
+        staging = (
+            former
+            if fits and former is not None
+            else torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pins)
+        )
+        copies = {keys: staging[places[keys]].view(value.dtype) for keys, value in values.items()}
+        for keys, copy in copies.items():
+            copy.copy_(values[keys].detach(), non_blocking=True)
+        streams_of(devices).mark().synchronize()
+        self.staging = staging
+        return copies
+
+
+class _Prepared(NamedTuple):
+    """What this rank knows of a save before the first rank knows the plan of all.
+
+    Attributes:
+        plan: the tensors of this rank.
+        share: this rank's part of the checkpoint.
+        stage: 1 or 2.
+    """
+
+    plan: Plan
+    share: Share
+    stage: int
+
+
+def _prepare(
+    contents: Contents,
+    schedulers: Mapping[Name, Any],
+    extra: Any,
+    rank_state: dict[str, Any] | None,
+    staging: Saving | None,
+    lines: list[str],
+) -> _Prepared:
+    """Collect what this rank writes; ``lines`` get the names of states, which all ranks that share them must have.
+
+    ``staging``: a save that copies the values to the host. None: they are written before training goes on.
+    """
+    first = contents.group.group_rank == 0
+    own = {} if rank_state is None else {RANK_STATE.format(contents.group.group_rank): packed(rank_state, "rank_state")}
+    optimizers = contents.optimizers
+    settings = {name: _settings(contents, name, each, schedulers[name]) for name, each in optimizers.items()}
+    objects = Objects(settings, contents.extra_states, extra)
+    objects.check()
+    plan = contents.plan()
+    lines += [f"{name_of(each.path)} {each.dtype} {each.shape}" for each in plan.shared if each.path[0] == "optim"]
+    pickles: list[Pickled] = []
+    if first:
+        named = objects.by_keys()
+        own[OBJECTS], pickles = objects.to_file(named)
+        for keys, value in named.items():
+            if isinstance(value, Tensor):
+                plan.shared.append(planned_tensor(keys, value, [0]))
+                plan.values[keys] = value.detach().contiguous().view(-1)
+    values = plan.values
+    if staging is not None:
+        last = context_of(contents.group.group).writing
+        values = staging.stage(values, last.staging if isinstance(last, Saving) else None)
+    aliases = {("model", alias): ("model", name) for alias, name in contents.tied.items()}
+    return _Prepared(plan, Share(plan.shared, values, own, pickles, aliases), next(iter(settings.values()))["stage"])
+
+
+def _write(writer: CheckpointWriter, keep: int | None, run: Run) -> Path:
+    """Write a checkpoint, and then have a thread, for which nobody waits, remove older ones of this run."""
+    path = writer.write()
+    if keep is not None:
+        Thread(target=prune, args=(path, keep, run.ids), name="lowlevel_zero pruning").start()
     return path
 
 
 def finish_last(group: ShardGroup) -> None:
     """Wait for this group's asynchronous save, and raise its failure unless somebody knows it. Doesn't communicate."""
-    context = context_of(group.group)
-    last, context.writing = context.writing, None
+    last = context_of(group.group).writing
     if last is not None:
         known = isinstance(last, Saving) and last.told
         error = last.exception()
@@ -177,13 +242,41 @@ def finish_last(group: ShardGroup) -> None:
             raise RuntimeError(f"expected the asynchronous save before to have succeeded: {error}") from error
 
 
-def runs_of(optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = ()) -> tuple[str, ...]:
-    """The run that these optimizers are of, and then those that it went on from: these ``others`` too, from now on."""
+class Run(NamedTuple):
+    """The run that some optimizers are of.
+
+    Attributes:
+        ids: its own, and then those of the runs that it went on from.
+        serial: that of the newest checkpoint that it has saved or loaded.
+    """
+
+    ids: tuple[str, ...]
+    serial: int
+
+
+def run_of(
+    group: ShardGroup, optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = (), serial: int = 0
+) -> Run:
+    """Return the run of these optimizers, from now on with the ``others`` and a new serial number.
+
+    The first call for optimizers communicates: the first rank names their run.
+
+    Args:
+        group: the ranks.
+        optimizers: the optimizers, by name.
+        others: runs that it goes on from.
+        serial: the number of the checkpoint that is loaded; 0: one is about to be saved.
+    """
     known = dict.fromkeys(run for optimizer in optimizers.values() for run in optimizer.runs)
-    runs = tuple(dict.fromkeys((*(known or [secrets.token_hex(8)]), *others)))
+    if not known:
+        known = {f"{group.from_rank_zero([secrets.randbits(62)])[0]:016x}": None}
+    newest = max(optimizer.serial for optimizer in optimizers.values())
+    run = Run(
+        tuple(dict.fromkeys((*known, *others))), max(serial, newest) if serial else max(time.time_ns(), newest + 1)
+    )
     for optimizer in optimizers.values():
-        optimizer.runs = runs
-    return runs
+        optimizer.runs, optimizer.serial = run
+    return run
 
 
 def _check_keep(keep: int | None) -> None:
@@ -202,45 +295,43 @@ def _tell_untrained(contents: Contents) -> None:
         )
 
 
-def _as_torch_has_it(contents: Contents, objects: Objects, lines: list[str]) -> dict[str, Any]:
-    """What is saved, as torch's ``get_state_dict`` puts it together, so that its tools find it by name.
-
-    ``lines`` get names of states, which have to be alike on all ranks that share them.
-    """
-    optimizers = objects.optimizers.values()
-    state: dict[str, dict[str, Any]] = {name: {**of} for each in optimizers for name, of in each["states"].items()}
-    for name, tensors in contents.states().items():
-        state.setdefault(name, {}).update(tensors)
-        lines += [f"{name}.{key}" for key in tensors if contents.entries[name].shard_group == 0]
-    groups = [group for settings in optimizers for group in settings["param_groups"]]
-    extra = objects.model if contents.group.group_rank == 0 else {}  # tensors among it may differ
-    return {"model": {**contents.model(), **extra}, "optim": {"state": state, "param_groups": groups}}
-
-
 def _settings(contents: Contents, name: Name, optimizer: LowLevelZeroOptimizer, scheduler: Any) -> Settings:
-    """What isn't a tensor of one of the optimizers."""
+    """Return what one of the optimizers has beside tensors."""
     return {
         **contents.states_of[name].settings(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "options": {option: getattr(optimizer.options, option) for option in _LAYOUT},
-        "stage": 2 if optimizer.options.partition_grad else 1,
+        "options": _layout_options(optimizer),
+        "stage": optimizer.options.stage,
         "slices": optimizer.shard_group.size,
     }
 
 
-def _manifest(contents: Contents, runs: tuple[str, ...], settings: Mapping[Name, Settings]) -> Manifest:
-    """The manifest, but for what is known when all has been written."""
+def _layout_options(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
+    """Return the options that a run's layout depends on, and unusual splits; loading needs neither."""
+    options, travel = optimizer.options, optimizer.options.communication
+    splits = {record.name: (record.split.owner, record.split.multiple) for record in optimizer.sharded_parameters}
+    return {
+        "communication_dtype": travel.dtype,
+        "fp8_communication": travel.fp8,
+        "master_weights": options.master_weights,
+        "cpu_offload": options.cpu_offload,
+        "splits": {name: split for name, split in splits.items() if split != (None, 1)},
+    }
+
+
+def _manifest(contents: Contents, run: Run, stage: int) -> Manifest:
+    """Return the manifest, but for the files, which are known when all has been written."""
     return Manifest(
         version=__version__,
         torch=torch.__version__,
         world_size=contents.group.ranks,
-        stage=next(iter(settings.values()))["stage"],
+        stage=stage,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        serial=0,
+        serial=run.serial,
         tensors={name: tensor for name, tensor in contents.saved.items() if name not in contents.excluded},
         tied=contents.tied,
         files={},
         experts=contents.experts,
         excluded=contents.excluded,
-        runs=runs,
+        runs=run.ids,
     )

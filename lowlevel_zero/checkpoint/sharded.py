@@ -73,7 +73,7 @@ class Sharded(Stateful):
         _share_buffers(self.optimizer)
         sharded = ShardedState(self.optimizer, _names(self.optimizer))
         with together(self.optimizer.shard_group, _GIVE):
-            fp8 = self.optimizer.options.fp8_communication
+            fp8 = self.optimizer.options.communication.fp8
             settings = {**sharded.settings(), "present": sharded.present, FP8: fp8}
             groups = settings.pop("param_groups")
             own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()

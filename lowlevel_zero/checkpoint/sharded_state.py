@@ -12,12 +12,14 @@ from torch import Tensor
 from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.sharded_parameter import ShardedParameter, follow_edits
 from ..bookkeeping.sharding import SCALARS
-from ..loss_scaler import LossScaler
-from ..optim.probe import NoProbe, first_states
-from ..optim.quantised import quantised_state
+from ..bookkeeping.storages import flat_in_memory_order
+from ..loss_scaler import check_loss_scale
+from ..optim.probe import NoProbe, states_of_shape
+from ..optim.quantised import block_size, is_scale, quantised_state, scales_of, stored_state
 from ..optimizer import LowLevelZeroOptimizer
+from ..partition import WholeSplit
 from ..sharded_group import ShardedGroup
-from ..state.boxes import BoxedTensor, boxed
+from ..state.boxes import Blocks, BoxedTensor, boxed
 from ..state.global_names import from_all_ranks, of_all_ranks
 from ..state.loading import (
     CLASS,
@@ -30,9 +32,11 @@ from ..state.loading import (
     load_slices,
     takes_master,
 )
-from ..state.values import is_slice
-from ..state.whole import own_state, scale_as_numbers
+from ..state.nested import flattened, nested
+from ..state.values import is_slice, told_states
+from ..state.whole import scale_as_numbers, with_master
 
+BLOCK = "block"  # among settings: the elements that share a scale
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
 
@@ -68,10 +72,15 @@ class ShardedState:
         store = optimizer.sharded_parameters
         present: dict[str, list[str]] = {}
         others: dict[str, State] = {}
+        told: dict[ShardedParameter, State] = {}
+        for records, group in zip(store.by_shard_group, store.shard_groups, strict=True):
+            told.update(told_states(records, group, self._own_state))
         for name, record in self._records.items():
-            state = own_state(self._optim, record)
+            state = told[record]
             present[name] = [key for key, value in state.items() if isinstance(value, Tensor)]
             others[name] = {key: value for key, value in state.items() if key not in present[name]}
+        self._former: dict[ShardedParameter, State] = {}
+        self._told = {record: state for record, state in told.items() if not record.owns_some}
         number_of = {name: record.shard_group for name, record in self._records.items()}
         self.present, self._others = of_all_ranks(store.shard_groups, number_of, present, others)
         held = [[(names[p], store.shard_group_of(p)) for p in members] for members in store.groups]
@@ -88,44 +97,55 @@ class ShardedState:
             for at, members in enumerate(held)
         ]
 
+    def _own_state(self, record: ShardedParameter) -> State:
+        """Return this rank's state of a parameter; where one rank owns it, with lists of tensors as tensors."""
+        state = with_master(stored_state(self._optim, self._optim.state.get(record.p32, {})), record)
+        return state if record.split.owner is None else flattened(state)
+
     # ---- reading ----
 
     def tensors(self) -> States:
-        """The states that are tensors, and the fp32 masters; slices share memory with the optimizer's.
+        """Return the states that are tensors, and the fp32 masters; slices share memory with the optimizer's.
 
         Raises:
             ValueError: a state's name has a dot in it.
         """
         found: States = {}
         for name, record in self._records.items():
-            for key, value in own_state(self._optim, record).items():
+            state = self._own_state(record) if record.owns_some else self._told[record]
+            for key, value in state.items():
                 if "." in key:
                     raise ValueError(f"{name}: expected states with no dot in their names, got {key!r}")
                 if isinstance(value, Tensor):
-                    own = _boxed(value, record) if is_slice(key, value, record) else value.detach().clone()
-                    found.setdefault(name, {})[key] = own
+                    found.setdefault(name, {})[key] = self._whole_or_boxed(key, value, state, record)
         return found
 
+    def _whole_or_boxed(self, key: str, value: Tensor, state: State, record: ShardedParameter) -> Tensor:
+        if is_scale(key, state):
+            blocks = Blocks(record.split, block_size(self._optim))
+            return boxed(value, blocks, record.rank, (-(-record.split.numel // blocks.size),), (1,))
+        return _boxed(value, record) if is_slice(key, value, record) else value.detach().clone()
+
     def room(self) -> States:
-        """Zeros for the tensors that parameters without state will have after a step, as far as can be told."""
-        new = {name: record for name, record in self._records.items() if not own_state(self._optim, record)}
+        """Return zeros for the tensors that parameters without state will have after a step, as far as can be told."""
+        new = {name: record for name, record in self._records.items() if not (self.present[name] or self._others[name])}
         try:
-            first = first_states(self._optim, TRIED) if new else []
+            first = {sample: states_of_shape(self._optim, sample) for sample in {*map(_sample_shape, new.values())}}
         except NoProbe:
             return {}
-        group_of = {p32: at for at, group in enumerate(self._optim.param_groups) for p32 in group["params"]}
         return {
             name: {key: _room(key, each, record) for key, each in expected.items()}
             for name, record in new.items()
-            if (expected := _expected(first[group_of[record.p32]], record))
+            if (expected := _expected(first[_sample_shape(record)][record.group], record))
         }
 
     def settings(self) -> State:
-        """All that isn't in ``tensors``."""
+        """Return everything that isn't in ``tensors``."""
         groups = zip(self._optim.param_groups, self._group_names, strict=True)
         shared = next((group for group in self._optimizer.sharded_groups if group.number == 0), None)
         return {
             CLASS: type(self._optim).__name__,
+            BLOCK: block_size(self._optim),
             "param_groups": [{**group, "params": list(names)} for group, names in groups],
             "loss_scale": scale_as_numbers(self._optimizer.scaler),
             "plan": None if shared is None else self._plan_of(shared),
@@ -142,7 +162,11 @@ class ShardedState:
     def whole(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
         """Return room to load into, for those of the ``saved`` states that are the same on every rank."""
         return {
-            name: {key: _room(key, like, record) for key, like in state.items() if not _is_sliced(key, like, record)}
+            name: {
+                key: _room(key, like, record)
+                for key, like in state.items()
+                if not (_is_sliced(key, like, record) or is_scale(key, state))
+            }
             for name, record in self._records.items()
             if (state := saved.get(name))
         }
@@ -153,30 +177,61 @@ class ShardedState:
         """Return the ``saved`` states as ``load`` takes them: ``whole`` ones have values, and slices take no memory."""
         found: dict[ShardedParameter, State] = {}
         for name, record in self._records.items():
-            size, device = record.split.slice_size, record.p32.device
-            found[record] = {**settings["states"].get(name, {}), **whole.get(name, {})}
+            flat = {**settings["states"].get(name, {}), **whole.get(name, {})}
             for key, like in saved.get(name, {}).items():
-                if key != MASTER and key not in found[record]:
-                    found[record][key] = torch.zeros((), dtype=like.dtype, device=device).expand(size)
+                if key != MASTER and key not in flat:
+                    room = torch.zeros((), dtype=like.dtype, device=record.p32.device)
+                    flat[key] = room.expand(record.p32.shape if record.split.owner is None else like.shape)
+            found[record] = _as_held(flat, record)
         return found
 
     def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
-        """Return room to load into, for this rank's slices of the ``saved`` states of a parameter, its master too."""
+        """Return room to load into, for this rank's slices of the ``saved`` states of a parameter, its master too.
+
+        It is the memory of the states that ``load`` has replaced, where those are of the same kind.
+        """
         record = self._records[name]
+        former = self._former.pop(record, {})
+        if record.keeps_more:
+            former[MASTER] = record.master_row
         return {
-            key: _room_for_slice(like, record)
+            key: self._room_for_scales(like, record)
+            if is_scale(key, saved)
+            else _room_for_slice(like, record, former.get(key))
             for key, like in saved.items()
-            if _is_sliced(key, like, record) and (key != MASTER or takes_master(record))
+            if is_scale(key, saved) or (_is_sliced(key, like, record) and (key != MASTER or takes_master(record)))
         }
+
+    def _room_for_scales(self, like: Tensor, record: ShardedParameter) -> BoxedTensor:
+        """Return room for the scales of all blocks that this rank's slice has elements of."""
+        start, stop = record.split.span(record.rank)
+        block = block_size(self._optim)
+        count = max(0, -(-stop // block) - start // block)
+        own = torch.empty(count, dtype=like.dtype, device=record.p32.device)
+        return BoxedTensor(own, start // block, like.shape, like.stride())
+
+    def _own(self, name: str, key: str, tensor: Tensor | None, of: Collection[str]) -> Tensor:
+        """Return a state as this rank's optimizer holds it: a slice ``[s]`` padded with zeros, or what is whole."""
+        record = self._records[name]
+        if tensor is None or not (is_scale(key, of) and isinstance(tensor, BoxedTensor)):
+            return _own(name, key, tensor, record)
+        start, stop = record.split.span(record.rank)
+        block = block_size(self._optim)
+        own = scales_of(tensor.local, block, start - tensor.start * block, stop - start)
+        return torch.nn.functional.pad(own, (0, record.split.slice_size - len(own)))
 
     def fill(self, name: str, slices: Mapping[str, Tensor]) -> None:
         """Give a parameter its slices, but for the master, where ``load`` has announced them."""
         record = self._records[name]
-        own = {key: _own(name, key, tensor, record) for key, tensor in slices.items() if key != MASTER}
         held = self._optim.state.get(record.p32, {})
+        if not held:
+            return
+        own = {key: self._own(name, key, tensor, slices) for key, tensor in slices.items() if key != MASTER}
+        flat = dict(held) if record.split.owner is None else flattened(held)
         for key, value in quantised_state(self._optim, record.p32, own).items():
-            if isinstance(held.get(key), Tensor):
-                held[key] = value.to(held[key].device, held[key].dtype)
+            if isinstance(flat.get(key), Tensor):
+                flat[key] = value.to(flat[key].device, flat[key].dtype)
+        held.update(_as_held(flat, record))
 
     def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` unless ``settings`` are of an optimizer of this class, with these parameters and groups.
@@ -188,8 +243,13 @@ class ShardedState:
         for name, record in self._records.items() if settings[CLASS] is None else ():
             add_sample(samples, states.get(name, {}), record)
         check_class(self._optim, settings[CLASS], settings["param_groups"], samples)
+        if settings.get(BLOCK, 1) not in (1, block_size(self._optim)):
+            raise ValueError(
+                f"expected states quantised in blocks of {block_size(self._optim)}, got blocks of {settings[BLOCK]}: "
+                "build the optimizer with the block size that it was saved with"
+            )
         if self._optimizer.scaler is not None and settings["loss_scale"] is not None:
-            LossScaler().load_state_dict(settings["loss_scale"])
+            check_loss_scale(settings["loss_scale"])
 
     def _check_groups(self, got: Sequence[Sequence[str]]) -> None:
         expected = self._group_names
@@ -223,8 +283,10 @@ class ShardedState:
             asked = [
                 key for key in saved if _takes(record, key) and (key in given or key != MASTER or record.keeps_more)
             ]
-            own = {key: _own(name, key, given.pop(key, None), record) for key in asked}
-            found[record] = {**settings["states"].get(name, {}), **own}
+            keys = list(given)
+            own = {key: self._own(name, key, given.pop(key, None), keys) for key in asked}
+            master = {MASTER: own.pop(MASTER)} if MASTER in own else {}
+            found[record] = _as_held({**settings["states"].get(name, {}), **own}, record) | master
         return found
 
     def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any], undo: ExitStack) -> None:
@@ -232,6 +294,8 @@ class ShardedState:
 
         Checked settings are expected.
         """
+        held = ((record, self._optim.state.get(record.p32, {})) for record in self._records.values())
+        self._former = {record: dict(state) for record, state in held if record.owns_some}
         load_slices(self._optim, self._optimizer.sharded_parameters, settings["param_groups"], slices, undo)
 
     def load_progress(self, settings: Mapping[str, Any]) -> None:
@@ -249,7 +313,7 @@ _REMEDY = "build the optimizer with the groups that it was saved with"
 
 
 def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> list[str]:
-    """The ``shared`` names, and before each the ones that come before it in one of the lists of ``others``."""
+    """Return the ``shared`` names, and before each the names that come before it in one of the lists of ``others``."""
     before: dict[str | None, list[str]] = {name: [] for name in (*shared, None)}
     for names in others:
         experts: list[str] = []
@@ -270,16 +334,33 @@ def _takes(record: ShardedParameter, key: str) -> bool:
 def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
     """Without values, the tensors of a whole state, of which ``first`` is one of a parameter of ``TRIED`` elements."""
     tensors = {key: value for key, value in first.items() if isinstance(value, Tensor)}
+    sample = _sample_shape(record)
+    if record.split.owner is not None and any(value.shape not in (sample, ()) for value in tensors.values()):
+        return {}  # of shapes that follow from the parameter's in a way that isn't known
     if record.keeps_more:
-        tensors[MASTER] = record.p32.new_zeros(TRIED)
+        tensors[MASTER] = record.p32.new_zeros(sample)
     return {
-        key: value.new_empty(record.p.shape if value.numel() == TRIED else value.shape, device="meta")
+        key: value.new_empty(record.p.shape if value.shape == sample else value.shape, device="meta")
         for key, value in tensors.items()
     }
 
 
+def _sample_shape(record: ShardedParameter) -> tuple[int, ...]:
+    """Return the shape of a small parameter whose states tell of this one's: flat, unless one rank steps it whole."""
+    return (TRIED,) if record.split.owner is None else (TRIED, 6, 5, 4, 3, 2)[: record.p.dim()]
+
+
+def _as_held(flat: State, record: ShardedParameter) -> State:
+    """Return a state as this rank's optimizer holds it: nothing of a parameter that another rank owns."""
+    if record.split.owner is None:
+        return flat
+    return nested(flat) if record.owns_some else {}
+
+
 def _is_sliced(key: str, like: Tensor, record: ShardedParameter) -> bool:
-    """Return whether each rank has a slice of a state that is ``like`` this one when it is whole."""
+    """Return whether ranks hold a state together that is ``like`` this one when it is whole."""
+    if record.split.owner is not None:
+        return like.dim() > 0 or (record.p.dim() == 0 and key not in SCALARS)
     return key not in SCALARS and like.shape == record.p.shape
 
 
@@ -290,16 +371,27 @@ def _room(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
     return _room_for_slice(like, record)
 
 
-def _room_for_slice(like: Tensor, record: ShardedParameter) -> BoxedTensor:
-    return _boxed(torch.zeros(record.split.slice_size, dtype=like.dtype, device=record.p32.device), record)
+def _room_for_slice(like: Tensor, record: ShardedParameter, former: object = None) -> BoxedTensor:
+    """Return zeros to load into, or the memory of a ``former`` state of the same shape, dtype and device."""
+    shape = record.p32.shape if record.split.owner is None else like.shape
+    own = torch.zeros((), dtype=like.dtype, device=record.p32.device).expand(shape)
+    if isinstance(former, Tensor) and former.is_contiguous():
+        own = former if (former.shape, former.dtype, former.device) == (own.shape, own.dtype, own.device) else own
+    return _boxed(own, record)
 
 
 def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:
-    return boxed(own, record.split, record.rank, record.p.shape, record.p.stride())
+    """Return a state of which ``own`` is this rank's slice, or, of one owner's, all, as boxes of its whole."""
+    if record.split.owner is None:
+        return boxed(own, record.split, record.rank, record.p.shape, record.p.stride())
+    like = record.p if own.shape == record.p.shape else torch.empty(own.shape, device="meta")
+    flat = flat_in_memory_order(own, like) if record.owns_some else own.new_empty(0, device=record.p32.device)
+    split = WholeSplit(own.numel(), record.split.world_size, record.split.owner)
+    return boxed(flat, split, record.rank, own.shape, like.stride())
 
 
 def _own(name: str, key: str, tensor: Tensor | None, record: ShardedParameter) -> Tensor:
-    """A state as this rank's optimizer holds it: a slice ``[s]`` with zeros for its padding, or what is whole."""
+    """Return a state as this rank's optimizer holds it: a slice ``[s]`` padded with zeros, or what is whole."""
     if tensor is None:
         raise ValueError(
             f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it into: it "
@@ -309,15 +401,18 @@ def _own(name: str, key: str, tensor: Tensor | None, record: ShardedParameter) -
     if not isinstance(tensor, BoxedTensor):
         return tensor
     expected, got = (tuple(record.p.shape), record.p.stride()), (tuple(tensor.shape), tensor.strides)
+    if record.split.owner is not None and (got[0] != expected[0] or key == MASTER):
+        return tensor.local if key == MASTER or not record.owns_some else tensor.local.view(tensor.shape)
     if got != expected:
         raise ValueError(
             f"{name}: expected state of shape {expected[0]} and strides {expected[1]}, got {got[0]} and {got[1]}: "
             "build the model that it was saved of"
         )
-    own, size = tensor.local, record.split.slice_size
-    return own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own)))
+    own, size = tensor.local, record.row.numel()
+    own = own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own)))
+    return record.shaped(own)
 
 
 def renamed(plan: Mapping[str, Any], names: Any) -> State:
-    """A bucket plan whose parameters are called by other ``names``."""
+    """Return a bucket plan whose parameters have other ``names``."""
     return {**plan, **{key: [names[each] for each in plan[key]] for key in ("order", "repeats")}}

@@ -1,117 +1,211 @@
-"""torch.distributed.checkpoint's files, written through to the disk with their checksums, and committed at the end."""
+"""Writing a checkpoint: each rank its share, with checksums of what it writes, and the first rank puts all in place."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypeVar
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.futures import Future
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from ..communication.shard_group import ShardGroup
-from .folders import claim, next_serial, path_beside, prune, publish
-from .manifest import MANIFEST, METADATA, FileSum, Manifest
-from .saved import MODEL
+from ..communication.failed_ranks import lost_rank_error
+from .checksum import Checksum, FileSum
+from .folders import NotSynced, claim, path_beside, publish
+from .manifest import MANIFEST, METADATA, RANK_STATE, Manifest
+from .plan import TENSORS, Keys, Pickled, PlannedTensor, aligned, metadata_of
+from .tensor_bytes import memory_of
 
 # Why an asynchronous save may find its ranks gone.
 ALONE = "destroy_process_group was called before all was written: call wait() first"
+_NO_FILE = (-1, -1)
+_PIECE = 2**20  # bytes
+
+T = TypeVar("T")
 
 
-class CommittingWriter(FileSystemWriter):
-    """Writes a file a rank beside ``path``, and the first rank puts them in place when all have.
+class SummedFile:
+    """A file that is written from its beginning to its end, with a checksum of what is written."""
 
-    An error of any rank is raised on all. The first rank makes the folder, and claims it.
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("wb")
+        self._checksum = Checksum()
+        self.length = 0
+
+    def __enter__(self) -> SummedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``, a piece at a time, which is in a cache from the sum to the copy."""
+        view = memoryview(bytearray(data)) if isinstance(data, bytes) else data
+        for at in range(0, len(view), _PIECE):
+            piece = view[at : at + _PIECE]
+            self._checksum.add(piece)
+            self._file.write(piece)
+        self.length += len(view)
+
+    def sync(self) -> FileSum:
+        """Return the checksum when all of the file is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._checksum.sum()
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a checkpoint that this rank writes.
+
+    Attributes:
+        plan: the tensors that it has a part of; on the first rank the tensors of all ranks.
+        values: by the keys of the tensors that it writes, their elements, 1-D.
+        own: further files, by name.
+        pickles: the values in one of these files that torch's tools find by name.
+        tied: keys of further names of tensors, with the keys of the first name.
+    """
+
+    plan: Sequence[PlannedTensor]
+    values: Mapping[Keys, Tensor]
+    own: Mapping[str, bytes]
+    pickles: Sequence[Pickled]
+    tied: Mapping[Keys, Keys]
+
+
+class CheckpointWriter:
+    """Writes a checkpoint beside ``path``, and the first rank puts it in its place when all ranks have written.
 
     Args:
         path: where the checkpoint will be.
-        token: 16 hexadecimal digits that the ranks agree on.
-        group: the ranks.
-        manifest: what they write, but for ``files`` and ``serial``.
-        own: further files of this rank's, by name.
-        keep: how many checkpoints of these runs to leave then; None: all.
+        token: 16 hexadecimal digits that the ranks have in common.
+        group: carries what the ranks tell each other.
+        rank: this rank's number in it.
+        ranks: the number of ranks that write.
+        manifest: describes the checkpoint, but for ``files``.
+        share: the part of this rank.
     """
 
     def __init__(
-        self,
-        path: Path,
-        token: str,
-        group: ShardGroup,
-        manifest: Manifest,
-        own: Mapping[str, bytes],
-        keep: int | None,
+        self, path: Path, token: str, group: dist.ProcessGroup, rank: int, ranks: int, manifest: Manifest, share: Share
     ) -> None:
-        self._written = path_beside(path, token)
-        super().__init__(self._written)
-        self._path = path
-        self._size = group.ranks
-        self._manifest = manifest
-        self._own = own
-        self._keep = keep
-        self._claim: IO[bytes] | None = None
+        self._path, self._written = path, path_beside(path, token)
+        self._group, self._rank, self._ranks = group, rank, ranks
+        self._manifest, self._share = manifest, share
 
-    def release(self) -> None:
-        """Remove the folder, unless it has been put in its place, and let go of it."""
-        if self._claim is not None:
-            shutil.rmtree(self._written, ignore_errors=True)
-            self._claim.close()
+    def write(self) -> Path:
+        """Return ``path`` when the checkpoint is there. Every rank calls it, be it in a thread.
 
-    # ---- what torch.distributed.checkpoint calls ----
+        Raises:
+            RuntimeError: a rank could not write; raised on all ranks.
+        """
+        claimed: list[IO[bytes]] = []
+        try:
+            sums, error = _attempt(lambda: self.write_share(claimed))
+            self._settle(sums or {}, error)
+        finally:
+            for each in claimed:
+                shutil.rmtree(self._written, ignore_errors=True)  # unless it has been put in its place
+                each.close()
+        return self._path
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:
-            self._claim = claim(self._written)
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+    def write_share(self, claimed: list[IO[bytes]]) -> dict[str, FileSum]:
+        """Write this rank's files, and return their checksums; ``claimed`` gets the first rank's hold on the folder."""
+        if self._rank == 0:
+            claimed.append(claim(self._written))
+        self._written.mkdir(parents=True, exist_ok=True)
+        name = TENSORS.format(self._rank)
+        sums = {name: self._write_tensors(self._written / name)}
+        return sums | {name: write_through(self._written / name, content) for name, content in self._share.own.items()}
 
-    def write_data(self, plan: Any, planner: Any) -> Future[Any]:
-        results = super().write_data(plan, planner).wait()
-        names = {result.storage_data.relative_path for result in results}
-        sums = {name: FileSum.of(self._written / name) for name in sorted(names)}
-        sums |= {name: _write_through(self._written / name, data) for name, data in self._own.items()}
-        written: Future[Any] = Future()
-        written.set_result((results, sums))
-        return written
+    def _write_tensors(self, path: Path) -> FileSum:
+        with SummedFile(path) as file:
+            for tensor in self._share.plan:
+                for part in tensor.parts_of(self._rank):
+                    host, at = self._share.values[tensor.path].cpu(), 0
+                    for _, layout in tensor.boxes(part):
+                        stop = at + layout.nbytes // layout.dtype.itemsize
+                        file.write(bytes(aligned(file.length) - file.length) + layout.head())
+                        file.write(memory_of(host[at:stop]))
+                        file.write(layout.tail())
+                        at = stop
+            return file.sync()
 
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        if len(results) != self._size:  # after destroy_process_group torch takes each rank for the only one
-            raise RuntimeError(f"expected what {self._size} ranks wrote, got what {len(results)} did")
-        sums = {name: each for _, sums_of_rank in results for name, each in sums_of_rank.items()}
-        results = [results_of_rank for results_of_rank, _ in results]
-        super().finish(metadata, [*results, *self._aliases(metadata, results)])
-        self._commit({**sums, METADATA: FileSum.of(self._written / METADATA)})
+    def _settle(self, sums: dict[str, FileSum], error: Exception | None) -> None:
+        """Have the first rank put in place what all ranks have written, and raise on all ranks if one has failed."""
+        try:
+            reasons = self._outcome(sums, error)
+        except Exception as lost:  # of whatever kind: a peer has gone, or the process group has
+            told = lost_rank_error(lost, self._group, "writing") or f"{type(lost).__name__}: {lost}"
+            hint = "" if dist.is_initialized() else f" ({ALONE})"
+            raise RuntimeError(f"{self._path}: the checkpoint could not be written. {told}{hint}") from lost
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                in_place = reason.startswith(NotSynced.__name__)
+                how = "is in its place, but a crash of the machine may lose it" if in_place else "could not be written"
+                raise RuntimeError(f"{self._path}: the checkpoint {how}. rank {rank}: {reason}") from error
 
-    def _aliases(self, metadata: Metadata, results: list[Any]) -> list[Any]:
-        """Let torch's tools find tied tensors of the model under each of their names."""
-        aliases = []
-        for alias, name in self._manifest.tied.items():
-            if name in self._manifest.tensors:
-                of_name = [each for written in results for each in written if each.index.fqn == f"{MODEL}{name}"]
-                full = f"{MODEL}{alias}"
-                metadata.state_dict_metadata[full] = metadata.state_dict_metadata[f"{MODEL}{name}"]
-                metadata.planner_data[full] = ("model", alias)
-                aliases.append([replace(each, index=replace(each.index, fqn=full)) for each in of_name])
-        return aliases
+    def _outcome(self, sums: dict[str, FileSum], error: Exception | None) -> list[str | None]:
+        """Return why each rank has failed, or None for it. The ranks exchange few numbers unless one has failed."""
+        of_ranks = self._gather(sums, error)
+        if of_ranks is not None:
+            _, error = _attempt(lambda: self._commit(of_ranks))
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        if self._ranks == 1:
+            return [own]
+        failed = torch.tensor([int(error is not None)], device="cpu")
+        dist.all_reduce(failed, group=self._group)
+        reasons: list[str | None] = [None] * self._ranks
+        if failed.item():
+            dist.all_gather_object(reasons, own, group=self._group)
+        return reasons
+
+    def _gather(self, sums: dict[str, FileSum], error: Exception | None) -> dict[str, FileSum] | None:
+        """Return the checksums of all ranks' files on the first rank; None on the others, or if a rank has failed."""
+        if self._ranks == 1:
+            return sums if error is None else None
+        names = TENSORS, RANK_STATE
+        own = [number for name in names for number in sums.get(name.format(self._rank), _NO_FILE)]
+        numbers = torch.tensor([int(error is not None), *own], device="cpu")
+        table = numbers.new_empty(self._ranks if self._rank == 0 else 0, len(numbers))
+        dist.gather(numbers, [*table.unbind()] or None, dist.get_global_rank(self._group, 0), self._group)
+        rows: list[list[int]] = table.tolist()
+        if not rows or any(failed for failed, *_ in rows):
+            return None
+        found = dict(sums)
+        for rank, (_, *row) in enumerate(rows):
+            for name, pair in zip(names, zip(row[::2], row[1::2], strict=True), strict=True):
+                found |= {} if pair == _NO_FILE else {name.format(rank): FileSum(*pair)}
+        return found
 
     def _commit(self, sums: dict[str, FileSum]) -> None:
-        """Write the rest of the files, put all in place, and prune."""
-        manifest = replace(self._manifest, files=sums, serial=next_serial(self._path))
+        """Write the files that describe the checkpoint, and put it in its place."""
+        share = self._share
+        content = metadata_of(share.plan, share.pickles, self._ranks, share.tied)
+        files = {**sums, METADATA: write_through(self._written / METADATA, content)}
+        manifest = replace(self._manifest, files=files)
         try:
             manifest.check_files(self._written, verify=False)
         except ValueError as error:
             raise RuntimeError(f"{error}; seen from rank 0: all ranks must see the same file system") from error
-        _write_through(self._written / MANIFEST, manifest.to_text().encode())
+        write_through(self._written / MANIFEST, manifest.to_text().encode())
         publish(self._written, self._path)
-        prune(self._path, self._keep, manifest.runs)
 
 
-def _write_through(path: Path, data: bytes) -> FileSum:
-    """Write a file, and return when it is on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileSum.of(path)
+def write_through(path: Path, content: bytes) -> FileSum:
+    """Write a file, and return its checksum when all of it is on the disk."""
+    with SummedFile(path) as file:
+        file.write(content)
+        return file.sync()
+
+
+def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what ``do`` returns, or what it raises."""
+    try:
+        return do(), None
+    except Exception as error:  # of whatever kind, of a disk or of torch: the other ranks wait for what became of it
+        return None, error

@@ -1,1 +1,1 @@
-"""How ranks talk to each other: process groups, the shard group, backends, and who has failed."""
+"""Communication between ranks: process groups, shard groups, backends, agreements, and ranks that fail."""

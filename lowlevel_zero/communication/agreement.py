@@ -1,4 +1,4 @@
-"""Agreement: ranks compare what they must have alike and which call each makes; where one can't, all raise."""
+"""Agreement: ranks compare their calls and what must be alike; where one rank has an error, all ranks raise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NORMS = "take norms of p.grad"
 _LISTED = 8  # ranks whose values a message lists, at most
 
 
-# Among the attributes of an error that an agreement has raised on all ranks of a process group: that group's name, and
-# when it was: a caller may raise the same error again later, alone.
+# An error that an agreement raises on all ranks of a process group has that group's name and the moment among its
+# attributes. A caller may raise the same error again later, alone.
 _AGREED_IN = "_lowlevel_zero_agreed_in"
 _moments = count()
 
 
 class Alike(NamedTuple):
-    """What has to be the same on every rank, and what to do where it isn't; for messages."""
+    """A requirement that holds on every rank, and the remedy where it doesn't, for messages."""
 
     what: str
     remedy: str
@@ -46,26 +46,41 @@ SETTINGS = Alike(
 )
 
 
+_CLEARED = (
+    "expected p.grad to be set to None for the same parameters on every rank, got it for {}: drop gradients alike on "
+    "all ranks, or all of them by optimizer.zero_grad()"
+)
+_EDITED = (
+    "expected the same edits of p.grad on every rank, got {}: decide on edits alike on all ranks, as by a value that "
+    "they have in common, and begin the step anew with optimizer.zero_grad()"
+)
+_WRITTEN = (
+    "{}: expected weights to be written on every rank or on none since the last step, got {}: write the same values on "
+    "all ranks (model.load_state_dict on each, or broadcast them from one), or load a checkpoint by "
+    "lowlevel_zero.checkpoint.load_checkpoint, and call step again"
+)
+
+
 class Digested(NamedTuple):
-    """Settings by name, in words, that have to be alike on all ranks, with a digest that is compared in their place."""
+    """Settings by name that must be alike on all ranks, and the digest that is compared in their place."""
 
     settings: Mapping[str, str] = {}
     digest: bytes = b""
 
     @classmethod
     def of(cls, settings: Mapping[str, str]) -> Digested:
-        """Hash ``settings``, which come in the order of their names."""
+        """Return ``settings``, which are sorted by name, with their digest."""
         return cls(settings, hashlib.sha256("\n".join(map(": ".join, settings.items())).encode()).digest())
 
 
 class Call(NamedTuple):
-    """The call that this rank makes.
+    """A call that all ranks make.
 
     Attributes:
-        name: one of a few.
-        error: why it can't be done; None: it can.
-        settings: those of param groups and of the loss scale, where the call uses them.
-        written: records of the parameters that were written since the ranks agreed last, where the call uses them.
+        name: names the call in messages.
+        error: the reason why this rank can't make the call; None: it can.
+        settings: the settings of param groups and of the loss scale, if the call uses them.
+        written: records of the parameters that were written since the last agreement, if the call uses them.
     """
 
     name: str
@@ -75,15 +90,15 @@ class Call(NamedTuple):
 
 
 class SyncProgress(NamedTuple):
-    """How far a rank has come with one optimizer, and what it has done to the optimizer's parameters.
+    """The progress of one optimizer on a rank, and what its user has changed since the last agreement.
 
     Attributes:
-        syncs: gradient syncs that it has closed in this step.
-        lacks: whether a backward has left one of its parameters without a gradient.
+        syncs: the number of gradient syncs that were closed in this step.
+        lacks: whether a backward has left one of the rank's parameters without a gradient.
         settings: as in ``Call``.
-        cleared: the parameters whose ``p.grad`` has been set to None since the ranks agreed last, and when, in words.
-        written: names of the parameters that were written, since the ranks agreed last.
-        edited: the edits of ``p.grad`` since the ranks agreed last, in words.
+        cleared: the parameters whose ``p.grad`` was set to None, and when, in words.
+        written: names of the parameters that were written.
+        edited: the edits of ``p.grad``, in words.
     """
 
     syncs: int = 0
@@ -98,15 +113,15 @@ _NONE = SyncProgress()
 
 
 class _Statement(NamedTuple):
-    """What a rank says of its call: in a digest, and in full once something is wrong.
+    """A rank's account of its call: ranks compare digests of it, and exchange it once something is wrong.
 
     Attributes:
-        name: of the call.
-        optimizer: its number.
-        lines: what has to be alike on all ranks; None: the call is one of a few that compare their progress.
-        progress: how far the rank has come; syncs and missing gradients may differ between ranks.
-        reason: why the call can't be done; None: it can.
-        failed: the error by which a call before failed on this rank, in words; empty: none.
+        name: the name of the call.
+        optimizer: the number of the optimizer.
+        lines: lines that must be alike on all ranks; None: the ranks compare their progress.
+        progress: the rank's progress; syncs and missing gradients may differ between ranks.
+        reason: the reason why the rank can't make the call; None: it can.
+        failed: the error by which an earlier call failed on this rank, in words; empty: none did.
     """
 
     name: str
@@ -138,20 +153,19 @@ def agree(
     progress: SyncProgress = _NONE,
     failed: str = "",
 ) -> SyncProgress:
-    """Raise on every rank if one has an error, or if their ``lines`` differ, or, without any, what they do.
+    """Raise on every rank if one has an error, or if their ``lines`` differ; without lines, if their calls differ.
 
-    One small exchange where all is well, of a digest, and of one size whatever it is for: ranks that came for different
-    things find that out here. Only when it shows that something is wrong do the ranks exchange what. In one order with
-    the calls of other optimizers over the same ranks.
+    Ranks exchange a digest, of one size whatever the call, so ranks that make different calls meet here. They exchange
+    their whole accounts only where something differs. Agreements of all optimizers over the same ranks have one order.
 
     Returns:
-        ``progress`` with the most syncs of any rank, and whether any lacks a gradient.
+        ``progress`` with the largest number of syncs of any rank, and whether any rank lacks a gradient.
 
     Raises:
         Exception: this rank's own ``error``.
-        WrittenOnSome: parameters that some ranks alone have written, where nothing else is wrong.
-        RuntimeError: another rank's error, by its rank; or each rank's call.
-        ValueError: the first line that differs, by its ranks.
+        WrittenOnSome: some ranks alone have written parameters, and nothing else is wrong.
+        RuntimeError: another rank has an error, or the ranks make different calls.
+        ValueError: lines or settings differ.
     """
     if error is None and group.ranks == 1:
         return progress
@@ -165,7 +179,7 @@ def agree(
     reason = None if error is None else f"{type(error).__name__}: {error}"
     statements = group.all_gather_object(_Statement(doing, group.number, lines, progress, reason, failed))
     try:
-        raise raised_by_all(_what_differs(statements, alike) if error is None else error, group)
+        raise raised_by_all(_difference(statements, alike) if error is None else error, group)
     finally:
         error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
 
@@ -177,22 +191,22 @@ def raised_by_all(error: T, group: ShardGroup) -> T:
 
 
 def moment() -> int:
-    """Return a number that is above all before."""
+    """Return a number that is larger than all that were returned before."""
     return next(_moments)
 
 
 def is_raised_by_all(error: BaseException, group: ShardGroup, since: int) -> bool:
-    """Return whether every rank of ``group`` raises ``error``, or one like it, and has done so only ``since``."""
+    """Return whether an agreement of ``group`` has raised ``error`` after the moment ``since``."""
     name, agreed = vars(error).get(_AGREED_IN, ("", -1))
     return bool(name == group.group.group_name and agreed > since)
 
 
 @contextmanager
 def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[list[str]]:
-    """Every rank enters; if the body raises on one of them, or their lines differ, all raise as ``agree`` does.
+    """Run the body on every rank; if it raises on one of them, or their lines differ, all raise as ``agree`` does.
 
-    The body communicates on all ranks alike, whatever it raises, or not at all; it may enter another one. It is given
-    the list of lines to fill with what has to be alike.
+    The body communicates on all ranks alike, whatever it raises, or not at all; it may be nested. It fills the list of
+    lines that must be alike.
     """
     lines: list[str] = []
     error: Exception | None = None
@@ -214,8 +228,8 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
 
     Args:
         groups: all shard groups of an optimizer.
-        lines: what has to be alike in each but the first.
-        doing: what for, as ``agree`` has it.
+        lines: lines that must be alike, for each shard group but the first.
+        doing: as in ``agree``.
     """
     error: Exception | None = None
     for group, own in zip(groups[1:], lines, strict=True):
@@ -227,7 +241,7 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
 
 
 def first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
-    """Name the first place where a rank's lines are not rank 0's, with the values of the ranks."""
+    """Return the message for the first line in which a rank differs from rank 0, with the ranks' values."""
     for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
         differ = [rank for rank, got in enumerate(others, 1) if got != expected]
         if differ:
@@ -238,52 +252,38 @@ def first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
     raise AssertionError("digests differ, lines don't")
 
 
-def _what_differs(statements: Sequence[_Statement], alike: Alike) -> Exception:
-    """Another rank's error; or where the ranks' statements differ."""
+def _difference(statements: Sequence[_Statement], alike: Alike) -> Exception:
+    """Return the error that all ranks raise: another rank's, or one for the first difference between the ranks."""
     for rank, each in enumerate(statements):
         if each.reason is not None:
             return RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
     lines = [each.lines for each in statements if each.lines is not None]
-    if 0 < len(lines) < len(statements):
+    calls = {(each.name, each.optimizer) for each in statements}
+    if len(calls) > 1 or 0 < len(lines) < len(statements):
         return _different_calls(statements)
     if any(own != lines[0] for own in lines):
         return ValueError(first_difference(lines, alike))
-    if len({(each.name, each.optimizer) for each in statements}) > 1:
-        return _different_calls(statements)
     return _different_progress([each.progress for each in statements])
 
 
 def _different_progress(done: Sequence[SyncProgress]) -> Exception:
-    """What the ranks have done differently before one and the same call."""
+    """Return the error for what users have changed differently on the ranks before one and the same call."""
     settings = [each.settings.settings for each in done]
     if any(each != settings[0] for each in settings):
         names = sorted(set().union(*settings))
         lines = [[f"{name}: {own.get(name, 'nothing')}" for name in names] for own in settings]
         return ValueError(first_difference(lines, SETTINGS))
-    names, told = _uneven([each.cleared for each in done])
-    if names:
-        return RuntimeError(
-            f"expected p.grad to be set to None for the same parameters on every rank, got it for {told}: drop "
-            "gradients alike on all ranks, or all of them by optimizer.zero_grad()"
-        )
-    names, told = _uneven([each.edited for each in done])
-    if names:
-        return RuntimeError(
-            f"expected the same edits of p.grad on every rank, got {told}: decide on edits alike on all ranks, as by a "
-            "value that they have in common, and begin the step anew with optimizer.zero_grad()"
-        )
+    for by_rank, message in (([each.cleared for each in done], _CLEARED), ([each.edited for each in done], _EDITED)):
+        names, told = _uneven(by_rank)
+        if names:
+            return RuntimeError(message.format(told))
     names, told = _uneven([each.written for each in done])
     assert names, "digests differ, statements don't"
-    return WrittenOnSome(
-        f"{names[0]}: expected weights to be written on every rank or on none since the last step, got {told}: "
-        "write the same values on all ranks (model.load_state_dict on each, or broadcast them from one), or load a "
-        "checkpoint by lowlevel_zero.checkpoint.load_checkpoint, and call step again",
-        names,
-    )
+    return WrittenOnSome(_WRITTEN.format(names[0], told), names)
 
 
 def _uneven(by_rank: Sequence[Sequence[str]]) -> tuple[list[str], str]:
-    """Names that some ranks have and others don't, and the first of them with its ranks, in words."""
+    """Return the names that some ranks alone have, and the first of them with its ranks, in words."""
     every = dict.fromkeys(chain.from_iterable(by_rank))
     names = [name for name in every if any(name not in own for own in by_rank)]
     have = [rank for rank, own in enumerate(by_rank) if names and names[0] in own]
@@ -306,7 +306,7 @@ def _different_calls(statements: Sequence[_Statement]) -> RuntimeError:
 
 
 def _calls_by_optimizer(statements: Sequence[_Statement]) -> list[str]:
-    """Each rank's call, with the optimizer's number where the ranks call several, and why its last one failed."""
+    """Return each rank's call in words, with the optimizer's number where there are several, and its last failure."""
     several = len({each.optimizer for each in statements}) > 1
     return [
         each.name

@@ -1,4 +1,4 @@
-"""Flat buffers: pieces laid into one and out of it again, sums of rows, and tensors as bytes."""
+"""Flat buffers: copy pieces into one and out again, sum rows, and view tensors as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCK = 2**16  # elements that fit a core's cache several times
 
 
 def in_rows(tensor: Tensor, rows: int) -> Tensor:
-    """The elements as ``[rows, -1]``, with zeros behind them; the tensor's own memory where it needs none."""
+    """Return the elements as ``[rows, -1]``, padded with zeros; a view where no padding is needed."""
     short = -tensor.numel() % rows
     return (F.pad(tensor.flatten(), (0, short)) if short else tensor).view(rows, -1)
 
@@ -36,6 +36,11 @@ def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:
         torch._foreach_copy_(into.split_with_sizes([piece.numel() for piece in pieces]), list(pieces))
 
 
+def take_apart(buffer: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Copy what lies end to end in 1-D ``buffer`` out into 1-D ``pieces``: one multi-tensor call."""
+    torch.split_with_sizes_copy(buffer, [piece.numel() for piece in pieces], out=list(pieces))
+
+
 def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
     """Copy ``own`` into their rows of ``rows``, unless they are those rows."""
     if own[0].data_ptr() != rows[0][rank].data_ptr():
@@ -46,7 +51,7 @@ def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
 
 
 def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
-    """The sum of two rows or more, 1-D, from the first on, 16-bit ones in fp32; fresh, or ``into``.
+    """Return the sum of two or more 1-D rows, in their order, 16-bit ones in fp32; a new tensor, or ``into``.
 
     Two 16-bit numbers are added right as they are: their sum is rounded once either way. More rows are added a
     block at a time, so that the sum stays in the cache.
@@ -66,7 +71,7 @@ def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
 
 
 def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of ``[size, row]`` over the first dimension, then rounded to ``dtype``; at any size in one call."""
+    """Return the sum of ``[size, row]`` over the first dimension, rounded to ``dtype``, in one call."""
     return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(dtype)
 
 
@@ -74,7 +79,7 @@ def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, 1-D; its own memory where that is dense."""
+    """Return a tensor's bytes, 1-D; a view where it is dense."""
     dense = tensor.detach().contiguous()
     # A contiguous tensor of one element may have any strides, with which it can't be seen as bytes.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

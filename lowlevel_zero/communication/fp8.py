@@ -13,8 +13,6 @@ Learning", 2022; scales that are exponents: the OCP's Microscaling Formats, 2023
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,7 +32,7 @@ _BEYOND_448 = 2**23 - 1 - 6 * 2**20  # carries an fp32 mantissa of more than 1.7
 
 
 def encoded_size(numel: int) -> int:
-    """Bytes that a row of ``numel`` numbers takes."""
+    """Return the bytes of an encoded row of ``numel`` numbers."""
     return numel + -(-numel // BLOCK)
 
 
@@ -49,14 +47,14 @@ def encode(rows: Tensor, into: Tensor) -> None:
 
 
 def decode(encoded: Tensor, numel: int) -> Tensor:
-    """The ``[k, numel]`` numbers, fp32, of ``[k, encoded_size(numel)]`` bytes."""
+    """Return the ``[k, numel]`` numbers, fp32, of ``[k, encoded_size(numel)]`` bytes."""
     blocks = _in_blocks(_numbers(encoded[:, :numel]))
     blocks.mul_(_power_of_two(encoded[:, numel:].to(torch.int32))[..., None])
     return blocks.flatten(1)[:, :numel]
 
 
 def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
-    """Where ``rounded``, ``[n]``, may be what became of ``exact`` on its way, whatever was beside it in its block.
+    """Return a mask of the numbers of ``rounded``, ``[n]``, that fp8 may have made of ``exact``, whatever their block.
 
     A number that is tiny beside the largest may have been rounded in many ways, to one as tiny.
     """
@@ -67,11 +65,11 @@ def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 class Fp8(Backend):
-    """Sends fp8 by another backend, and sums what has come in fp32.
+    """Encodes buffers in fp8, has another backend carry them, and sums in fp32.
 
     Args:
         way: carries bytes.
-        chain: orders the two halves of an all-reduce.
+        chain: starts the second half of an all-reduce.
     """
 
     def __init__(self, way: Backend, chain: Chain) -> None:
@@ -81,53 +79,57 @@ class Fp8(Backend):
         self.in_flight = way.in_flight
 
     def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Each row loses bits; the result is fp32."""
+        """Start sending rows, which lose bits; the result is fp32."""
         row = buffer.shape[1]
         encoded = self._way.new_buffer(encoded_size(row), torch.uint8, buffer.device)
         encode(buffer, encoded)
         return self._way.exchange_rows(encoded).then(lambda theirs: decode(theirs, row))
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Each rank sums everybody's version of its own row, its own one rounded like theirs."""
+        """Start summing every rank's version of this rank's row, its own rounded like theirs."""
         dtype = buffer.dtype
         return self.exchange_rows(buffer).then(lambda rows: sum_rows_in_fp32(rows, dtype))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """As it is."""
+        """Start summing, without fp8."""
         return self._way.sum(value)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """In place, this rank's own row too: all ranks end with the same numbers."""
+        """Start filling ``buffer`` in place, this rank's row too, so that all ranks end with the same numbers."""
         row = buffer.shape[1]
         encoded = buffer.new_empty(self.size, encoded_size(row), dtype=torch.uint8)
         encode(buffer[self.rank, None], encoded[self.rank, None])
         gathered = self._way.gather([encoded[self.rank]], [encoded], encoded.shape[1])
         return gathered.then(lambda _: buffer.copy_(decode(encoded, row)))
 
-    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
-        """As it is."""
-        return self._way.all_to_all(buffer, sizes, into, sizes_into)
+    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start summing, without fp8."""
+        return self._way.reduce(buffer, owner)
+
+    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start filling ``buffer``, without fp8."""
+        return self._way.broadcast(buffer, owner)
 
 
 def _in_blocks(rows: Tensor) -> Tensor:
-    """``[k, n]`` as ``[k, blocks, BLOCK]``, with zeros where the last is short."""
+    """Return ``[k, n]`` as ``[k, blocks, BLOCK]``, with zeros at the end of the last block."""
     short = -rows.shape[1] % BLOCK
     return (F.pad(rows, (0, short)) if short else rows).reshape(len(rows), -1, BLOCK)
 
 
 def _numbers(encoded: Tensor) -> Tensor:
-    """The fp32 numbers, without their scales, of ``[k, n]`` bytes; a new tensor."""
+    """Return the fp32 numbers, without their scales, of ``[k, n]`` bytes, as a new tensor."""
     if encoded.device.type != "cpu":
         return encoded.view(_E4M3).float()
     return _VALUES.index_select(0, encoded.int().flatten()).view(encoded.shape)  # conversion takes 8 times as long
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """Of the scale of blocks whose largest absolute numbers, fp32, these are; int32, biased as in fp32."""
+    """Return the exponents of blocks' scales, int32 and biased as in fp32, from their largest absolute numbers."""
     exponents = ((largest.view(torch.int32) + _BEYOND_448) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
     return torch.where(largest.isfinite(), exponents.clamp(min=1), _NOT_FINITE)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """fp32 from biased exponents, int32; those of 255 and -1, which is 254 - 255, become infinite."""
+    """Return fp32 powers of two from biased exponents, int32; 255 and -1, which is 254 - 255, become infinite."""
     return (exponents << _MANTISSA_BITS).view(torch.float32)

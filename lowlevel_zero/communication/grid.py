@@ -1,4 +1,4 @@
-"""A grid of ranks, an inner process group being a row and an outer one a column."""
+"""A grid of ranks: each rank has two process groups, an inner one, its row, and an outer one, its column."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backends.backend import Backend
+from .backends.hybrid import Hybrid
 from .backends.staged import Staged
-from .hierarchical import Nested, Replicated
 from .process_groups import (
     SHARE_OF_TIMEOUT,
     backends_by_device,
@@ -44,12 +44,12 @@ _REMEDY = (
 
 
 def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool, stall_timeout: float = 0.0) -> ShardGroup:
-    """The shard group of the caller's process groups: of one level, or of two.
+    """Return the shard group of the caller's process groups.
 
     Args:
         group: a process group; or the inner one of two; or both, ``(outer, inner)``. None: the default one.
         extra: the outer one of two; None: there is none, or it is in ``group``.
-        hybrid_shard: of two levels, shard over the inner one, and have replicas on the outer one.
+        hybrid_shard: shard over the inner group of two, and replicate over the outer one; else shard over all ranks.
         stall_timeout: seconds after which a rank logs which other one it waits for; 0: never.
 
     Raises (on all ranks of both groups):
@@ -63,17 +63,14 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool, st
         return ShardGroup(group)
     if not (dist.is_available() and dist.is_initialized()):
         return ShardGroup()  # raises
-    outer, inner, grid = _met(group, extra, stall_timeout)
-    # A level of one rank is none.
+    outer, inner, ranks = _find_grid(group, extra, stall_timeout)
     if dist.get_world_size(outer) == 1:
         return ShardGroup(inner)
-    if dist.get_world_size(inner) == 1 and not hybrid_shard:
-        return ShardGroup(outer)
-    return GridGroup(outer, inner, grid, hybrid_shard)
+    return HybridGroup(outer, inner, ranks) if hybrid_shard else ShardGroup(union_group(ranks, inner))
 
 
 def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object) -> None:
-    """Raise unless ``hybrid_shard`` is a choice that there is."""
+    """Raise if ``hybrid_shard`` is chosen without two process groups."""
     if hybrid_shard and extra is None and not isinstance(group, (tuple, list)):
         raise ValueError(
             "hybrid_shard=True: expected two levels of ranks, got one: pass extra_dp_group, on whose ranks slices have "
@@ -81,97 +78,71 @@ def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object)
         )
 
 
-class GridGroup(ShardGroup):
-    """Ranks of a grid that share every parameter.
+class HybridGroup(ShardGroup):
+    """The ranks of a grid, each row of which holds all slices.
 
-    Buffers go level by level, in groups of their own. What hosts tell each other goes over a group of all ranks.
+    Buffers travel in the groups of a row and of a column. Hosts agree over a group of all ranks.
 
     Args:
         outer: the column of this rank.
         inner: its row.
-        grid: global ranks, ``[outer][inner]``.
-        replicated: each row has all slices; else each rank has one.
-
-    Attributes:
-        outer: the column.
-        inner: the row.
+        ranks: the global ranks of the grid.
     """
 
-    def __init__(
-        self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, grid: list[list[int]], replicated: bool
-    ) -> None:
-        super().__init__(union_group([rank for row in grid for rank in row]))
-        self.outer, self.inner = ShardGroup(outer), ShardGroup(inner)
-        for level in (self.outer, self.inner):
+    def __init__(self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        super().__init__(union_group(ranks))
+        self._outer, self._inner = ShardGroup(outer), ShardGroup(inner)
+        for level in (self._outer, self._inner):
             level.context.users.add(self)
-        self._replicated = replicated
-        everybody, self._backends_of_all = self.slice_ranks, self._backends
-        self._backends, self.device_types = backends_by_device(inner), self.inner.device_types
-        columns = [rank for column in zip(*grid, strict=True) for rank in column]
-        self.slice_ranks = self.inner.slice_ranks if replicated else columns
-        self.rank, self.size = self.slice_ranks.index(dist.get_rank()), len(self.slice_ranks)
-        self._places = [everybody.index(rank) for rank in self.slice_ranks]
+        self._backends, self.device_types = backends_by_device(inner), self._inner.device_types
+        self.slice_ranks = self._inner.slice_ranks
+        self.rank, self.size = self._inner.rank, self._inner.size
+        self.holders = [ranks[place :: self.size] for place in range(self.size)]
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
-        """Of each level, and of what hosts tell each other over a group of all ranks."""
-        self.outer.connect(shared, sums_in_fp32, own)
-        self.inner.connect(shared, sums_in_fp32, own)
-        super().connect(False, sums_in_fp32, own)
+        """Choose how buffers travel within a row, and across rows; all ranks call it."""
+        self._outer.connect(shared, sums_in_fp32, own)
+        self._inner.connect(shared, sums_in_fp32, own)
+        super().connect(shared=False, own=False)  # no buffers travel in the group of all ranks
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
-        if self.on_gloo(device) and is_staged(device):
-            return Staged(self._over_levels(_HOST, fp8))
-        return self._over_levels(device, fp8)
-
-    def _over_levels(self, device: torch.device, fp8: bool) -> Backend:
-        ways = self.outer.backend(device, fp8), self.inner.backend(device, fp8), self._chain(device)
-        if self._replicated:
-            return Replicated(*ways, self.rank, self.size)
-        return Nested(*ways, self.rank, self.size, self._straight(device), self._places)
-
-    def _straight(self, device: torch.device) -> Backend:
-        """Over a group of all ranks, which may not carry what the levels do: then through the host."""
-        if self.on_gloo(device):
-            return self.hosts
-        has_its_own = self._backends_of_all.get(device.type, "gloo") != "gloo"
-        return self._native if has_its_own else Staged(self.hosts)
+        staged = self.on_gloo(device) and is_staged(device)
+        carrying = _HOST if staged else device
+        outer, inner = self._outer.backend(carrying, fp8), self._inner.backend(carrying, fp8)
+        hybrid = Hybrid(outer, inner, self._chain(carrying))
+        return Staged(hybrid) if staged else hybrid
 
     def describe_backend(self, device: torch.device) -> str | None:
-        """Of rows and columns."""
-        across, within = self.outer.describe_backend(device), self.inner.describe_backend(device)
+        """Return how buffers of ``device`` travel within rows and across them, in words."""
+        across, within = self._outer.describe_backend(device), self._inner.describe_backend(device)
         return None if within is None else f"{within} within rows, {across} across them"
 
     def traffic(self) -> dict[str, int]:
-        """Over two levels others get as many bytes as over one; replicas exchange their sums beside that."""
+        """Return the bytes of buffers that this rank has sent, and of these what crossed rows as ``..._outer``."""
         sent = super().traffic()
-        for purpose, nbytes in self._rows.items():
-            across = (self.outer.size - 1) * nbytes
-            if self._replicated:
-                across = 2 * across // self.outer.size if purpose == "reduce" else 0
-                sent[purpose] += across
-            sent[f"{purpose}_outer"] = across
-        return sent
+        across = 2 * (self._outer.size - 1) * self._rows["reduce"] // self._outer.size
+        return {**sent, "reduce": sent["reduce"] + across, "reduce_outer": across, "gather_outer": 0}
 
     def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
-        """From the first row to the others, then within rows."""
-        self.outer.broadcast(tensors, by_way_of)
-        self.inner.broadcast(tensors, by_way_of)
+        """Overwrite ``tensors`` with the first row's across rows, and then with the first rank's within rows."""
+        self._outer.broadcast(tensors, by_way_of)
+        self._inner.broadcast(tensors, by_way_of)
 
     def held(self) -> list[Tensor]:
-        """What both levels hold."""
-        return [*self.outer.held(), *self.inner.held()]
+        """Return the memory that is held for buffers within a row and across rows."""
+        return [*self._outer.held(), *self._inner.held()]
 
     def trim(self, for_good: bool = False) -> None:
-        """Of both levels."""
-        self.outer.trim(for_good)
-        self.inner.trim(for_good)
+        """Give back memory of buffers within a row and across rows."""
+        self._outer.trim(for_good)
+        self._inner.trim(for_good)
 
 
 # ---- from the caller's groups to a grid ----
 
 
-def _met(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[list[int]]]:
-    """Return the outer and the inner group, and global ranks, ``[outer][inner]``.
+def _find_grid(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[int]]:
+    """Return the outer and the inner group, and the global ranks of the grid.
 
     The ranks tell each other through the store which groups they have: each reads what those of its row say, and
     whether those of its column, one in each row, have found the same. A collective would wait for ranks that have other
@@ -196,11 +167,11 @@ def _met(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.ProcessGrou
         for store in (groups, grids):
             store.set(str(me), json.dumps(f"{doing}{error}"))
         raise
-    return outer, inner, rows
+    return outer, inner, list(chain(*rows))
 
 
 def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[Any]:
-    """Return what each of ``ranks`` has put into the store, in a few requests.
+    """Return the entries of ``ranks`` in the store, in a few requests.
 
     Raises:
         RuntimeError: another rank can't go on; it says why.
@@ -219,6 +190,7 @@ def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[Any]:
 
 
 def _came(store: Any, keys: list[str], seconds: float) -> bool:
+    """Wait until all ``keys`` are there; return whether they are in time."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:
@@ -227,7 +199,7 @@ def _came(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
-    """The outer and the inner one; what it raises depends on the shape of the arguments alone."""
+    """Return the outer and the inner group; raise for arguments of another shape."""
     is_pair = isinstance(group, (tuple, list))
     if is_pair and extra is not None:
         raise ValueError("extra_dp_group: expected None beside a pair in dp_process_group, got one more group")
@@ -253,7 +225,7 @@ def _check_type(group: object) -> None:
 
 
 def _check_own(outer: Any, inner: Any) -> None:
-    """Raise for what this rank alone can see to be wrong."""
+    """Raise for groups that this rank alone can see are no row and column."""
     for group, kind in ((outer, "outer"), (inner, "inner")):
         if dist.get_rank(group) < 0:
             raise ValueError(

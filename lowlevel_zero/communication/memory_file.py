@@ -20,7 +20,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class MemoryAddress(NamedTuple):
-    """Where a process finds another's memory, and how it knows that it is that one: plain values, to be sent."""
+    """The address of a process's memory for other processes, and what identifies it there; sent between ranks."""
 
     process: Process
     descriptor: int  # of that process
@@ -56,19 +56,19 @@ class OwnMemory:
         self.address = MemoryAddress(own_process(), self._file, (seen.st_dev, seen.st_ino), size, token)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Have memory behind a range, or raise ``OSError``."""
+        """Allocate memory for a range, or raise ``OSError``."""
         os.posix_fallocate(self._file, offset, nbytes)
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Have none there any more."""
+        """Free the memory of a range."""
         self.map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
 def map_of(address: MemoryAddress) -> mmap.mmap:
-    """Another process's memory.
+    """Return a map of another process's memory.
 
     Raises:
-        OSError, ValueError: it can't be reached from here.
+        OSError, ValueError: this process can't reach it.
     """
     if address.process.space != own_process().space:
         raise ValueError("it is on another host, or in another PID namespace")
@@ -88,7 +88,7 @@ def map_of(address: MemoryAddress) -> mmap.mmap:
 
 
 def _check_room(count: int, size: int) -> None:
-    """Raise ``OSError`` where so many mappings would take more than half of the address space that is left."""
+    """Raise ``OSError`` if ``count`` mappings would take more than half of the address space that is left."""
     import resource  # which Linux has
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,4 +1,4 @@
-"""Pipes of the kernel, between the processes of one host. Nobody waits for room in one."""
+"""Non-blocking pipes between the processes of one host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class OwnPipe:
     """The pipe that this process reads.
 
     Attributes:
-        descriptor: by which its peers find it.
-        read: returns what has come, of which at most so many bytes; raises ``BlockingIOError``: nothing has.
+        descriptor: the file descriptor by which its peers find it.
+        read: reads at most a number of bytes; raises ``BlockingIOError`` where the pipe is empty.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class OwnPipe:
         self.read: Callable[[int], bytes] = partial(os.read, self.descriptor)
 
     def wait(self, milliseconds: float) -> bool:
-        """Wait until something comes; whether it has."""
+        """Wait until there is something to read; return whether there is in time."""
         return bool(self._poll.poll(milliseconds))
 
 
@@ -46,7 +46,7 @@ class OthersPipe:
         descriptor: of the pipe, in that process.
 
     Attributes:
-        write: writes all of a record; raises ``BlockingIOError``: there was no room, and nothing has been written.
+        write: writes a whole record; raises ``BlockingIOError``, without writing any of it, where there is no room.
     """
 
     def __init__(self, process: Process, descriptor: int) -> None:
@@ -57,14 +57,14 @@ class OthersPipe:
         self.write: Callable[[bytes], object] = partial(os.write, self.descriptor)
 
     def wait_for_room(self, milliseconds: float) -> None:
-        """Return when there may be some."""
+        """Wait until there may be room."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLOUT)
         poll.poll(milliseconds)
 
 
 def close_with(owner: object, *descriptors: int) -> None:
-    """Close them when ``owner`` is gone; at the process's end that is done anyway, after all who may use them."""
+    """Close ``descriptors`` when ``owner`` is gone; at its end the process closes them anyway."""
     finalize(owner, _close, descriptors).atexit = False
 
 

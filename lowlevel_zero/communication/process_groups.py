@@ -1,4 +1,4 @@
-"""Process groups: what this package keeps for each, what torch keeps to itself about one, and groups beside them.
+"""Process groups: the context that this package keeps for each, queries that torch has no API for, and groups beside.
 
 Ranks find each other by a group's name, which must be the same on all of them. The names that torch makes up tell how
 many groups a rank has, so those made here are named after the caller's group instead.
@@ -38,29 +38,30 @@ _PATIENCE, _AT_EXIT, _AFTER_BREAK = 5.0, 10.0, 2.0
 
 
 class User(Protocol):
-    """Whoever begins collectives over a process group."""
+    """An object that begins collectives over a process group."""
 
     def leave(self, threads: Threads) -> None:
-        """Begin no more; those of ``threads`` finish what is under way."""
+        """Begin no more collectives; have ``threads`` finish those that are under way."""
 
 
 class GroupContext:
-    """What this process keeps for one process group, whoever uses it; it ends when the group is destroyed.
+    """The context of one process group in this process, shared by its users; it ends when the group is destroyed.
 
     Args:
         group: the process group, which it doesn't keep alive.
 
     Attributes:
-        threads: all that work for it.
-        users: whoever begins collectives over it.
-        beside: by name, groups that were made beside it.
-        agreements: how the hosts agree, in one order for all optimizers; None: they haven't met.
-        pool: memory that all ranks see; or why there is none; None: nobody has asked.
-        shard_groups: numbers those made of it, alike on all ranks.
-        processes: of the default group: those of other ranks, by global rank.
-        reductions: how many have been begun over it.
+        threads: the threads that work for the group.
+        users: the objects that begin collectives over it.
+        beside: the groups that were made beside it, by name.
+        agreements: carries agreements, in one order for all optimizers; None: the ranks haven't met.
+        pool: shared memory of all ranks; or the reason why there is none; None: not opened yet.
+        shard_groups: numbers the shard groups that are made of it, alike on all ranks.
+        processes: in the default group's context, the processes of ranks by global rank.
+        reductions: the number of reductions that were begun over it.
+        is_shared: several optimizers have reduced gradients over it; alike on all ranks.
         is_alive: the process group hasn't been destroyed.
-        writing: what a thread is writing over the side group; None: nothing, as far as anybody has asked.
+        writing: the checkpoint that a thread is writing over the side group; None: none, or its end is known.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -72,6 +73,7 @@ class GroupContext:
         self.pool: Memory | str | None = None
         self.shard_groups = count(1)
         self.reductions = 0
+        self.is_shared = False
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None
         self.is_alive = True
@@ -92,9 +94,9 @@ class GroupContext:
         return group
 
     def end(self) -> None:
-        """End all that was made for the group, which is being destroyed.
+        """End the threads, memory and groups that were made for the group, which is being destroyed.
 
-        What is under way is finished first: peers may wait for it.
+        Collectives that are under way are finished first: peers may wait for them.
         """
         self.is_alive = False
         deadline, leaving = monotonic() + _PATIENCE, Threads()
@@ -110,7 +112,7 @@ class GroupContext:
                     dist.destroy_process_group(each)
 
     def end_threads(self, deadline: float) -> None:
-        """End all threads: when they have done what they are at, or, at the ``deadline``, by breaking that off."""
+        """Wait until the threads have done their tasks; at the ``deadline`` break the tasks off."""
         self._end(self.threads, deadline)
 
     def _end(self, threads: Threads, deadline: float) -> None:
@@ -119,7 +121,7 @@ class GroupContext:
             threads.end(_AFTER_BREAK)
 
     def _break_off(self) -> None:
-        """Have whoever waits for peers raise."""
+        """Make threads that wait for peers raise."""
         self.threads.broken_off = True
         own = self._group()
         for group in (own, *self.beside.values()):
@@ -130,14 +132,14 @@ class GroupContext:
 
 
 class _Entry(str):
-    """A value in one of torch's maps by group: it is gone when torch forgets the group."""
+    """A value in torch's map of groups, which is freed when torch forgets the group."""
 
 
 _contexts: WeakKeyDictionary[dist.ProcessGroup, GroupContext] = WeakKeyDictionary()
 
 
 def context_of(group: dist.ProcessGroup) -> GroupContext:
-    """The only context of ``group``: made when first asked for, and ended when the group is destroyed."""
+    """Return the only context of ``group``, made when first asked for, and ended when the group is destroyed."""
     context = _contexts.get(group)
     if context is None:
         context = _contexts[group] = GroupContext(group)
@@ -149,7 +151,7 @@ def context_of(group: dist.ProcessGroup) -> GroupContext:
 
 @atexit.register
 def _end_all_threads() -> None:
-    """Before the interpreter goes: a thread that came back from a wait afterwards would abort the process."""
+    """End all threads before the interpreter: one that returned from a wait afterwards would abort the process."""
     deadline = monotonic() + _AT_EXIT
     for context in list(_contexts.values()):
         context.end_threads(deadline)
@@ -159,34 +161,34 @@ def _end_all_threads() -> None:
 
 
 def default_group() -> dist.ProcessGroup:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.distributed_c10d._get_default_group()
 
 
 def backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backend by device type, as in ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Return the backend by device type, as in ``{"cpu": "gloo", "cuda": "nccl"}``."""
     config = dist.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether its other ranks aren't there."""
+    """Return whether ``group`` is fake, without other processes."""
     return "fake" in backends_by_device(group).values()
 
 
 def is_alive(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
-    """Whether ``group`` is there, and has not been destroyed."""
+    """Return whether ``group`` exists, and has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def store_of(group: dist.ProcessGroup, prefix: str = "") -> Any:
-    """The key-value store over which ``group`` was made; with a ``prefix`` before all keys."""
+    """Return the key-value store of ``group``, with ``prefix`` before all keys."""
     store = dist.distributed_c10d._get_process_group_store(group)
     return dist.distributed_c10d.PrefixStore(_PREFIX + prefix, store) if prefix else store
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that a collective of ``group`` may take, on the devices where it may take least."""
+    """Return the timeout of ``group`` in seconds, the shortest of its devices'."""
     return min(_timeout_on(group, device) for device in group._device_types)
 
 
@@ -202,7 +204,7 @@ def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
-    """Return when every one of ``ranks`` has called this, once, before they connect.
+    """Return when each of ``ranks`` has called this once, before they connect.
 
     torch would keep the store's only connection busy while it waits for the others: a thread couldn't report which
     ranks are missing.
@@ -222,7 +224,7 @@ def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
 
 
 def in_vain(store: Any, ranks: Sequence[int], waited: float) -> TimeoutError:
-    """Return the error of having waited too long for those of ``ranks`` that have put no key into ``store``."""
+    """Return the error of a rank that has waited too long for ranks which put no key into ``store``."""
     lacking = missing(store, ranks)
     return TimeoutError(
         f"expected all ranks, waited {waited:g} seconds in vain for {lacking}: construct it on every rank"
@@ -230,13 +232,13 @@ def in_vain(store: Any, ranks: Sequence[int], waited: float) -> TimeoutError:
 
 
 def missing(store: Any, ranks: Sequence[int]) -> str:
-    """Name those of ``ranks`` that have put no key into ``store``."""
+    """Return a message that names the ranks which put no key into ``store``."""
     named = ", ".join(str(rank) for rank in ranks if not store.check([str(rank)]))
     return f"rank {named} to construct its LowLevelZeroOptimizer. Not there yet: rank {named}"
 
 
 def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The gloo group over the same ranks, made by all of them when they first ask for it; of one rank, ``group``.
+    """Return the gloo group over the same ranks, made by all when they first ask for it; of one rank, ``group``.
 
     It is gloo wherever the data travels, so that what hosts tell each other never synchronises a device. Its messages
     from rank to rank have tags, and so an order for each use. Its collectives have one order: they are for
@@ -248,7 +250,7 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group over the same ranks that carries buffers on devices, made by all of them when they first ask for it.
+    """Return the group over the same ranks for buffers of devices, made by all when they first ask for it.
 
     NCCL's communicators have one order of collectives each. A reduction starts when this rank is ready, and the caller
     may be at collectives of its own then, as of SyncBatchNorm in backward: on one communicator the two could pair up.
@@ -267,7 +269,7 @@ def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The gloo group over the same ranks that carries hosts' buffers from rank to rank, where no memory is shared.
+    """Return the gloo group over the same ranks for hosts' buffers, where no memory is shared.
 
     A connection carries what it is given in one order: what hosts agree on would wait until all buffers before it have
     left. Where devices' buffers have a group of their own, the few of the host have no further one.
@@ -277,19 +279,24 @@ def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return beside(group, "buffers", "gloo")
 
 
-def union_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of these global ranks: the default one if it is of all, else one of gloo's, made by them alone."""
+def union_group(ranks: Sequence[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Return a group of these global ranks, with the backends of ``like``, or of gloo; these ranks alone make it.
+
+    The default group stands for it where it has all of them, and such backends.
+    """
     default, members = default_group(), sorted(ranks)
-    if len(ranks) == dist.get_world_size():
+    like_default = like is None or backends_by_device(like) == backends_by_device(default)
+    if len(ranks) == dist.get_world_size() and like_default:
         return default
-    name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    return beside(default, f"union/{name}", "gloo", members)
+    backends = "gloo" if like is None else dist.get_backend_config(like)
+    name = hashlib.sha256(f"{backends} {members}".encode()).hexdigest()[:16]
+    return beside(default, f"union/{name}", backends, members)
 
 
 def beside(
     group: dist.ProcessGroup, purpose: str, backend: str, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """The group beside another for one purpose: all its ranks make it when they first ask for it.
+    """Return the group beside another for one purpose; all its ranks make it when they first ask for it.
 
     It has the other's store and timeout, and ends when that is destroyed.
 
@@ -321,6 +328,6 @@ def beside(
 
 
 def start_alone() -> None:
-    """Have this process, which was started without others, be a default group of one rank, unless there is a group."""
+    """Make a default group of this process alone, unless there is a group."""
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

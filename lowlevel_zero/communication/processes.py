@@ -1,4 +1,4 @@
-"""Processes of other ranks, and whether they have ended, as far as it is seen from this host."""
+"""Processes of ranks, and whether they have ended, as far as this host sees."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """A process, by plain values: its number, where that is valid, and when it began: numbers come again."""
+    """A process: its PID, the PID namespace, and its start time, since PIDs are used again."""
 
     space: str
     number: int
     began: str
 
     def has_ended(self) -> bool:
-        """Whether it is seen from here, and gone."""
+        """Return whether it is of this PID namespace, and has ended."""
         if self.space != _space(os.getpid()):
             return False
         state, began = _state(self.number)
@@ -25,22 +25,22 @@ class Process(NamedTuple):
 
 
 def own_process() -> Process:
-    """This one, for other ranks to know."""
+    """Return this process, to be sent to other ranks."""
     return Process(_space(os.getpid()), os.getpid(), _state(os.getpid())[1])
 
 
 @cache
 def _space(own: int) -> str:
-    """Names what this process's number is valid in: a host since it was booted, and a PID namespace of it."""
+    """Return the name of this process's PID namespace: the boot of a host, and a namespace of it."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return f"not Linux, {own}"
 
 
 def _state(number: int) -> tuple[str, str]:
-    """A process's state, "Z" for one that has ended, and its beginning, in ticks since the system's.
+    """Return a process's state, "Z" or "X" for one that has ended, and its start time in ticks since boot.
 
-    Its name stands before them, in whatever bytes: the kernel cuts it after 15, be it within a character.
+    The name before them may be any bytes: the kernel cuts it after 15, even within a character.
     """
     with suppress(OSError):
         state, *numbers = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()

@@ -1,8 +1,7 @@
-"""Progress: how far this rank has come with one optimizer, and what it waits for.
+"""The progress of a rank with the collectives of one optimizer: those that it has begun, and the one it waits for.
 
-This is where diagnostics hang on: every collective of a shard group is begun and waited for through its ``Progress``.
-Any thread may read it, and a subclass may look at a collective before it begins. A collective is known by its kind
-and number, so that nobody has to ask a device about it: what a rank hasn't begun can't be over.
+Every collective of a shard group is begun and waited for through its ``Progress``, which any thread may read. A
+collective has a kind and a number, so the stall report never asks a device: one that a rank hasn't begun isn't over.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from .backends.backend import PeerError
-from .failed_ranks import LostRank, explained
+from .failed_ranks import LostRank, lost_rank_error
 from .process_groups import GroupContext
 from .work import Work
 
-REDUCTION, GATHER, NORM, EXCHANGE = "reduction", "gather", "sum of the norm", "exchange of updates"
+REDUCTION, GATHER, NORM = "reduction", "gather", "sum of the norm"
 AGREEMENT, MESSAGE, BROADCAST = "agreement", "presence map", "broadcast"
-KINDS = (REDUCTION, GATHER, NORM, EXCHANGE, AGREEMENT, MESSAGE, BROADCAST)
+KINDS = (REDUCTION, GATHER, NORM, AGREEMENT, MESSAGE, BROADCAST)
 
 _LISTED = 24  # names of parameters in a message, at most
 # As gloo, NCCL and control pipes tell of it: nobody has a type for it.
@@ -36,29 +35,29 @@ T = TypeVar("T")
 
 
 class Named(Protocol):
-    """Anything with a name."""
+    """An object with a name."""
 
     name: str
 
 
 class About(NamedTuple):
-    """Which parameters a collective carries.
+    """The parameters that a collective carries.
 
     Attributes:
-        records: the parameters.
-        bucket: its place in the plan; None: it isn't one bucket.
+        records: the parameters' records.
+        bucket: the bucket's place in the plan; None: it isn't one bucket.
     """
 
     records: Sequence[Named]
     bucket: int | None = None
 
     def names(self) -> list[str]:
-        """Of the parameters."""
+        """Return the parameters' names."""
         return [record.name for record in self.records]
 
 
 class Collective(NamedTuple):
-    """A collective that this rank has begun: what it is, the how manyth of its kind, and in which step.
+    """A collective that this rank has begun, numbered among all of its kind.
 
     All ranks begin the same collectives of a kind in the same order. So a rank has come to one if it has begun more
     of its kind.
@@ -81,20 +80,20 @@ class Collective(NamedTuple):
 
 
 class Progress:
-    """How far this rank has come.
+    """The collectives that this rank has begun, and the one that it waits for.
 
     Args:
-        context: of the process group over whose ranks it communicates.
+        context: the context of the process group.
 
     Attributes:
-        step: steps that have ended.
-        micro_batch: gradient syncs that have been closed in this step.
-        begun: how many collectives of each kind have been begun.
-        waits: how often the host has begun to wait.
-        missing: who isn't there yet, in words, where a stall has been reported; else empty.
-        process: the number of the process that joined the group.
-        left: this rank begins no more: nobody is to miss it.
-        under_way: of each of the hosts' collectives that nobody has waited for yet, by kind and number, what does.
+        step: the number of steps that have ended.
+        micro_batch: the number of gradient syncs that were closed in this step.
+        begun: the number of collectives of each kind that were begun.
+        waits: the number of times that the host has begun to wait.
+        missing: names the missing ranks where a stall has been reported; else empty.
+        process: the PID of the process that joined the group.
+        left: this rank begins no more collectives, so no rank misses it.
+        under_way: the waits of the hosts' collectives that haven't been waited for, by kind and number.
     """
 
     def __init__(self, context: GroupContext) -> None:
@@ -105,7 +104,7 @@ class Progress:
         self.missing = ""
         self.left = False
         self.under_way: dict[tuple[str, int], Callable[[], Any]] = {}
-        self._waiting: list[tuple[Collective, int]] = []  # and the thread that waits, the latest last
+        self._waiting: list[tuple[Collective, int]] = []  # with the thread that waits, the latest last
         self.process = os.getpid()
         self._context = context
         self._queued: deque[Collective] = deque(maxlen=256)
@@ -113,12 +112,12 @@ class Progress:
 
     @property
     def waits_for(self) -> Collective | None:
-        """The collective that the host waits for now, the latest of several threads; None: it waits for none."""
+        """Return the collective that the host waits for, the latest of several threads'; None: it waits for none."""
         return next((collective for collective, _ in self._waiting[-1:]), None)
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a fork of the process that joined the group."""
+        """Return whether this is a fork of the process that joined the group."""
         return os.getpid() != self.process
 
     def check_process(self, doing: object) -> None:
@@ -133,7 +132,7 @@ class Progress:
     def start(
         self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
     ) -> Work[T]:
-        """Begin one more collective of ``kind``, that of ``tensors``; its work's ``wait`` is the one below.
+        """Begin a collective of ``kind``; its work's ``wait`` goes through ``Progress.wait``.
 
         Raises:
             LostRank: the process of another rank has ended.
@@ -161,11 +160,11 @@ class Progress:
         return work
 
     def wait(self, collective: Collective, on_device: bool, act: Callable[[], T]) -> T:
-        """``act()``, which returns when the host has waited for it, or, ``on_device``, a stream will have.
+        """Return ``act()``, which waits for a collective; ``on_device`` a stream waits.
 
         Raises:
             LostRank: the process of another rank has ended.
-            RuntimeError: another rank hasn't come in time, and this one's call; or this process is a fork.
+            RuntimeError: another rank hasn't come in time, or this process is a fork.
         """
         if os.getpid() != self.process:
             self.check_process(collective)
@@ -187,8 +186,9 @@ class Progress:
                 self._queued.append(collective)
 
     def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
-        """Name whom this rank has lost, if ``error`` comes of that."""
-        lost = explained(error, self._context.group, f"{collective}. {self.missing}" if self.missing else collective)
+        """Raise ``LostRank`` instead of an ``error`` that comes of another rank's end."""
+        what = f"{collective}. {self.missing}" if self.missing else collective
+        lost = lost_rank_error(error, self._context.group, what)
         if lost is not None:
             self._lost = lost
             raise lost from error
@@ -204,7 +204,7 @@ class Progress:
         )
 
     def queued(self) -> list[Collective]:
-        """What a device has been given to wait for, the latest last; it may be over. Any thread may ask."""
+        """Return the collectives that a device was given to wait for, the latest last, some of which may be over."""
         return list(self._queued)
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ class Progress:
 
 
 def called(frame: FrameType | None) -> str:
-    """The name of the method that the caller's code has called: the outermost one of this package."""
+    """Return the name of this package's method that the user's code has called."""
     name, package = "", __name__.partition(".")[0] + "."
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(package):
@@ -224,6 +224,6 @@ def called(frame: FrameType | None) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """As much of ``names`` as a message holds."""
+    """Return the first of ``names`` for a message, and the number of the others."""
     more = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from ..partition import END_TO_END, Alignment
 from ..streams import streams_of
-from .backends.backend import AGREED, MAXIMUM, PRESENT, Alone, Backend, HostBackend
+from .backends.backend import DEVICE_BUCKET, MAXIMUM, Alone, Backend, HostBackend, Kind
 from .backends.memory_pool import Memory, open_pool
 from .backends.native import Native
 from .backends.pairwise import Pairwise
 from .backends.shared_memory import SharedMemory
 from .backends.staged import Staged
-from .failed_ranks import know
+from .failed_ranks import remember_processes
 from .flat_buffers import as_bytes
 from .fp8 import Fp8, encoded_size
 from .process_groups import (
@@ -41,9 +41,9 @@ from .process_groups import (
     side_group,
     timeout_of,
 )
-from .progress import AGREEMENT, BROADCAST, EXCHANGE, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
+from .progress import AGREEMENT, BROADCAST, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
 from .runtime import Threads, Worker, runtime
-from .work import Chain, OnStream, OnThread, Work
+from .work import Chain, OnStream, Work
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 
@@ -55,23 +55,24 @@ _SHORTEST_NAP = 5e-5  # seconds
 
 
 class ShardGroup:
-    """The ranks over which parameters are sharded: those of one process group, each of which holds a slice.
+    """The ranks of one process group, over which parameters are sharded: each holds a slice.
 
     Args:
         group: the process group; None: the default one.
 
     Attributes:
-        rank: which slice of each parameter is this process's.
-        size: slices that a parameter is cut into.
-        group_rank: this process's rank among all over which gradients are summed; the first's values are everybody's.
-        ranks: how many these are: ``size``, or more where slices have replicas (see ``hierarchical``).
-        slice_ranks: global ranks of who holds slices 0, 1, 2, ...
-        number: of the shard groups that were made of the process group, which it is; the same on all ranks.
-        device_types: types of the devices whose tensors the group can carry.
-        has_others: there are other ranks, and they are there.
-        context: what this process keeps for the process group.
-        backend: what carries buffers of a device, in fp8 if that is wanted and there are others.
-        progress: how far this rank has come with what it began here; diagnostics put their own.
+        rank: the number of this process's slice of each parameter.
+        size: the number of slices of each parameter.
+        group_rank: this process's rank among all ranks over which gradients are summed; rank 0's values are broadcast.
+        ranks: the number of these ranks: ``size``, or more where slices have replicas (see ``grid.py``).
+        slice_ranks: the global ranks that hold slices 0, 1, 2, ...
+        holders: the global ranks that hold slice 0, 1, 2, ...: one each, or several replicas.
+        number: numbers the shard groups of one process group, alike on all ranks.
+        device_types: the types of devices whose tensors the group can carry.
+        has_others: there are other ranks, and they aren't fake.
+        context: the context of the process group.
+        backend: ``backend(device, fp8)`` carries a device's buffers.
+        progress: the progress of collectives that this rank has begun.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -93,6 +94,7 @@ class ShardGroup:
             )
         self.size = self.ranks = dist.get_world_size(group)
         self.slice_ranks = dist.get_process_group_ranks(group)
+        self.holders: Sequence[Sequence[int]] = [[rank] for rank in self.slice_ranks]
         self._backends = backends_by_device(group)
         self.device_types = sorted(self._backends)
         self.has_others = self.size > 1 and not is_fake(group)
@@ -102,39 +104,38 @@ class ShardGroup:
         self.progress = Progress(self.context)
         self._waiting: Worker | None = None
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # which would be a circle
-        self._chains: dict[str, Chain] = {}
+        self._on_stream: OnStream | None = None
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
-        self._parts: dict[str, int] = {}  # bytes of those of no rows, by purpose
         self._owns_data = False  # devices' tensors have a group of their own
         self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(group)
-        self._hosts: HostBackend | None = None if self.has_others else Alone(self.rank, 1)
+        self._host_backend: HostBackend | None = None if self.has_others else Alone(self.rank, 1)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of all ranks, as long as it isn't destroyed."""
+        """Return the process group of all ranks; raise if it has been destroyed."""
         return self.context.group
 
     @property
-    def hosts(self) -> HostBackend:
-        """What carries the hosts' own tensors and messages."""
-        if self._hosts is None:
-            self._hosts = self._messages()
-        return self._hosts
+    def host_backend(self) -> HostBackend:
+        """Return the backend of tensors on the CPU, and of small messages."""
+        if self._host_backend is None:
+            self._host_backend = self._messages()
+        return self._host_backend
 
     def _messages(self, number: int | None = None, buffers: bool = False) -> Pairwise:
-        """Messages between hosts: those of this number, and ``buffers`` over connections of their own."""
+        """Return a backend of messages of this number, with ``buffers`` over other connections than small messages."""
         own = buffer_group(self.group) if buffers else None
         number = self.number if number is None else number
         return Pairwise(side_group(self.group), self.context.threads, number, own)
 
     def _agreements(self) -> HostBackend:
-        """How hosts agree. When ranks first do, all come, and tell each other of their processes."""
+        """Return the backend of agreements. All ranks make it together, and tell each other of their processes."""
         if not self.has_others:
-            return self.hosts
+            return self.host_backend
         if self.context.agreements is None:
             self.context.agreements = self._messages(0)
             processes = self.context.agreements.all_gather_object(runtime().own_process())
-            know(dict(zip(dist.get_process_group_ranks(self.group), processes, strict=True)))
+            remember_processes(dict(zip(dist.get_process_group_ranks(self.group), processes, strict=True)))
         return self.context.agreements
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
@@ -158,63 +159,67 @@ class ShardGroup:
             self._native = Native(self._data(), sums_in_fp32)
         if self.on_gloo(_HOST):
             refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
-            if not self._agreements().exchange(refused, AGREED, MAXIMUM).wait():
+            if not self._agreements().exchange(refused, Kind.AGREEMENT, MAXIMUM).wait():
                 self._share_memory()
-            if shared and not self.hosts.shares_memory:
-                self._hosts = self._messages(buffers=True)
+            if shared and not self.host_backend.shares_memory:
+                self._host_backend = self._messages(buffers=True)
 
     def _share_memory(self) -> None:
-        """Go through shared memory, if all ranks can; alike on all."""
+        """Use shared memory, if all ranks can."""
         context = self.context
         if context.pool is None:
             context.pool = open_pool(self._agreements(), timeout_of(self.group), context.threads)
             if isinstance(context.pool, Memory):
                 context.agreements = SharedMemory(self.rank, context.pool, 0)
         if isinstance(context.pool, Memory):
-            self._hosts = SharedMemory(self.rank, context.pool, self.number)
+            self._host_backend = SharedMemory(self.rank, context.pool, self.number)
 
     def _data(self) -> dist.ProcessGroup:
-        """What carries tensors of devices that gloo doesn't."""
+        """Return the group for tensors of devices that gloo doesn't carry."""
         return data_group(self.group) if self._owns_data else self.group
 
     # ---- which backend carries what ----
 
     def on_gloo(self, device: torch.device) -> bool:
-        """Whether gloo carries tensors of ``device``."""
+        """Return whether gloo carries tensors of ``device``."""
         return self.has_others and self._backends.get(device.type) == "gloo"
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
-        direct = self.hosts if self.on_gloo(device) else self._native
+        direct = self.host_backend if self.on_gloo(device) else self._native
         way = Fp8(direct, self._chain(device)) if fp8 and self.size > 1 else direct
         return Staged(way) if self.on_gloo(device) and is_staged(device) else way
 
     def _chain(self, device: torch.device) -> Chain:
-        """Orders what comes second on ``device``: one for all of it."""
-        if device.type not in self._chains:
-            self._chains[device.type] = (
-                OnThread(self.context.threads) if self.on_gloo(device) else OnStream(streams_of([device]))
-            )
-        return self._chains[device.type]
-
-    def go_on(self) -> None:
-        """No more reductions come for now: start all parts of those that have come."""
-        for chain in self._chains.values():
-            chain.go_on()
+        """Return the only chain of collectives on ``device``."""
+        if self.on_gloo(device):
+            return self.host_backend.chain
+        if self._on_stream is None:
+            self._on_stream = OnStream(streams_of([device]))
+        return self._on_stream
 
     def describe_backend(self, device: torch.device) -> str | None:
-        """How buffers of ``device`` travel, in words; None: as the process group's backend has it."""
+        """Return in words how buffers of ``device`` travel; None: by the process group's own collectives."""
         if not self.on_gloo(device):
             return None
-        if self.hosts.shares_memory:
+        if self.host_backend.shares_memory:
             return "shared memory of one host"
         pool = self.context.pool
         return f"pairwise messages over gloo ({pool if isinstance(pool, str) else f'{SWITCH}=0 is set on one of them'})"
 
+    def bucket_size(self, device: torch.device) -> int:
+        """Return the elements of a bucket of gradients on ``device``, where the caller has chosen none."""
+        return self.backend(device).bucket_size if device.type == "cpu" else DEVICE_BUCKET
+
     # ---- the data path: one flat buffer, [size, row], at a time; with ``fp8``, rows travel as ``fp8.py`` has it ----
 
-    def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False) -> Tensor:
-        """A buffer for one reduction, to be filled; a reduction takes others too, but this one without a copy."""
-        return self.backend(device, fp8).new_buffer(row, dtype, device)
+    def new_buffer(
+        self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False, rows: int | None = None
+    ) -> Tensor:
+        """Return a buffer, ``[rows, row]``, to fill for one reduction, which takes it without a copy.
+
+        ``rows``: None is one for each rank.
+        """
+        return self.backend(device, fp8).new_buffer(row, dtype, device, rows)
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result is this rank's row of the sum, ``[row]``.
@@ -229,11 +234,29 @@ class ShardGroup:
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result has its shape, and may be ``buffer``."""
-        row = buffer.shape[1]
+        row = -(-buffer.numel() // self.size)
         self._rows["reduce"] += 2 * (encoded_size(row) if fp8 else row * buffer.element_size())
         backend = self.backend(buffer.device, fp8)
         self.context.reductions += 1
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
+
+    def reduce(self, buffer: Tensor, owner: int, about: About | None = None) -> Work[Tensor]:
+        """Start summing ``buffer`` over the ranks; the result is the sum, 1-D, on the rank ``owner``, else empty."""
+        self._rows["reduce"] += -(-buffer.nbytes // self.size)
+        self.context.reductions += 1
+        return self.progress.start(REDUCTION, about, (buffer,), self.backend(buffer.device).reduce, buffer, owner)
+
+    def broadcast_from(
+        self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor], about: About | None = None
+    ) -> Work[None]:
+        """Start filling ``whole``, 1-D each, with the ``own`` of the rank ``owner``, cast as ``whole``.
+
+        All are on one device and of one dtype. Other ranks' ``own`` isn't looked at. The owner's may be ``whole``
+        itself; else it is free again when this returns.
+        """
+        self._rows["gather"] += -(-sum(each.nbytes for each in whole) // self.size)
+        backend = self.backend(whole[0].device)
+        return self.progress.start(GATHER, about, whole, backend.broadcast_from, owner, own, whole)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """Start filling ``buffer`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
@@ -258,23 +281,13 @@ class ShardGroup:
         backend = self.backend(rows[0].device, fp8)
         return self.progress.start(GATHER, about, rows, backend.gather, own, rows, row)
 
-    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
-        """Start handing ``buffer`` (1-D) out, ``sizes[r]`` elements of it to rank ``r``, in the order of ranks.
-
-        The result is ``into`` (1-D), of which ``sizes_into[r]`` elements come from rank ``r``. Both must stay as they
-        are until the result is there.
-        """
-        sent = (buffer.numel() - sizes[self.rank]) * buffer.element_size()
-        self._parts["step"] = self._parts.get("step", 0) + sent
-        backend = self.backend(buffer.device)
-        return self.progress.start(EXCHANGE, None, (buffer,), backend.all_to_all, buffer, sizes, into, sizes_into)
-
     def traffic(self) -> dict[str, int]:
-        """Bytes of buffers that this rank has handed to others so far, by purpose: "reduce", "gather", Muon's "step".
+        """Bytes of buffers that this rank has handed to others so far, by purpose: "reduce" and "gather".
 
-        An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does.
+        An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does; so does
+        a reduction to one rank, or a broadcast, as the mean over the ranks.
         """
-        return {purpose: (self.size - 1) * nbytes for purpose, nbytes in self._rows.items()} | self._parts
+        return {purpose: (self.size - 1) * nbytes for purpose, nbytes in self._rows.items()}
 
     # ---- a few numbers ----
 
@@ -309,7 +322,7 @@ class ShardGroup:
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """The element-wise maximum of every rank's ``values``, on the host.
+        """Return the element-wise maximum of every rank's ``values``, on the host.
 
         It travels beside the data path, so ranks may stand at different buffers when they call it.
         """
@@ -320,23 +333,25 @@ class ShardGroup:
         return agreed
 
     def _maximum(self, few: Tensor) -> Tensor:
-        return (self.context.agreements or self._agreements()).exchange(few, AGREED, MAXIMUM).wait()
+        return (self.context.agreements or self._agreements()).exchange(few, Kind.AGREEMENT, MAXIMUM).wait()
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
         """Start the element-wise maximum over the ranks of a few bytes on the host.
 
         It travels beside the buffers: all ranks make these calls in the same order among their syncs, but not among
-        calls of ``all_reduce_max``. Its ``done`` tells when it is.
+        calls of ``all_reduce_max``. Its ``ready`` tells when it is over.
         """
-        return self.progress.start(MESSAGE, None, (values,), self.hosts.exchange, values, PRESENT, MAXIMUM)
+        return self.progress.start(
+            MESSAGE, None, (values,), self.host_backend.exchange, values, Kind.PRESENCE_MAP, MAXIMUM
+        )
 
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
-        """Rank 0's ``values``, on the host; every rank gives as many."""
+        """Return rank 0's ``values``, on the host; every rank passes as many."""
         is_heard = self.group_rank == 0 or not self.has_others
         return self.all_reduce_max(values if is_heard else [_LEAST] * len(values))
 
     def all_gather_object(self, mine: object) -> list[Any]:
-        """Every rank's ``mine`` in rank order, pickled: for what is rare."""
+        """Return every rank's ``mine`` in rank order, pickled on the way; for rare calls."""
         if not self.has_others:
             return [mine] * self.ranks
         gather: Work[list[Any]] = self.progress.start(
@@ -347,20 +362,20 @@ class ShardGroup:
     # ---- waiting for ranks that may not come ----
 
     def comes(self, work: Work[Any], seconds: float) -> bool:
-        """Wait for ``work`` of the hosts for so long at most; return whether it is over.
+        """Wait at most ``seconds`` for ``work`` of the hosts; return whether it is over.
 
-        gloo tells of its messages only those who wait for them: there a thread does, and goes on.
+        gloo makes progress only while a thread waits: over messages a thread waits, and goes on after this returns.
         """
         began = now = runtime().now()
-        if self.hosts.shares_memory:
-            while not (over := work.done()) and now < began + seconds:
+        if self.host_backend.shares_memory:
+            while not (over := work.ready()) and now < began + seconds:
                 runtime().sleep(max(_SHORTEST_NAP, (now - began) / 8))
                 now = runtime().now()
             return over
         if self._waiting is None:
             self._waiting = runtime().worker("lowlevel_zero waiting", self.context.threads)
         waited = self._waiting.submit(work.wait)
-        work.wait, work.done = waited.result, waited.done
+        work.wait, work.ready = waited.result, waited.done
         with suppress(Exception):  # whoever takes the result raises it
             waited.result(seconds)
         return waited.done()
@@ -368,19 +383,19 @@ class ShardGroup:
     # ---- memory, and the end ----
 
     def held(self) -> list[Tensor]:
-        """Memory that buffers take on the host, or that is kept for them."""
-        return self.hosts.held()
+        """Return the memory on the host that is used or kept for buffers."""
+        return self.host_backend.held()
 
     def trim(self, for_good: bool = False) -> None:
-        """Nothing is under way on this rank: give memory back that buffers took."""
-        if self._hosts is not None:
-            self._hosts.trim(for_good)
+        """Give back memory of buffers; nothing is under way on this rank."""
+        if self._host_backend is not None:
+            self._host_backend.trim(for_good)
 
     def leave(self, threads: Threads | None = None) -> None:
-        """Begin no more: the optimizer has gone, or the process group is about to.
+        """Begin no more collectives: the optimizer is gone, or the process group is about to be destroyed.
 
-        Others wait for reductions that are still under way here, and nobody else will finish them: a thread does, and
-        gives back what they take. One of ``threads``; None: of the process group's.
+        Other ranks wait for reductions that are still under way here: a thread of ``threads`` finishes them, and gives
+        back their memory. None: a thread of the process group's.
         """
         self.progress.left = True
         works, self.progress.under_way = self.progress.under_way, {}
@@ -392,7 +407,7 @@ class ShardGroup:
 
 
 def _finish(waits: list[Callable[[], Any]], group: ShardGroup) -> None:
-    """Finish what is under way, until it turns out that another rank never will."""
+    """Finish collectives that are under way, until one fails since another rank never will."""
     with suppress(RuntimeError):
         while waits:
             waits.pop(0)()
@@ -401,5 +416,5 @@ def _finish(waits: list[Callable[[], Any]], group: ShardGroup) -> None:
 
 
 def is_staged(device: torch.device) -> bool:
-    """Whether gloo can't take tensors of ``device`` as they are."""
+    """Return whether gloo takes tensors of ``device`` by way of the host alone."""
     return device.type != "cpu"

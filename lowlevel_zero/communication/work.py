@@ -1,21 +1,23 @@
-"""Work: a collective that is under way, as every backend returns it; and chains: one starts when another is done.
+"""Work: a collective that is under way. Chains start a second collective with the result of a first one.
 
-The second collective of a chain starts whatever this rank is at then: others wait for its part. On a device a stream
-sees to that, on the host a thread, in the order in which the first ones were started.
+The second collective starts without this rank's main thread, since other ranks wait for its part: on a device a stream
+sees to that, for messages a thread, in the order in which the first ones were started. Through shared memory the ranks
+start second collectives whenever they ask for a result.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..streams import Streams
-from .runtime import Threads, runtime
+from .runtime import Threads, carry_out, runtime
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -26,89 +28,100 @@ class Work(Generic[T]):
     """A collective that is under way.
 
     Attributes:
-        wait: returns the result, once. On CUDA the current stream waits for it, not the host.
-        done: whether ``wait`` would return at once, as far as can be told.
-        tensors: what it reads and writes; kept alive here until the result is taken.
+        wait: returns the result, once. On a device the current stream waits for it, not the host.
+        ready: returns whether ``wait`` would return without blocking the host; on a device always true.
+        tensors: the tensors that it reads and writes; kept alive here until the result is taken.
     """
 
     wait: Callable[[], T]
-    done: Callable[[], bool] = lambda: True
+    ready: Callable[[], bool] = lambda: True
     tensors: tuple[Tensor, ...] = ()
 
+    @staticmethod
+    def over(result: S) -> Work[S]:
+        """Return a work that has ended with ``result``."""
+        return Work(lambda: result)
+
     def then(self, act: Callable[[T], S]) -> Work[S]:
-        """What ``act`` makes of the result, when it is waited for."""
-        return Work(lambda: act(self.wait()), self.done, self.tensors)
-
-
-# ---- chains ----
+        """Return a work whose ``wait`` applies ``act`` to this one's result."""
+        return Work(lambda: act(self.wait()), self.ready, self.tensors)
 
 
 class Chain(Protocol):
-    """Starts what comes second after what came first."""
+    """Starts second collectives after first ones."""
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """Start a collective with the first one's result; second ones start in the order of these calls."""
-
-    def behind(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """The same on a group that isn't to be kept waiting for the first one: see ``go_on``."""
-
-    def go_on(self) -> None:
-        """What one waits for has been started on that group, or nothing comes there for now: start what is ``behind``.
-
-        All ranks call it at the same points of their collectives.
-        """
+        """Have ``start`` start a collective with the first one's result, in the order of these calls."""
 
 
 class OnStream:
-    """A stream of its own waits for the first, and the second starts from there.
+    """Starts second collectives on a stream beside the one that computes.
 
     Args:
-        streams: of the buffers' device.
+        streams: the streams of the buffers' device.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._behind: Callable[[], None] | None = None
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """At once, as far as the host can tell."""
+        """Start the second collective now: the stream waits for the first, not the host."""
         with self._streams.beside():
             second = start(first.wait())
-        return Work(second.wait, second.done, (*first.tensors, *second.tensors))
+        return Work(second.wait, second.ready, (*first.tensors, *second.tensors))
 
-    def behind(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """At ``go_on``: what a group of ranks is given on a device it does in this order, and waits where one waits."""
-        second: list[Work[T]] = []
-        self._behind = lambda: second.append(self.after(first, start))
-        return Work(lambda: second[0].wait(), lambda: bool(second) and second[0].done(), first.tensors)
 
-    def go_on(self) -> None:
-        """One is behind at most."""
-        start, self._behind = self._behind, None
-        if start is not None:
-            start()
+class OnDemand:
+    """Starts second collectives when a result is asked for, with all others that are due.
+
+    It needs no thread, which would take a core from the ranks of a host.
+    """
+
+    def __init__(self) -> None:
+        self._lock = runtime().lock()
+        self._waiting: deque[tuple[Work[Any], Callable[[], None]]] = deque()
+
+    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+        """Start the second collective by ``ready`` when the first is over, or by ``wait``."""
+        second: Future[Work[T]] = Future()
+        self._waiting.append((first, partial(carry_out, lambda: start(first.wait()), second)))
+
+        def wait() -> T:
+            with self._lock:
+                self._start_due(second)
+            return second.result().wait()
+
+        def ready() -> bool:
+            if not second.done() and self._lock.acquire(blocking=False):
+                try:
+                    self._start_due()
+                finally:
+                    self._lock.release()
+            return _is_ready(second)
+
+        return Work(wait, ready, first.tensors)
+
+    def _start_due(self, last: Future[Any] | None = None) -> None:
+        """Start, in order, all that follow collectives which are over; and all up to ``last``, waiting for these."""
+        while self._waiting and (self._waiting[0][0].ready() or not (last is None or last.done())):
+            self._waiting.popleft()[1]()
 
 
 class OnThread:
-    """A thread waits for the first and starts the second. It ends when this object is gone and all has started.
+    """Starts second collectives on a thread, which ends when this object is gone and all have started.
 
     Args:
-        threads: those of which it is one.
+        threads: owns the thread.
     """
 
     def __init__(self, threads: Threads) -> None:
         self._worker = runtime().worker("lowlevel_zero chaining", threads)
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """One task after the other; an error is raised by the result's ``wait``."""
+        """Have the thread wait for the first collective and start the second; ``wait`` raises its error."""
         second = self._worker.submit(lambda: start(first.wait()))
-        return Work(lambda: second.result().wait(), partial(_is_done, second), first.tensors)
-
-    behind = after  # each kind of message has an order of its own
-
-    def go_on(self) -> None:
-        """Nothing is behind."""
+        return Work(lambda: second.result().wait(), partial(_is_ready, second), first.tensors)
 
 
-def _is_done(second: Future[Work[T]]) -> bool:
-    return second.done() and (second.exception() is not None or second.result().done())
+def _is_ready(second: Future[Work[T]]) -> bool:
+    return second.done() and (second.exception() is not None or second.result().ready())

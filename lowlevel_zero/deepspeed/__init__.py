@@ -1,6 +1,6 @@
-"""For who comes from DeepSpeed: its JSON as keywords, and its accessors to one parameter's values.
+"""DeepSpeed's JSON as keywords of the optimizer, and its accessors to one parameter's values.
 
-Hangs on the optimizer's public methods and its records, ``optimizer.sharded_parameters``.
+They use the optimizer's public methods and its records, ``optimizer.sharded_parameters``.
 """
 
 from . import accessors

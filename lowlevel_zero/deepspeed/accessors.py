@@ -1,20 +1,19 @@
 """Accessors: a parameter's gradient, fp32 master and optimizer state, read and written by the parameter alone.
 
 Names and arguments are those of ``deepspeed.utils`` (DeepSpeed 0.19); ``full_grads`` and its like read a whole model in
-a few large messages. A *full* value has the parameter's shape, on its device. A *local* one is this rank's slice,
-``[s]`` with ``s = ceil(numel / world_size)``, in memory order, zeros for padding. What is 16-bit is given as fp32. What
-is given is a copy.
+a few large messages. A value has the parameter's shape, on its device; a 16-bit one is returned as fp32. Returned
+values are copies.
 
-Every rank calls a function, for the same parameter, but for ``safe_get_local_fp32_param`` and
-``safe_get_local_optimizer_state``, which don't communicate. Gradients are averaged over the ranks, summed over
-micro-batches and unscaled. They are there from backward to ``zero_grad``; ``step`` leaves them clipped.
+Every rank calls a function, for the same parameter. Gradients are averaged over the ranks, summed over micro-batches
+and unscaled. They are there from backward to ``zero_grad``; ``step`` leaves them clipped.
 
-Raises (each function, on all ranks if on one; nothing has been changed then):
+If a function raises on one rank, it raises on all, and nothing has been changed then.
+
+Raises:
     TypeError: a parameter that is no tensor, or a value of the wrong type.
     ValueError: no optimizer that is alive trains the parameter (of a frozen one the ``safe_get`` functions return None,
-        as DeepSpeed's do); a value of the wrong shape; a state that isn't there; or ranks that call different things,
-        and who called what.
-    RuntimeError: another rank's error; or a backward is going on.
+        as DeepSpeed's do); a value of the wrong shape; a state that isn't there; or numbers that differ between ranks.
+    RuntimeError: another rank's error; ranks that make different calls, and each one's call; or a backward is going on.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from ..optim.quantised import is_quantised
 from ..optimizer import LowLevelZeroOptimizer
 from ..sharded_group import ShardedGroup
 from ..state.values import (
-    at_least_fp32,
-    copied_state,
     fill_slice,
     is_slice,
     whole_gradients,
@@ -47,15 +44,9 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
 ]
 
 Records: TypeAlias = Sequence[ShardedParameter]
@@ -75,7 +66,7 @@ class _Values(NamedTuple):
     key: str | None = None
 
 
-# ---- one parameter, whole ----
+# ---- one parameter ----
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
@@ -104,68 +95,17 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         param: the model's parameter.
         value: of its shape, floating-point, the same on every rank.
     """
-    _set_master(param, value, "safe_set_full_fp32_param", is_local=False)
+    _set_master(param, value, "safe_set_full_fp32_param")
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Overwrite the gradient of a parameter that has one; ``value`` as above. A later backward adds to it."""
-    _set_gradient(param, value, "safe_set_full_grad", is_local=False)
+    _set_gradient(param, value, "safe_set_full_grad")
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Overwrite a state of a parameter that has been stepped; ``value`` as above, or, for a number, one element."""
-    _set_state(param, value, optim_state_key, "safe_set_full_optimizer_state", is_local=False)
-
-
-# ---- one parameter, this rank's slice ----
-
-
-@torch.no_grad()
-def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """Return this rank's slice of the fp32 master, or None if the parameter is frozen; doesn't communicate."""
-    if is_frozen(param):
-        return None
-    optimizer, record = owner_of(param)
-    with optimizer.streams.home():
-        record.follow_edits()
-        return at_least_fp32(record.p32.detach().to(record.padded.device, copy=True))
-
-
-def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """Return this rank's slice of the averaged gradient, or None as ``safe_get_full_grad`` does.
-
-    Every rank calls it, since reductions may have to be finished.
-    """
-    return _read_one(param, "safe_get_local_grad", _OWN_GRADIENTS)
-
-
-@torch.no_grad()
-def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return this rank's slice of a state, 0-d for a number; doesn't communicate.
-
-    None if the parameter has none yet, or is frozen.
-    """
-    if is_frozen(param):
-        return None
-    optimizer, record = owner_of(param)
-    _check_key(optimizer, [record], optim_state_key)
-    with optimizer.streams.home():
-        return copied_state(_state(optimizer, record).get(optim_state_key), record)
-
-
-def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Overwrite a parameter, of which every rank gives its slice, ``[s]``: the masters, and what they round to."""
-    _set_master(param, value, "safe_set_local_fp32_param", is_local=True)
-
-
-def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Overwrite the gradient of a parameter that has one: every rank gives its slice, ``[s]``."""
-    _set_gradient(param, value, "safe_set_local_grad", is_local=True)
-
-
-def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Overwrite a state of a parameter: every rank gives its slice, ``[s]``, or, for a number, the same element."""
-    _set_state(param, value, optim_state_key, "safe_set_local_optimizer_state", is_local=True)
+    _set_state(param, value, optim_state_key, "safe_set_full_optimizer_state")
 
 
 # ---- a whole model ----
@@ -215,9 +155,6 @@ def _masters_of(_: LowLevelZeroOptimizer, group: ShardedGroup, own: Records) -> 
 
 
 _GRADIENTS = _Values(LowLevelZeroOptimizer.finish_gradients, lambda _, group, own: whole_gradients(own, group))
-_OWN_GRADIENTS = _Values(
-    LowLevelZeroOptimizer.finish_gradients, lambda _, group, own: map(group.gradients.averaged, own)
-)
 _MASTERS = _Values(_finish, _masters_of)
 
 
@@ -281,15 +218,15 @@ def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[s
 
 
 @torch.no_grad()
-def _set_master(param: Tensor, value: Tensor, call: str, is_local: bool) -> None:
-    """Let ``p32`` be a slice, and ``p`` what all ranks' round to."""
+def _set_master(param: Tensor, value: Tensor, call: str) -> None:
+    """Overwrite ``p32`` with its slice of ``value``, and ``p`` with what all ranks' slices round to."""
     optimizer, record = owner_of(param)
     with collective_call(optimizer, [record], call):
-        own = _slice_of(value, record, is_local)
+        _check_value(value, record)
     _finish(optimizer)
     start, stop = record.split.span(record.rank)
     with optimizer.streams.home():
-        master = own[: stop - start].detach().to(record.p32)
+        master = record.flatten(value)[start:stop].detach().to(record.p32)
         record.load_row(master.to(record.p.dtype), master)
         if record.split.numel:
             gathers = optimizer.sharded_group_of(record).gathers
@@ -298,36 +235,39 @@ def _set_master(param: Tensor, value: Tensor, call: str, is_local: bool) -> None
 
 
 @torch.no_grad()
-def _set_gradient(param: Tensor, value: Tensor, call: str, is_local: bool) -> None:
+def _set_gradient(param: Tensor, value: Tensor, call: str) -> None:
     optimizer, record = owner_of(param)
     with collective_call(optimizer, [record], call):
-        new = _slice_of(value, record, is_local)
+        _check_value(value, record)
     optimizer.finish_gradients()
-    with optimizer.streams.home():
-        gradients = optimizer.sharded_group_of(record).gradients
-        if gradients.bucket_of(record) is None:
-            raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
-        for _, own in gradients.edited([record]):
-            own.copy_(new[: len(own)])
+    if not record.worked:
+        raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
+    assert record.handle is not None
+    record.handle.copy_(value)
 
 
 @torch.no_grad()
-def _set_state(param: Tensor, value: Tensor, key: str, call: str, is_local: bool) -> None:
+def _set_state(param: Tensor, value: Tensor, key: str, call: str) -> None:
     optimizer, record = owner_of(param)
     state = _state(optimizer, record)
     with collective_call(optimizer, [record], f"{call}({key!r})") as lines:
         _check_key(optimizer, [record], key)
+        if record.split.owner is not None:
+            raise NotImplementedError(
+                f"{record.name}: expected a parameter of which each rank steps a slice, got one whose states one rank "
+                "keeps whole: load a state dict with the new value by optimizer.load_state_dict"
+            )
         held = state.get(key)
         if held is None:
             raise ValueError(f"{record.name}: expected it to have {key!r}, it has none so far: step it before")
         if is_slice(key, held, record):
-            new = _slice_of(value, record, is_local)
+            _check_value(value, record)
         else:
             number = _number(value, held, record)
             lines.append(f"{key} = {number}")
     with optimizer.streams.home():
         if is_slice(key, held, record):
-            fill_slice(held, new, record)
+            fill_slice(held, record.slice_of(value), record)
         elif isinstance(held, Tensor):
             held.fill_(number)
         else:
@@ -355,19 +295,14 @@ def _check_key(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> 
         raise TypeError(f"{records[0].name}: expected {key!r} to be a tensor or a number, it is {type(value).__name__}")
 
 
-def _slice_of(value: Tensor, record: ShardedParameter, is_local: bool) -> Tensor:
-    """This rank's slice ``[s]`` of a value, which is one already or the whole; raises if it can't be either."""
+def _check_value(value: Tensor, record: ShardedParameter) -> None:
+    """Raise unless ``value`` is a floating-point tensor of the parameter's shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{record.name}: expected a tensor as its value, got {type(value).__name__}")
     if not value.is_floating_point():
         raise TypeError(f"{record.name}: expected a floating-point value, got {value.dtype}: pass value.float()")
-    shape = record.p32.shape if is_local else record.p.shape
-    if value.shape != shape:
-        raise ValueError(
-            f"{record.name}: expected a value of {tuple(shape)}, got {tuple(value.shape)} (it is "
-            f"{tuple(record.p.shape)} as a whole, {tuple(record.p32.shape)} as a slice)"
-        )
-    return value if is_local else record.slice_of(value)
+    if value.shape != record.p.shape:
+        raise ValueError(f"{record.name}: expected a value of {tuple(record.p.shape)}, got {tuple(value.shape)}")
 
 
 def _number(value: object, held: object, record: ShardedParameter) -> float:

@@ -21,6 +21,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..options import GROUPS, SWITCH, ZeroOptions, abouts
+
 _log = logging.getLogger("lowlevel_zero")
 
 Options: TypeAlias = dict[str, Any]
@@ -29,7 +31,7 @@ _NO_LIMIT = 2.0**127  # DeepSpeed's loss scale has none
 
 
 def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Options:
-    """The keywords of ``LowLevelZeroOptimizer`` that do what a DeepSpeed config asks for.
+    """Return the keywords of ``LowLevelZeroOptimizer`` that do what a DeepSpeed config asks for.
 
     Stages 0 and 1 are stage 1 here, whose numbers are those of stage 0. ``fp16`` and ``bf16`` become
     ``forced_dtype``, which converts the optimizer's parameters; convert the model too if it has more.
@@ -39,7 +41,8 @@ def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -
         config: what DeepSpeed takes: its dict, or the path of a JSON file.
 
     Returns:
-        Keywords, as in ``LowLevelZeroOptimizer(optimizer, model=model, **options_from_deepspeed("ds.json"))``.
+        Keywords, as in ``LowLevelZeroOptimizer(optimizer, model=model, **options_from_deepspeed("ds.json"))``. Some are
+        groups of options: ``loss_scale``, ``communication``.
 
     Raises:
         ValueError: a bad value, or one that this package has no equal of, as stage 3; the message has its path, as
@@ -48,38 +51,40 @@ def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -
         OSError: the file can't be read.
     """
     given = dict(_entries(_loaded(config)))
-    options = {keyword: convert(path, given[path]) for path, (keyword, convert) in _KEYWORDS.items() if path in given}
+    half, brain = (given.get(f"{name}.enabled", False) for name in ("fp16", "bf16"))
+    for name, enabled in (("fp16", half), ("bf16", brain)):
+        SWITCH(f"{name}.enabled", enabled)
+    if half and brain:
+        raise ValueError("bf16.enabled: expected one of fp16 and bf16 to be enabled, got both")
+    options = _chosen(_OPTIONS, given)
+    if half:
+        if given.get("fp16.loss_scale", 0) != 0:
+            options |= _chosen(_STATIC_SCALE, given)
+        else:
+            options |= _chosen(_DYNAMIC_SCALE, {**_DYNAMIC_DEFAULTS, **given})
+            options["loss_scale"]["max_scale"] = _NO_LIMIT
+    if half or brain:
+        options["forced_dtype"] = torch.float16 if half else torch.bfloat16
     _warn_of_unread(given)
-    return {**options, **_precision(given)}
+    return {name: GROUPS[name](**value) if name in GROUPS else value for name, value in options.items()}
 
 
-# ---- values ----
+# ---- values: each function returns the option's value for one of a config ----
 
 
-def _flag(path: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{path}: expected true or false, got {type(value).__name__} {value!r}")
+def _unchanged(path: str, value: Any) -> Any:
     return value
 
 
-def _number(path: str, value: Any, least: float = 0) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{path}: expected a number, got {type(value).__name__} {value!r}")
-    if not least <= value < float("inf"):
-        raise ValueError(f"{path}: expected a number of at least {least}, got {value!r}")
-    return float(value)
+def _whole(path: str, value: Any) -> Any:
+    """Return an int for a number such as 2e8, which JSON has as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _count(path: str, value: Any, least: int = 1) -> int:
-    if _number(path, value, least) != int(value):
-        raise ValueError(f"{path}: expected a whole number, got {value!r}")
-    return int(value)
-
-
-def _factor(path: str, value: Any) -> float:
-    if _number(path, value) == 0:
-        raise ValueError(f"{path}: expected a number above 0, got {value!r}")
-    return float(value)
+def _power_of_two(path: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 127:
+        raise ValueError(f"{path}: expected a whole number of at most 127, got {value!r}")
+    return 2.0**value
 
 
 def _one_of(values: Mapping[str, Any], path: str, value: Any) -> Any:
@@ -88,49 +93,69 @@ def _one_of(values: Mapping[str, Any], path: str, value: Any) -> Any:
     return values[value.lower()]
 
 
-def _is_stage_2(path: str, value: Any) -> bool:
+def _stage(path: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{path}: expected 0, 1 or 2, got {type(value).__name__} {value!r}")
     if value not in (0, 1, 2):
         why = "torch.distributed.fsdp.fully_shard shards parameters"
         raise ValueError(f"{path}: expected 0, 1 or 2, got {value!r}, which has no equal here: {why}")
-    return value == 2
+    return max(value, 1)
 
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
-# What is one of our keywords, and how its value becomes that keyword's.
-_KEYWORDS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "zero_optimization.stage": ("partition_grad", _is_stage_2),
-    "zero_optimization.reduce_bucket_size": ("reduce_bucket_size", _count),
-    "zero_optimization.overlap_comm": ("overlap_communication", _flag),
-    "zero_optimization.reduce_scatter": ("reduce_scatter", _flag),
-    "zero_optimization.cpu_offload": ("cpu_offload", _flag),
-    "zero_optimization.offload_optimizer.device": ("cpu_offload", partial(_one_of, {"cpu": True, "none": False})),
-    "gradient_clipping": ("clip_grad_norm", _number),
-    "communication_data_type": ("communication_dtype", partial(_one_of, _DTYPES)),
-    "gradient_predivide_factor": ("gradient_predivide_factor", _factor),
-    "gradient_allreduce_op": ("reduction", partial(_one_of, {"mean": "mean", "sum": "sum"})),
+# Options by the paths of a config: keywords of the optimizer, or fields of its groups.
+Table: TypeAlias = "dict[str, tuple[tuple[str, ...], Callable[[str, Any], Any]]]"
+_OPTIONS: Table = {
+    "zero_optimization.stage": (("stage",), _stage),
+    "zero_optimization.cpu_offload": (("cpu_offload",), _unchanged),
+    "zero_optimization.offload_optimizer.device": (("cpu_offload",), partial(_one_of, {"cpu": True, "none": False})),
+    "zero_optimization.reduce_bucket_size": (("communication.bucket_size",), _whole),
+    "zero_optimization.overlap_comm": (("communication.overlap_reductions",), _unchanged),
+    "gradient_clipping": (("clip_grad_norm",), _unchanged),
+    "communication_data_type": (("communication.dtype",), partial(_one_of, _DTYPES)),
+    "gradient_predivide_factor": (("communication.gradient_predivide_factor",), _unchanged),
+    "gradient_allreduce_op": (("communication.reduction",), _unchanged),
+}
+_STATIC_SCALE: Table = {
+    "fp16.loss_scale": (("loss_scale.initial_scale", "loss_scale.min_scale", "loss_scale.max_scale"), _unchanged),
+}
+_DYNAMIC_SCALE: Table = {
+    "fp16.initial_scale_power": (("loss_scale.initial_scale",), _power_of_two),
+    "fp16.loss_scale_window": (("loss_scale.growth_interval",), _whole),
+    "fp16.hysteresis": (("loss_scale.hysteresis",), _whole),
+    "fp16.min_loss_scale": (("loss_scale.min_scale",), _unchanged),
+}
+_DYNAMIC_DEFAULTS = {
+    **{"fp16.initial_scale_power": 16, "fp16.loss_scale_window": 1000, "fp16.hysteresis": 2, "fp16.min_loss_scale": 1},
 }
 
 
-# What says together which dtype and loss scale there are.
-_PRECISION = (
-    *("fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
-    *("fp16.min_loss_scale", "bf16.enabled"),
-)
-# What is the caller's own code here, only moves work, or prints: by how the path starts.
+def _chosen(table: Table, given: Mapping[str, Any]) -> Options:
+    """Return the options that a config has, those of a group in a dict, each checked as the optimizer does."""
+    options: Options = {}
+    for path, (names, convert) in table.items():
+        for name in names if path in given else ():
+            group, _, option = name.rpartition(".")
+            value = convert(path, given[path])
+            abouts(GROUPS.get(group, ZeroOptions))[option].check(path, value)
+            (options.setdefault(group, {}) if group else options)[option] = value
+    return options
+
+
+_ENABLED = ("fp16.enabled", "bf16.enabled")
+# The start of paths that are the caller's own code here, only move work, or print.
 _PASSED_BY = (
     *("optimizer.", "scheduler.", "train_batch_size", "train_micro_batch_size_per_gpu", "steps_per_print"),
     *("gradient_accumulation_steps", "wall_clock_breakdown", "zero_optimization.contiguous_gradients"),
     *("zero_optimization.allgather_", "zero_optimization.round_robin_gradients"),
-    "zero_optimization.offload_optimizer.pin_memory",
+    *("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.reduce_scatter"),
 )
 _OFF = (False, 0, "none")
 
 
 def _warn_of_unread(given: Mapping[str, Any]) -> None:
-    known = [*_KEYWORDS, *_PRECISION, *_PASSED_BY]
+    known = [*_OPTIONS, *_STATIC_SCALE, *_DYNAMIC_SCALE, *_ENABLED, *_PASSED_BY]
     off = {path.rpartition(".")[0] for path, value in given.items() if path.endswith(".enabled") and not value}
     unread = [
         path
@@ -141,37 +166,6 @@ def _warn_of_unread(given: Mapping[str, Any]) -> None:
         near = {path: get_close_matches(path, known, 1, 0.9) for path in unread}
         listed = ", ".join(f"{path} (is it {near[path][0]}?)" if near[path] else path for path in unread)
         _log.warning("options_from_deepspeed: these keys aren't read, and change nothing here: %s", listed)
-
-
-def _precision(given: Mapping[str, Any]) -> Options:
-    """dtype and loss scale."""
-    half, brain = (_flag(f"{name}.enabled", given.get(f"{name}.enabled", False)) for name in ("fp16", "bf16"))
-    if half and brain:
-        raise ValueError("bf16.enabled: expected one of fp16 and bf16 to be enabled, got both")
-    if brain:
-        return {"forced_dtype": torch.bfloat16}
-    return {"forced_dtype": torch.float16, **_loss_scale(given)} if half else {}
-
-
-def _loss_scale(given: Mapping[str, Any]) -> Options:
-    def count(key: str, default: int, least: int = 1) -> int:
-        return _count(f"fp16.{key}", given.get(f"fp16.{key}", default), least)
-
-    static = _number("fp16.loss_scale", given.get("fp16.loss_scale", 0))
-    if static:
-        return {"initial_scale": static, "min_scale": static, "max_scale": static}
-    power = count("initial_scale_power", 16, least=0)
-    if power > 127:
-        raise ValueError(f"fp16.initial_scale_power: expected at most 127, got {power!r}")
-    return {
-        "initial_scale": 2.0**power,
-        "min_scale": float(count("min_loss_scale", 1)),
-        "max_scale": _NO_LIMIT,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": count("loss_scale_window", 1000),
-        "hysteresis": count("hysteresis", 2),
-    }
 
 
 # ---- reading ----
@@ -192,7 +186,7 @@ def _loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, 
 
 
 def _entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by path, but those that leave the choice open."""
+    """Yield values by path, without the ones that leave the choice open."""
     for key, value in config.items():
         path = f"{prefix}{'bf16' if key == 'bfloat16' else key}"
         if isinstance(value, Mapping):

@@ -64,8 +64,9 @@ def collective_call(
     The body may add to the lines that have to be alike on all ranks.
 
     Raises:
-        ValueError: ranks came for different things; the message says who for what.
-        RuntimeError: what another rank's body raised (this one's own is raised as it is); or a backward is going on.
+        ValueError: the lines of ranks differ.
+        RuntimeError: ranks make different calls; another rank's body has raised (this one's own error is raised as it
+            is); or a backward is going on.
     """
     doing = f"{call} of {records[0].name if len(records) == 1 else f'{len(records)} parameters'}"
     with together(optimizer.shard_group, f"call {doing}", _CALLS) as lines:

@@ -1,4 +1,4 @@
-"""Bad numbers: where an inf or NaN among the gradients came from, and when to stop skipping steps."""
+"""Finds the parameter and the rank that an inf or NaN among gradients came from, and ends endless skipped steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _log = logging.getLogger("lowlevel_zero")
 
 
 class _Suspect(NamedTuple):
-    """A parameter in whose gradient, or else value, there is an inf or NaN."""
+    """A parameter whose gradient or value holds an inf or NaN."""
 
-    place: int  # among all parameters
+    place: int  # in the order of all parameters
     name: str
     bucket: int
 
@@ -33,8 +33,8 @@ class _Seen(NamedTuple):
     """The bad numbers that one rank has seen.
 
     Attributes:
-        first: the first parameter in its own slice of which there is one; None: none.
-        sent: places of the parameters in whose bucket buffers there was one before they were summed.
+        first: the first parameter whose slice on this rank holds one; None: no slice does.
+        sent: the places of the parameters whose bucket buffers held one before this rank sent them.
     """
 
     first: _Suspect | None
@@ -42,10 +42,10 @@ class _Seen(NamedTuple):
 
 
 class LaterRead:
-    """Numbers on a device, copied to the host without waiting, to be read when they have long been there.
+    """A few numbers on a device, which are copied to the host without waiting, and read later.
 
     Args:
-        value: a few of them.
+        value: the numbers.
         step: the step that they belong to.
     """
 
@@ -56,27 +56,27 @@ class LaterRead:
         if streams.pins:
             self._value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
             self._value.copy_(value, non_blocking=True)
-        self._arrived = streams.mark()  # on the stream of the value's device, whichever is the current one
+        self._arrived = streams.mark()  # on the stream of the value's device, which may not be the current device
 
     def read(self) -> Any:
-        """Return the numbers, as lists of the tensor's shape; waits for the copy alone."""
+        """Return the numbers as lists of the tensor's shape. The host waits for the copy, and for nothing behind it."""
         self._arrived.synchronize()
         return self._value.tolist()
 
 
 class BadNumbers:
-    """Checks gradient norms once they are there, without waiting for a device, and names the source of an inf or NaN.
+    """Checks gradient norms without waiting for a device, and names the source of an inf or NaN.
 
-    All ranks see the same norms at the same points, so they look for the parameter together.
+    All ranks see the same norms at the same points of a step, so they look for the parameter together.
 
     Args:
-        parameters: the records, of which the first shard group is all ranks.
-        groups: the same by shard group; looked at when there is a bad number.
-        options: the caller's choices.
-        scaler: of the loss; None: there is none.
+        parameters: the records; the first shard group has all ranks.
+        groups: the records by shard group.
+        options: the optimizer's.
+        scaler: the loss scaler; None: losses aren't scaled.
 
     Attributes:
-        waits: the host is to look whether the next step overflows, even where that means to wait for the device.
+        waits: the host reads whether the next step overflows, even if it has to wait for the device.
     """
 
     def __init__(
@@ -92,36 +92,36 @@ class BadNumbers:
         self._options = options
         self._scaler = scaler
         self._on_host = parameters.on_host
-        self._measures = scaler is not None or options.error_if_nonfinite
-        # The largest absolute value that this rank put into each bucket buffer, 0-d; NaN if there was one.
+        self._measures = scaler is not None or options.diagnostics.error_if_nonfinite
+        # The largest absolute value that this rank put into each bucket buffer, 0-d; NaN if the buffer held one.
         self._packed: list[tuple[Sequence[ShardedParameter], Tensor]] = []
         self._later: LaterRead | None = None
         self._in_a_row = 0
-        self._always_waits = self._on_host or options.verbose or options.cpu_offload
+        self._always_waits = self._on_host or options.diagnostics.verbose or options.cpu_offload
         self.waits = self._always_waits
 
     # ---- norms ----
 
     def norm(self, value: Tensor, at_hand: bool = True) -> None:
-        """Judge the norm of the step that is being taken: the host's at once, a device's when the next step begins.
+        """Check a step's norm: at once if it is on the host, when the next step begins if it is on a device.
 
         Args:
             value: the norm.
-            at_hand: the step's gradients are there; else it is the step before.
+            at_hand: whether it is the norm of this step, whose gradients are there; else of the step before.
 
         Raises:
-            RuntimeError: it isn't finite, and ``error_if_nonfinite`` was chosen. Then even a device is waited for.
+            RuntimeError: the norm isn't finite and ``error_if_nonfinite`` is set, for which the host waits.
         """
         step = self._ranks.progress.step - (not at_hand)
-        if self._on_host or self._options.error_if_nonfinite:
+        if self._on_host or self._options.diagnostics.error_if_nonfinite:
             self._judge(value.item(), step, at_hand)
         else:
             self._later = LaterRead(value, step)
 
     def step_begins(self, last_norm: Tensor | None) -> None:
-        """Judge the norm of the step before, if that had to wait.
+        """Check the norm of the step before, if that has been put off.
 
-        ``last_norm`` is that norm, 0-d, where ``norm`` hasn't been called with it; None: it has.
+        ``last_norm`` is that norm, 0-d, or None if ``norm`` has been called with it.
         """
         later, self._later = self._later, None
         if later is not None:
@@ -134,28 +134,28 @@ class BadNumbers:
         self._in_a_row = 0 if good else self._in_a_row + 1
         if self._scaler is not None:
             self.waits = self._always_waits or not good
-        elif not good and self._options.error_if_nonfinite:
+        elif not good and self._options.diagnostics.error_if_nonfinite:
             found = f"expected a finite gradient norm, got {norm}: {self._found(at_hand)}"
             error = RuntimeError(f"step {step + 1}: {found}. Nothing was stepped")
             raise raised_by_all(error, self._ranks)
-        elif self._in_a_row.bit_count() == 1:  # the 1st, 2nd, 4th, ...: parameters seldom recover
+        elif self._in_a_row.bit_count() == 1:  # warn at the 1st, 2nd, 4th, ...: parameters seldom recover
             found = self._found(at_hand)
             self._tell(f"step {step + 1}: the gradient norm is {norm}, {self._in_a_row} in a row: {found}")
 
     # ---- fp16 ----
 
     def skipped(self, scaler: LossScaler) -> None:
-        """Log where the overflow came from that skips this step.
+        """Log the source of the overflow that skips this step.
 
         Raises:
-            RuntimeError: ``max_skipped_steps`` in a row, and the loss scale can't become smaller.
+            RuntimeError: ``max_skipped_steps`` steps were skipped in a row, and the loss scale is at its minimum.
         """
         count, scale = int(scaler.skipped_in_a_row.item()), scaler.loss_scale
         text = (
             f"step {self._ranks.progress.step + 1}: skipped, since gradients overflowed: {self._found(at_hand=True)}. "
             f"Loss scale now {scale:g}, {count} steps skipped in a row"
         )
-        limit = self._options.max_skipped_steps
+        limit = self._options.loss_scale.max_skipped_steps
         if 0 < limit <= count and scale <= scaler.min_scale:
             error = RuntimeError(
                 f"{text}. The loss scale is at its minimum: look for what is inf or NaN in the model or its inputs, "
@@ -164,20 +164,20 @@ class BadNumbers:
             raise raised_by_all(error, self._ranks)
         self._tell(text)
 
-    # ---- where from ----
+    # ---- the source ----
 
     def packed(self, records: Sequence[ShardedParameter], buffer: Tensor) -> None:
-        """Measure a bucket buffer that is about to be reduced, if its numbers can refuse or skip the step."""
+        """Measure a bucket buffer before it is reduced, if an inf or NaN in it would refuse or skip the step."""
         if self._measures:
             dtype = torch.promote_types(buffer.dtype, torch.float32)
             self._packed.append((records, torch.linalg.vector_norm(buffer, math.inf, dtype=dtype)))
 
     def cleared(self) -> None:
-        """Forget the buffers that were measured: their gradients have been stepped or dropped."""
+        """Forget the measured buffers, whose gradients have been stepped or dropped."""
         self._packed.clear()
 
     def _found(self, at_hand: bool) -> str:
-        """Describe the parameter, bucket and ranks; all ranks call it. ``at_hand``: the step's gradients are there."""
+        """Describe the parameter, the bucket and the ranks at fault. All ranks call it. ``at_hand``: as of ``norm``."""
         mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
         gathered: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.all_gather_object(mine)
         suspects = [seen.first for seen in gathered if seen.first is not None]
@@ -192,7 +192,7 @@ class BadNumbers:
         return f"{found}, in the slice of the sum over ranks that rank {holders} holds"
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:
-        """Return the first parameter with a bad gradient, if gradients are there; else with a bad master."""
+        """Return the first parameter with a bad gradient, if gradients are there, or else with a bad master."""
         gradients = (self._group_of(record).gradients.averaged(record) for record in self._parameters)
         found = self._first_of(gradients) if at_hand else None
         return found or self._first_of(record.p32 for record in self._parameters)

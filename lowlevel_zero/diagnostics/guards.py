@@ -1,4 +1,4 @@
-"""Guards: checks, in microseconds, that nobody has changed what the optimizer's methods rely on."""
+"""Checks before the optimizer's calls that parameters and param groups are as the optimizer left them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .verification import difference
 
 
 class Guard:
-    """Looks after one optimizer.
+    """Checks the calls, parameters and param groups of one optimizer.
 
     Args:
         optim: the wrapped optimizer, whose groups hold slices.
         parameters: the records.
-        model: gives names; None: there is none.
-        state: of the optimizer's step.
-        streams: of the parameters' device.
+        model: the module whose names messages use; None: there is none.
+        state: the state of the optimizer's step.
+        streams: the streams of the parameters' device.
 
     Attributes:
-        edited: records of parameters that were written or moved since the ranks agreed last, as ``trouble`` found.
+        edited: the records whose parameters were written or moved since the ranks agreed last, as ``trouble`` found.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Guard:
         self.edited: list[ShardedParameter] = []
 
     def enter(self, call: str) -> None:
-        """Raise ``RuntimeError`` where ``call``, which updates tensors, can't be made, whatever the parameters are."""
+        """Raise ``RuntimeError`` for a ``call`` in a backward, in inference mode, in a graph's capture or in a fork."""
         self.refuse_in_backward(call)
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
@@ -66,7 +66,7 @@ class Guard:
             )
 
     def refuse_in_backward(self, call: str) -> None:
-        """Raise ``RuntimeError`` for a ``call`` within a backward, or in a fork of this process."""
+        """Raise ``RuntimeError`` for a ``call`` in a backward, or in a fork of this process."""
         progress = self._parameters.shard_groups[0].progress
         if os.getpid() != progress.process:
             progress.check_process(call)
@@ -82,7 +82,7 @@ class Guard:
             )
 
     def trouble(self) -> RuntimeError | None:
-        """Return the error that keeps this rank, and maybe no other, from stepping its parameters; None: none does."""
+        """Return the error that keeps this rank, and maybe this rank alone, from stepping; None: there is none."""
         self.edited = []
         try:
             if self._parameters.frozen:
@@ -94,7 +94,7 @@ class Guard:
         return None
 
     def refuse_unfrozen(self) -> None:
-        """Raise if a parameter that was frozen when its group came isn't any more."""
+        """Raise if a parameter requires grad that was frozen when its param group was added."""
         for p in self._parameters.frozen:
             if p.requires_grad:
                 name = own_names(self._model).get(p, f"a {tuple(p.shape)} parameter")
@@ -105,20 +105,18 @@ class Guard:
                 )
 
     def _look_at_parameters(self) -> None:
-        """Find parameters that were written or moved; raise for one that can't be stepped."""
+        """Find the parameters that were written or moved; raise for a parameter that can't be stepped."""
         for record in self._parameters.records:
             p = record.p
             if p.data_ptr() != record.address or p._version != record.version:
                 self.edited.append(record)
                 if p.requires_grad or record.worked:
                     record.check_kind()
-            if p.grad is not record.shown and p.grad is not None:
-                record.check_gradient(p.grad)
 
     def check_same_values(self, some: WrittenOnSome, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
-        """Raise unless what some ranks alone have written holds the same values on all; communicates.
+        """Raise unless the parameters that only some ranks have written hold the same values on all. Communicates.
 
-        One rank may exchange weights for their averages and back; or write what others then receive from it.
+        They do if a rank exchanges weights for their averages and back, or writes values that others receive from it.
         """
         written = {record.p: record for record in records if record.name in some.names}
         if difference({p: record.name for p, record in written.items()}, group) is not None:
@@ -128,7 +126,7 @@ class Guard:
         self.edited += [record for record in written.values() if record not in self.edited]
 
     def follow_edits(self) -> None:
-        """Put edited parameters back that were moved, and have masters follow; all ranks have the same values."""
+        """Copy edited parameters into masters, and moved ones back to their storages; alike on all ranks."""
         for record in self.edited:
             trained = record.p.requires_grad or record.worked
             with nullcontext() if trained else suppress(RuntimeError):  # a frozen one may have been converted

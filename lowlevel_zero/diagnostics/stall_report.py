@@ -1,13 +1,13 @@
-"""The stall report: a thread that says why a shard group's collectives wait, and for which ranks; after Horovod's.
+"""The stall report: a thread logs which collective a shard group waits for, and which ranks are missing.
 
-It looks at the group's ``Progress`` now and then, and touches the store only where nothing has moved since it
-last looked. Where the host, or its device, waits for one and the same collective for too long, it asks the others
-through the store: every rank's thread answers how far that rank has come, also for a rank that is busy elsewhere; who
-has ended doesn't. The first to ask about a collective finds out who is missing there and tells the others that wait
-for it, so that a stall costs the store no more than a few messages a rank.
+The thread looks at the group's ``Progress`` now and then, and uses the store only where nothing has moved since its
+last look. Where the host, or its device, waits for the same collective for too long, it asks the other ranks through
+the store. Every rank's thread answers with the rank's progress, also while the rank is busy elsewhere; a process that
+has ended doesn't answer. The first rank to ask about a collective finds the missing ranks and tells the others that
+wait for it, so a stall costs the store a few messages a rank. (The idea is Horovod's.)
 
-The thread asks no device, so it doesn't know whether one has finished a collective. It needn't: what all ranks have
-begun nobody waits for, and what a rank hasn't begun isn't over. A rank that leaves says so: nobody is to miss it.
+The thread asks no device, so it doesn't know whether one has finished a collective. It needn't: no rank waits for a
+collective that all have begun, and one that a rank hasn't begun isn't over. A rank that leaves says so.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ..communication.process_groups import SHARE_OF_TIMEOUT, store_of, timeout_o
 from ..communication.progress import AGREEMENT, Collective
 from ..communication.runtime import runtime
 from ..communication.shard_group import ShardGroup
+from ..options import Diagnostics
 
 _LEFT = 2**62  # the number of a question that nobody gets to: an answer to it holds for all
 # Looks in the time after which a wait counts as a stall, and in which the others have to answer.
 _LOOKS, _PATIENCE = 10, 3
 _SLOWEST_LOOK, _FASTEST_LOOK = 5.0, 0.02
-_DEFAULT = 60.0  # seconds
 _SLOW = "All ranks have come: it is slow, or doesn't get through"
 
 _log = logging.getLogger("lowlevel_zero")
 
 
 class _Question(NamedTuple):
-    """What the others have been asked about a wait that takes too long.
+    """A question to the other ranks about a wait that takes too long.
 
     Attributes:
-        place: what the host waits for; or where a device's queue ends, of which any part may be waited for.
-        number: of the question.
-        leads: this rank is to find out who is missing.
-        until: when to have answers; for who doesn't lead, to have been told what they come to.
+        place: the collective that the host waits for; or the last in a device's queue, which may wait for any in it.
+        number: the number of the question.
+        leads: this rank finds the missing ranks.
+        until: the time by which answers are to be there; for other ranks, the leader's result.
     """
 
     place: Collective
@@ -55,7 +55,7 @@ class _Question(NamedTuple):
 
 
 class Watch(Thread):
-    """Watches one shard group until it is gone.
+    """A thread that watches one shard group until it is gone.
 
     Args:
         group: the shard group, which isn't kept alive.
@@ -64,7 +64,7 @@ class Watch(Thread):
     Attributes:
         timeout: as given.
         pause: seconds between looks.
-        over: there is nothing to look at any more. (A finaliser may put into it, whatever it interrupts.)
+        over: gets an item when the watch is over; a finaliser may put it at any time.
     """
 
     def __init__(self, group: ShardGroup, timeout: float) -> None:
@@ -83,7 +83,7 @@ class Watch(Thread):
         self._answered = 0
 
     def run(self) -> None:
-        """Look now and then; in the end, answer what anybody may ask later: this rank begins no more collectives."""
+        """Look now and then; in the end, answer all later questions: this rank begins no more collectives."""
         while self._look(monotonic()):
             with suppress(Empty):
                 self.over.get(timeout=self.pause)
@@ -93,7 +93,7 @@ class Watch(Thread):
         del self._store  # whose last owner isn't to be a thread that nobody joins any more
 
     def _look(self, now: float) -> bool:
-        """Answer who has asked, and ask if this rank has waited for too long; False: there is nothing to look at."""
+        """Answer questions, and ask one if this rank has waited too long; return whether to look again."""
         group = self._group()
         progress = self._progress = self._progress if group is None else group.progress  # which may change
         if progress.left or group is None:
@@ -120,7 +120,7 @@ class Watch(Thread):
         return True
 
     def _place(self) -> Collective | None:
-        """What the host waits for, or the last that a device was given to wait for; None: nothing."""
+        """Return the collective that the host waits for, or the last in a device's queue; None: there is none."""
         return self._progress.waits_for or next(reversed(self._progress.queued()), None)
 
     # ---- answering ----
@@ -139,7 +139,7 @@ class Watch(Thread):
     # ---- asking ----
 
     def _found(self, place: Collective, now: float) -> tuple[str, str] | None:
-        """What is waited for, and who is missing there, in words (empty: nobody); None: not known yet."""
+        """Return the collective and its missing ranks in words, empty if none is missing; None: not known yet."""
         if self._question is None:
             leader = self._store.compare_set(_key(place, "leader"), "", str(self._rank))
             leads = str(leader, "ascii") == str(self._rank)
@@ -192,15 +192,16 @@ def _missing(place: Collective, answers: Iterable[dict[str, Any] | None]) -> str
 _watches: WeakKeyDictionary[ShardGroup, Watch] = WeakKeyDictionary()
 
 
-def seconds_of(stall_timeout: object) -> float:
-    """Return the seconds that an option asks for which hasn't been checked yet, or those of its default."""
+def seconds_of(diagnostics: object) -> float:
+    """Return the ``stall_timeout`` of options that haven't been checked yet, or its default where they are bad."""
+    stall_timeout = getattr(diagnostics, "stall_timeout", None)
     if isinstance(stall_timeout, (int, float)) and 0 <= stall_timeout < inf:
         return stall_timeout
-    return _DEFAULT
+    return Diagnostics.stall_timeout
 
 
 def watch(group: ShardGroup, timeout: float) -> Watch | None:
-    """Report any wait in ``group`` that takes longer than ``timeout`` seconds, or than a share of its own timeout.
+    """Start reporting waits in ``group`` of more than ``timeout`` seconds, or a share of the group's own timeout.
 
     0: watch nothing.
     """

@@ -1,4 +1,4 @@
-"""Warnings for untrained parameters: they get gradients, and no optimizer of this package trains them."""
+"""Warns of parameters that get gradients although no optimizer of this package trains them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ..communication.progress import listed
 
 _log = logging.getLogger("lowlevel_zero")
 
-_EVERY = 64  # steps between two looks, in the long run
+_EVERY = 64  # steps between two checks, in the long run
 
 
 class _Trained(Protocol):
-    """An optimizer, with the two attributes that say which parameters it trains."""
+    """The attributes of an optimizer that say which parameters it trains."""
 
     model: nn.Module | None
     sharded_parameters: ParameterStore
 
 
 class Untrained:
-    """Warns once of parameters that were replaced after construction, or never handed over.
+    """Warns once of parameters that were replaced after construction, or never given to an optimizer.
 
-    A look at all parameters takes about a microsecond each. It comes after steps 1, 2, 4, ... and then after every
-    64th, and after the first step in which some rank lacked a gradient: a layer that was replaced gets none any more.
-    Each rank looks by itself.
+    A check takes about a microsecond for each parameter. It runs after steps 1, 2, 4, ... and then after every 64th,
+    and after the first step in which some rank lacked a gradient, as of a layer that was replaced. Each rank checks by
+    itself.
 
     Args:
-        model: the module whose parameters are to be trained; None: there is none.
+        model: the module whose parameters should be trained; None: there is none.
         parameters: the optimizer's records.
-        rank: this process's, for messages.
+        rank: this process's rank, for messages.
         alive: returns all optimizers of this process, in the order of their construction.
     """
 
@@ -53,14 +53,14 @@ class Untrained:
         self._told: set[str] = set()
 
     def look(self, steps: int, lacked: bool) -> None:
-        """Warn, if it is time to look after this number of ``steps``; ``lacked``: some of them lacked a gradient."""
+        """Check after this number of ``steps``, if a check is due; ``lacked``: some step lacked a gradient."""
         due = steps % _EVERY == 0 or steps & (steps - 1) == 0 or lacked > self._lacked
         self._lacked = lacked
         if not due or self._model is None:
             return
         alive = self._alive().values()
         of_model = [each.sharded_parameters for each in alive if each.model is self._model]
-        if not of_model or of_model[0] is not self._parameters:  # the first one looks for all
+        if not of_model or of_model[0] is not self._parameters:  # the first optimizer of a model checks for all
             return
         trained = {record.p for each in alive for record in each.sharded_parameters.records}
         untrained = {p for p in self._model.parameters() if p.requires_grad and p.grad is not None} - trained

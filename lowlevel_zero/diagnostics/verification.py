@@ -1,4 +1,4 @@
-"""Verification: whether all ranks hold the same parameters, bit for bit."""
+"""Verifies that all ranks hold the same parameters, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..communication.agreement import Alike, first_difference, raised_by_all
 from ..communication.failed_ranks import listed_ranks
 from ..communication.shard_group import ShardGroup
 
-# Elements that are multiplied at a time; the products take 8 bytes each.
+# Elements that are multiplied at a time. Each product takes 8 bytes.
 _CHUNK = 2**20
-# Odd, so that multiplying modulo 2**64 loses nothing: with odd factors no flipped bit, nor two, leave a sum as it was.
+# An odd factor, so that multiplying modulo 2**64 loses nothing: one flipped bit, or two, always change the sum.
 _FACTOR = 6364136223846793005
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _MODEL = Alike("the same tensors of the model", "replace, add and remove modules alike on all ranks")
 
 
 def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Module | None, buffers: bool) -> None:
-    """Raise, on all ranks, unless all hold the same parameters, bit for bit.
+    """Raise on all ranks unless all hold the same parameters, bit for bit.
 
     Args:
-        parameters: the records, which say what ranks share each tensor.
+        parameters: the records, which know the ranks that share each tensor.
         names: the names of the param groups' parameters.
-        model: its other parameters are compared, too.
-        buffers: compare the model's buffers, too.
+        model: the module whose other parameters are compared too; None: there is none.
+        buffers: compare the module's buffers too.
     """
     ranks = parameters.shard_groups[0]
     of_model = own_names(model).items()
@@ -45,10 +45,10 @@ def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Modul
 
 
 def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
-    """Describe the first of these tensors that isn't the same on all ranks of ``group``; None: all are.
+    """Describe the first tensor among ``names`` that differs between the ranks of ``group``; None: no tensor does.
 
     Raises:
-        Exception: this rank's error in reading them; or a ``RuntimeError`` that names another rank's.
+        Exception: this rank could not read a tensor; if another rank could not, a ``RuntimeError`` names it.
     """
     error: Exception | None = None
     sums: list[int] = []
@@ -73,7 +73,7 @@ def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a 0-d int64 on the tensor's device that depends on each bit and its place."""
+    """Return a 0-d int64 on the tensor's device, which depends on each bit of the tensor and its place."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -84,7 +84,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _read(sums: Sequence[Tensor]) -> list[int]:
-    """Return the sums by one copy to the host, or one from each device."""
+    """Return the sums on the host, by one copy from each device."""
     values: list[int] = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     return values
 

@@ -8,12 +8,11 @@ from contextlib import contextmanager, suppress
 import torch
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.step_state import Phase, StepState
+from ..bookkeeping.step_state import Damage, Phase, StepState
 from ..communication.agreement import Call, WrittenOnSome, is_raised_by_all, moment
 from ..communication.shard_group import ShardGroup
 from ..diagnostics.guards import Guard
 from ..sharded_group import ShardedGroup
-from .edits import refuse
 
 
 class Calls:
@@ -51,17 +50,13 @@ class Calls:
             except WrittenOnSome as some:
                 self._guard.check_same_values(some, each.records, each.group)
                 each.reducer.finish(call._replace(written=()))
-        if self._state.deferred is not None:
-            self._state.raise_deferred()
+        self._state.failure.raise_deferred()
         if self._state.phase is Phase.COMING:
             self._state.phase = Phase.COMPLETE
 
     def finish_gradients_for(self, doing: str) -> None:
-        """Complete all gradients for a use of ``p.grad``; raise after ``synchronize``, which leaves none there."""
-        call = self.enter(doing)
-        if self._state.phase is Phase.SYNCHRONIZED:
-            refuse(self._ranks, doing)
-        self.finish_gradients(call)
+        """Complete all gradients for a use of ``p.grad``."""
+        self.finish_gradients(self.enter(doing))
 
     def finish_gradients_to_read(self, record: ShardedParameter, doing: str) -> None:
         """Complete all gradients to read that of ``record``, which ranks must have in common."""
@@ -78,11 +73,10 @@ class Calls:
         with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
             for each in self._groups:
                 each.reducer.agree_on_syncs(Call(doing))
-        if self._state.deferred is not None:
-            self._state.raise_deferred()
+        self._state.failure.raise_deferred()
 
     @contextmanager
-    def taking_part(self, catch_up: Callable[[], object], undefined: bool = False) -> Iterator[None]:
+    def taking_part(self, catch_up: Callable[[], object], damage: Damage = Damage.GRADIENTS) -> Iterator[None]:
         """Run a public call from its agreement on; where that fails on this rank, do what its peers wait for.
 
         An agreement tells errors of before it to all ranks, which raise together, and nothing has changed. After it a
@@ -98,16 +92,16 @@ class Calls:
 
         Args:
             catch_up: starts what this rank hasn't started of the call's collectives, and finishes what it can.
-            undefined: the call changes parameters or states.
+            damage: what an error in the midst of the call does.
         """
-        since, self._state.deferred, self._state.agreed = moment(), None, False
+        since, self._state.failure.deferred, self._state.agreed = moment(), None, False
         try:
             yield
         except BaseException as error:
             if not self._state.agreed:
-                self._state.note_failure(error)
+                self._state.failure.note(error)
             elif not is_raised_by_all(error, self._ranks, since):
-                self._state.lose(error, undefined)
+                self._state.failure.note(error, damage)
                 with suppress(Exception):  # the first error counts
                     if isinstance(error, Exception):
                         catch_up()
@@ -119,5 +113,5 @@ class Calls:
         try:
             yield
         except BaseException as error:
-            self._state.lose(error)
+            self._state.failure.note(error, Damage.GRADIENTS)
             raise

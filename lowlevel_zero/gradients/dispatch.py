@@ -17,8 +17,9 @@ from . import refusals
 from .operations import Kind, kind_of, mapped, name_of, tensors_in, written_arguments
 
 if TYPE_CHECKING:
+    from ..bookkeeping.gradient_store import Edit
     from ..bookkeeping.sharded_parameter import ShardedParameter
-    from .of_optimizer import Edit, OptimizerGradients
+    from .of_optimizer import OptimizerGradients
     from .sharded_gradient import ShardedGradient
 
     Edits = dict[OptimizerGradients, dict[ShardedParameter, list[Edit]]]
@@ -31,16 +32,11 @@ _ADD_, _ADD = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
 class Wholes:
     """Whole gradients that one operation reads.
 
-    Args:
-        what: the operation's name, for messages.
-
     Attributes:
-        what: as given.
         found: those that have been gathered, by the gradient that isn't a view.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self) -> None:
         self.found: dict[ShardedGradient, Tensor] = {}
         self._standing_for: dict[int, Tensor] = {}
 
@@ -66,10 +62,10 @@ def is_sharded(value: object) -> TypeGuard[ShardedGradient]:
     return isinstance(value, Handle)
 
 
-def own_part(record: ShardedParameter, whole: Tensor) -> Tensor:
-    """Return this rank's elements of a tensor of ``p``'s shape, ``[n]`` without padding."""
+def own_part(record: ShardedParameter, tensor: Tensor, of_slice: bool) -> Tensor:
+    """Return this rank's elements of a tensor of ``p``'s shape, or ``of_slice`` of ``p32``'s: ``[n]``, unpadded."""
     start, stop = record.split.span(record.rank)
-    return record.flatten(whole)[start:stop]
+    return record.flat_slice(tensor)[: stop - start] if of_slice else record.flatten(tensor)[start:stop]
 
 
 def perform(func: Any, args: Args, kwargs: Keywords) -> Any:
@@ -114,14 +110,14 @@ def _first_of(*given: Any) -> ShardedGradient:
 
 
 def _read(func: Any, args: Args, kwargs: Keywords) -> Any:
-    wholes = Wholes(name_of(func))
+    wholes = Wholes()
     return func(*wholes.given(args), **wholes.given(kwargs))
 
 
 def _write(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Write to whole gradients; each rank then takes its slices of those that changed."""
     written = [each.root() for each in _written(func, args, kwargs) if is_sharded(each)]
-    wholes = Wholes(name_of(func))
+    wholes = Wholes()
     given, keywords = wholes.given(args), wholes.given(kwargs)
     before = {root: wholes.found[root].clone() for root in written}
     results = func(*given, **keywords)
@@ -222,11 +218,10 @@ def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> T
     if is_sharded(value):
         if value.is_of_slice == target.is_of_slice and _is_split_alike(record, value):
             return value.to_local()[: stop - start]
-        value = value.whole_in(Wholes("an edit by it"))
+        value = value.whole_in(Wholes())
     if value.dim() == 0:
         return value
-    whole = _expanded(target, value)
-    return whole[: stop - start] if target.is_of_slice else own_part(record, whole)
+    return own_part(record, _expanded(target, value), target.is_of_slice)
 
 
 def _is_split_alike(record: ShardedParameter, value: ShardedGradient) -> bool:

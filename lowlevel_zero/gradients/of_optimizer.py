@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..bookkeeping.gradient_store import GradientStore
+from ..bookkeeping.gradient_store import Edit, GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import Phase, StepState
 from ..communication.agreement import NORMS
@@ -19,8 +18,6 @@ from ..sharded_group import ShardedGroup
 from ..state.values import Slice, whole_gradients, whole_slices
 from .calls import Calls
 from .sharded_gradient import ShardedGradient
-
-Edit: TypeAlias = Callable[[Tensor], object]
 
 
 class OptimizerGradients:
@@ -64,7 +61,9 @@ class OptimizerGradients:
         if not self._finished or self._known_at != self.versions or norm_type not in self._known:
             (group,) = self._groups
             with self._gathering(self._group, lambda: self._together(self._zeros(len(group.records)), norm_type)):
+                without = [record for record in group.records if record.p.grad is None]
                 self._calls.finish_gradients_for(NORMS)
+                self._refuse_late(without)
                 if self._known_at != self.versions:
                     self._known.clear()
                     self._known_at = self.versions
@@ -73,24 +72,24 @@ class OptimizerGradients:
         known = self._known[norm_type]
         return [known[record.index] for record in records]
 
+    def _refuse_late(self, without: Iterable[ShardedParameter]) -> None:
+        """Raise if a gradient has come for a parameter that was ``without`` one when the caller took its norms."""
+        late = [record.name for record in without if record.p.grad is not None]
+        if late:
+            raise RuntimeError(
+                f"{late[0]}: expected norms of p.grad after the same backwards on every rank, but other ranks have run "
+                "more, and this one had no gradient of it when it took norms: clip by lowlevel_zero.clip_grad_norm_, "
+                "and begin the step anew with optimizer.zero_grad() on all"
+            )
+
     # Parameters that no rank had a gradient for are left out of edits. ``what`` names the edit: the ranks compare them
     # in their next call, since one that some ranks alone make would leave a gradient of several makings.
 
     def edit(self, edits: Mapping[ShardedParameter, Iterable[Edit]], what: str) -> None:
-        """Make edits of this rank's slices, each ``[n]`` without padding, averaged and unscaled, where steps are taken.
-
-        fp16: an element that overflowed stays as it is, so that the step is skipped, as ``GradScaler`` skips one
-        whatever has been made of its gradients.
-        """
-        keeps_overflow = self._state.is_scaled
+        """Make edits of this rank's slices, each ``[n]`` without padding, as ``GradientStore.edit`` does."""
         for store, some in self._to_edit(edits, what):
             with self._calls.changing_gradients():
-                for record, own in store.edited(some):
-                    before = own.clone() if keeps_overflow else None
-                    for edit in edits[record]:
-                        edit(own)
-                    if before is not None:
-                        own.copy_(torch.where(before.isfinite(), own, before))
+                store.edit({record: edits[record] for record in some})
 
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor, what: str) -> None:
         """Multiply gradients by one number."""
@@ -139,7 +138,7 @@ class OptimizerGradients:
             own = each.gradients.averaged(record)
             if own is not None:
                 return own
-        return torch.zeros(record.split.slice_size, device=record.padded.device)
+        return torch.zeros(record.row.numel(), device=record.padded.device)
 
     @torch.no_grad()
     def gathered(self, record: ShardedParameter, own: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ class OptimizerGradients:
         doing = f"read a detached p.grad of {record.common_name}"
         self._calls.enter(doing)
         self._calls.finish_syncs(doing)
-        (whole,) = whole_slices([Slice(record, own)], self._group_of(record).group)
+        (whole,) = whole_slices([Slice.of_row(record, own)], self._group_of(record).group)
         return whole.to(record.p.dtype)
 
     def _group_of(self, record: ShardedParameter) -> ShardedGroup:

@@ -96,15 +96,6 @@ def of_ddp(name: str) -> RuntimeError:
     )
 
 
-def of_slice(name: str, what: str) -> RuntimeError:
-    """Return the error for reading the gradient of a slice, as the wrapped optimizer's own step does."""
-    return RuntimeError(
-        f"{name}: expected norms or edits of .grad of a slice in param_groups before the step, got {what}: read the "
-        "model's p.grad, or .grad.to_local() of the slice; and step by the LowLevelZeroOptimizer, not by the optimizer "
-        "that it wraps"
-    )
-
-
 def of_dead(name: str) -> RuntimeError:
     """Return the error for a gradient whose optimizer is gone."""
     return RuntimeError(

@@ -10,8 +10,8 @@ as on the averaged, unscaled gradient, over all ranks (``dispatch.py``):
   so to a whole one, of which each rank then takes its slice.
 - Views write through. ``detach()`` and ``.data`` do too, and keep the values that they were taken with.
 
-``p32.grad`` of the slices in ``optimizer.param_groups`` is one too, of the slice's shape, from the backward to the
-step. Norms of it are the whole gradient's, so that clipping over either is that of the run without sharding.
+``p32.grad`` of the slices in ``optimizer.param_groups`` is one too, of the slice's shape. Reading it reads this rank's
+slice. Norms of it are the whole gradient's, so that clipping over either is that of the run without sharding.
 """
 
 from __future__ import annotations
@@ -78,8 +78,13 @@ class ShardedGradient(Handle):
     # ---- its values ----
 
     def full_tensor(self) -> Tensor:
-        """Return all of the gradient, averaged and unscaled, in the parameter's dtype. Every rank calls it."""
+        """Return all of the gradient, averaged and unscaled, in the parameter's dtype. Every rank calls it.
+
+        Of ``p32.grad`` return this rank's slice, in the dtype and on the device of ``p32``.
+        """
         record, gradients = self.held()
+        if self.is_of_slice:
+            return record.shaped(self.to_local().to(record.p32))
         whole = gradients.whole(record)
         self.held()  # finishing reductions may have found that it was cleared
         return torch.zeros_like(record.p, requires_grad=False) if whole is None else whole
@@ -195,8 +200,6 @@ class ShardedGradient(Handle):
     def whole_in(self, wholes: Wholes) -> Tensor:
         """Return all of it for an operation, which gathers each gradient once."""
         if self not in wholes.found:
-            if self.is_of_slice:
-                raise refusals.of_slice(self.name_of_parameter, wholes.what)
             wholes.found[self] = self.full_tensor()
         return wholes.found[self]
 
@@ -205,7 +208,7 @@ class ShardedGradient(Handle):
         record, gradients = self.held()
         if after.shape != before.shape:
             raise refusals.of_shape(self.name_of_parameter, before.shape, after.shape)
-        old, new = own_part(record, before), own_part(record, after)
+        old, new = (own_part(record, each, self.is_of_slice) for each in (before, after))
 
         def edit(own: Tensor) -> None:
             own.copy_(torch.where((new == old).to(own.device), own, new.to(own)))
@@ -239,6 +242,8 @@ class DetachedGradient(ShardedGradient):
     def full_tensor(self) -> Tensor:
         """Return the whole gradient that this detached one keeps. Every rank calls it."""
         record, gradients = self.held()
+        if self.is_of_slice:
+            return super().full_tensor()
         return self._of.full_tensor() if self.is_current else gradients.gathered(record, self._kept)
 
     def to_local(self) -> Tensor:
@@ -288,7 +293,7 @@ class ViewOfGradient(ShardedGradient):
 
     def full_tensor(self) -> Tensor:
         """Return all of the view. Every rank calls it."""
-        return self.whole_in(Wholes("full_tensor")).clone()
+        return self.whole_in(Wholes()).clone()
 
     def to_local(self) -> Tensor:
         """Raise: its elements may be other ranks'."""

@@ -1,15 +1,16 @@
 """The layout of an optimizer: the elements that each rank owns, their places in buckets, and the bytes of a rank.
 
-It reads records, sharded groups and options; the optimizer's ``layout()`` and ``memory_held()`` return what it finds.
+``layout_of``, ``memory_held`` and ``traffic_of`` take a ``LowLevelZeroOptimizer``, on one rank or on all: none of them
+communicates.
 
 =======  ==============================================================================================================
+held     the bytes that a rank holds by owner, and the bytes that it has sent
 records  the layout of parameters and buckets, as records, text and JSON
-held     bytes by owner: those that a rank holds now, and those of one parameter by arithmetic
 text     tables, and amounts in units of their size
 =======  ==============================================================================================================
 """
 
-from .held import Held
-from .records import Layout
+from .held import Held, memory_held, traffic_of
+from .records import Layout, layout_of
 
-__all__ = ["Held", "Layout"]
+__all__ = ["Held", "Layout", "layout_of", "memory_held", "traffic_of"]

@@ -1,30 +1,38 @@
-"""Bytes by owner: the ones that a rank holds now, each storage counted once, and one parameter's by arithmetic."""
+"""Bytes by owner, and the account of the bytes that an optimizer holds and sends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..options import ZeroOptions
-from ..partition import EvenSplit
 from ..sharded_group import ShardedGroup
+
+
+class Sharded(Protocol):
+    """The attributes of a ``LowLevelZeroOptimizer`` that its accounts are read from."""
+
+    optim: Optimizer
+    options: ZeroOptions
+    sharded_parameters: ParameterStore
+    sharded_groups: list[ShardedGroup]
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that one rank holds, by the owners that ``optimizer.memory_held()`` names."""
+    """The bytes that one rank holds, by owner."""
 
     parameters: int = 0  # whole parameters with their padding
-    gradients: int = 0  # reduced ones: slices in stage 2, whole ones in stage 1
-    masters: int = 0  # slices that aren't their parameters' own rows
-    states: int = 0  # the optimizer's states of slices; 0 before the first step
+    gradients: int = 0  # reduced gradients: slices in stage 2, whole buckets in stage 1
+    masters: int = 0  # slices that don't share their parameters' memory
+    states: int = 0  # the wrapped optimizer's states of slices; 0 before the first step
+    bucket_buffers: int = 0  # memory that is kept for bucket buffers
 
     def __add__(self, other: Held) -> Held:
         """Return the sum by owner."""
@@ -33,72 +41,53 @@ class Held:
             self.gradients + other.gradients,
             self.masters + other.masters,
             self.states + other.states,
+            self.bucket_buffers + other.bucket_buffers,
         )
 
     @property
     def total(self) -> int:
         """The bytes of all owners together."""
-        return self.parameters + self.gradients + self.masters + self.states
+        return self.parameters + self.gradients + self.masters + self.states + self.bucket_buffers
 
 
 NOTHING = Held()
+OWNERS = tuple(vars(NOTHING))
+OF_PARAMETERS = OWNERS[:4]  # the owners whose bytes belong to single parameters
 
 
-def held_of(
-    split: EvenSplit, dtype: torch.dtype, options: ZeroOptions, states: int, reduced: torch.dtype | None = None
-) -> Held:
-    """Return the bytes that a rank holds of a parameter after a backward.
-
-    Args:
-        split: which elements each rank owns.
-        dtype: the parameter's.
-        options: the optimizer's.
-        states: bytes of the slice's states.
-        reduced: dtype of the reduced gradient; None: the one in which gradients travel.
-    """
-    master = master_dtype(dtype, options)
-    apart = options.cpu_offload or master != dtype or options.in_fp8(split.numel, split.world_size)
-    rows = split.slice_size if options.keeps_row_only else split.padded_numel
-    return Held(
-        parameters=split.padded_numel * dtype.itemsize,
-        gradients=rows * (reduced or options.communication_dtype or dtype).itemsize,
-        masters=split.slice_size * master.itemsize if apart else 0,
-        states=states,
-    )
+# ---- the accounts of an optimizer ----
 
 
-def master_dtype(dtype: torch.dtype, options: ZeroOptions) -> torch.dtype:
-    """Return the dtype of the master slice of a parameter of ``dtype``."""
-    return torch.promote_types(dtype, torch.float32) if options.master_weights else dtype
-
-
-# ---- what is held now ----
-
-
-def memory_held(optim: Optimizer, parameters: ParameterStore, groups: Sequence[ShardedGroup]) -> dict[str, int]:
-    """Return the bytes that this rank holds now, by owner, each storage counted once.
-
-    Args:
-        optim: the wrapped optimizer.
-        parameters: the records.
-        groups: the same records by shard group.
-    """
+def memory_held(optimizer: Sharded) -> Held:
+    """Return the bytes that this rank holds now, by owner, each storage counted once. Doesn't communicate."""
+    parameters = optimizer.sharded_parameters
     gradients = [each for each in (record.unreduced for record in parameters) if each is not None]
-    for group in groups:
+    for group in optimizer.sharded_groups:
         gradients += group.gradients.held()
         gradients += [tensor for work in group.reducer.under_way() for tensor in work.tensors]
-    return held_bytes(
-        {
-            "parameters": [
-                *(p for members in parameters.groups for p in members),
-                *(record.padded for record in parameters),
-            ],
-            "gradients": gradients,
-            "masters": [record.p32 for record in parameters],
-            "states": [tensor for state in optim.state.values() for tensor in state_tensors(state)],
-            "bucket_buffers": [buffer for ranks in parameters.shard_groups for buffer in ranks.held()],
-        }
-    )
+    owners: dict[str, Sequence[Tensor]] = {
+        "parameters": [
+            *(p for members in parameters.groups for p in members),
+            *(record.padded for record in parameters),
+        ],
+        "gradients": gradients,
+        "masters": [record.p32 for record in parameters],
+        "states": [tensor for state in optimizer.optim.state.values() for tensor in state_tensors(state)],
+        "bucket_buffers": [buffer for ranks in parameters.shard_groups for buffer in ranks.held()],
+    }
+    return Held(**held_bytes(owners))
+
+
+def traffic_of(optimizer: Sharded) -> dict[str, int]:
+    """Return the bytes of bucket buffers that this rank has sent so far, by purpose. Doesn't communicate.
+
+    The purposes are "reduce" and "gather". Bytes are counted alike on every backend, and an all-reduce
+    as a reduce-scatter and a gather. With hybrid sharding "reduce_outer" and "gather_outer" are the bytes among
+    them that crossed the outer level.
+    """
+    by_group = [group.traffic() for group in optimizer.sharded_parameters.shard_groups]
+    purposes = dict.fromkeys(purpose for sent in by_group for purpose in sent)
+    return {purpose: sum(sent.get(purpose, 0) for sent in by_group) for purpose in purposes}
 
 
 def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:

@@ -9,82 +9,164 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from ..bookkeeping.bucket_plan import BucketPlan, PlannedBucket
+from ..communication.fp8 import encoded_size
 from ..options import ZeroOptions
-from ..partition import EvenSplit
+from ..partition import Split
 from ..sharded_group import ShardedGroup
-from .held import NOTHING, Held, held_of, state_tensors
+from .held import NOTHING, OF_PARAMETERS, Held, Sharded, state_tensors
 from .text import aligned, counted, dtype_text, in_bytes, ranks_text, shape_text
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One parameter."""
+    """One parameter.
+
+    Attributes:
+        name: the model's.
+        shape, dtype: the parameter's.
+        communication_dtype: the dtype in which its gradient travels.
+        split: its elements, the size of slices, and the padding behind the last one.
+        group: the index of its param group.
+        process_group: the global ranks that share it, in the order of their slices.
+        everywhere: the bytes that each of these ranks holds of it, whoever owns it.
+        own: the bytes that a rank holds of it beside these, since it owns a slice.
+        bucket: the number of its bucket; None: an empty parameter has none, and a checkpoint's buckets are unknown.
+        offset: the first column of its slice in the bucket's row.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    communication_dtype: torch.dtype  # in which its gradient travels
-    split: EvenSplit  # its elements, the size of slices, and the padding behind the last one
-    group: int  # index of its param group
-    process_group: tuple[int, ...]  # global ranks that share it, as they own it (of replicas this rank's)
-    bytes: Held  # the bytes that a rank holds of it
-    bucket: int | None = None  # number of its bucket; None: it is empty, and never travels, or it is a checkpoint's
-    offset: int | None = None  # where its slice starts in that bucket's row, in elements
+    communication_dtype: torch.dtype
+    split: Split
+    group: int
+    process_group: tuple[int, ...]
+    everywhere: Held
+    own: Held
+    bucket: int | None = None
+    offset: int | None = None
 
     @property
     def owners(self) -> int:
-        """The number of ranks that own an element of it, and not only padding."""
-        return -(-self.split.numel // self.split.slice_size) if self.split.numel else 0
+        """The number of ranks that own an element of it."""
+        return sum(start < stop for start, stop in self.spans)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Every rank's first and one-past-last element, in the order of ``process_group``."""
+        return [self.split.span(place) for place in range(len(self.process_group))]
+
+    def bytes_on(self, rank: int) -> Held:
+        """Return the bytes that a global rank holds of it."""
+        if rank not in self.process_group:
+            return NOTHING
+        owner = self.split.owner
+        return self.everywhere + self.own if owner in (None, self.process_group.index(rank)) else self.everywhere
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON, with every rank's span in the order of ``process_group``."""
-        split = self.split
-        sizes = {"numel": split.numel, "padding": split.padding, "slice_size": split.slice_size}
-        spans = [split.span(rank) for rank in range(split.world_size)]
+        """Return everything for JSON."""
+        sizes = {name: getattr(self.split, name) for name in ("numel", "padding", "slice_size")}
         dtypes = {"dtype": dtype_text(self.dtype), "communication_dtype": dtype_text(self.communication_dtype)}
-        found = {**vars(self), **dtypes, **sizes, "bytes": asdict(self.bytes), "spans": spans, "owners": self.owners}
+        held = {
+            "everywhere": asdict(self.everywhere),
+            "own": asdict(self.own),
+            "bytes": asdict(self.everywhere + self.own),
+        }
+        found = {**vars(self), **dtypes, **sizes, **held, "spans": self.spans, "owners": self.owners}
         del found["split"]
         return found
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket."""
+    """One bucket.
 
-    number: int  # its place in the plan; further process groups' plans count on
-    process_group: tuple[int, ...]  # global ranks that share it: the buffer's rows
-    dtype: torch.dtype  # in which gradients travel
-    members: tuple[str, ...]  # names of its parameters, in the order of the buffer
-    body: int  # columns of one rank's row that the slices take
-    row: int  # all columns, with those that only fill it
-    rows: int  # of the buffer: one a rank
-    buffer_bytes: int  # of all of them
-    in_place: bool  # its one gradient is reduced where it is
+    Attributes:
+        number: its place in the plan; the plans of further process groups count on.
+        process_group: the global ranks that share it.
+        members: the names of its parameters, in the order of the buffer.
+        planned: its place in the plan of its process group, and its widths.
+        rows: the rows of its buffer, one a rank, or one alone.
+        dtype: the dtype in which gradients travel.
+        parameter_dtype: the dtype of the parameters.
+        owner: the place in ``process_group`` of the rank that owns all its parameters; None: each rank owns a slice.
+    """
+
+    number: int
+    process_group: tuple[int, ...]
+    members: tuple[str, ...]
+    planned: PlannedBucket
+    rows: int
+    dtype: torch.dtype
+    parameter_dtype: torch.dtype
+    owner: int | None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Buckets of one kind may be stepped and gathered together."""
+        return self.dtype, self.parameter_dtype, self.planned.fp8, self.owner
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of its buffer."""
+        return self.rows * self.planned.row * self.dtype.itemsize
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a row of the buffer on its way, in fp8 or in ``dtype``."""
+        return encoded_size(self.planned.row) if self.planned.fp8 else self.planned.row * dtype.itemsize
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for JSON."""
+        planned = {name: getattr(self.planned, name) for name in ("body", "row", "in_place", "fp8")}
+        dtypes = {"dtype": dtype_text(self.dtype), "parameter_dtype": dtype_text(self.parameter_dtype)}
+        return {**vars(self), **dtypes, "planned": planned, "buffer_bytes": self.buffer_bytes}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters and buckets of an optimizer, or of a checkpoint."""
+    """The parameters and buckets of an optimizer, of a checkpoint, or of a run that is planned.
 
-    rank: int | None  # the global rank whose layout it is; None: no rank's, but a checkpoint's
+    Attributes:
+        rank: the global rank that holds ``bytes``.
+        stage: 1 or 2.
+        parameters: the trained ones, as registered, process group by process group.
+        buckets: in the order of their numbers.
+    """
+
+    rank: int
     stage: int
-    parameters: tuple[ParameterLayout, ...]  # the trained ones, as registered, process group by process group
-    buckets: tuple[BucketLayout, ...]  # in the order of their numbers; a checkpoint has none
+    parameters: tuple[ParameterLayout, ...]
+    buckets: tuple[BucketLayout, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks that share a parameter."""
+        groups = dict.fromkeys(p.process_group for p in self.parameters)
+        return sorted({rank for group in groups for rank in group})
 
     @property
     def world_size(self) -> int:
         """The number of ranks that share a parameter."""
-        return len({rank for p in self.parameters for rank in p.process_group})
+        return len(self.ranks)
 
     @property
     def bytes(self) -> Held:
-        """The bytes that a rank holds of all parameters: this rank, or the first one."""
-        first = min(rank for p in self.parameters for rank in p.process_group)
-        rank = first if self.rank is None else self.rank
-        return sum((p.bytes for p in self.parameters if rank in p.process_group), NOTHING)
+        """The bytes that ``rank`` holds of all parameters."""
+        return sum((p.bytes_on(self.rank) for p in self.parameters), NOTHING)
+
+    @property
+    def totals(self) -> dict[int, int]:
+        """The bytes that each global rank holds of all parameters together."""
+        found = dict.fromkeys(self.ranks, 0)
+        for p in self.parameters:
+            owner = p.split.owner
+            for rank in p.process_group:
+                found[rank] += p.everywhere.total + (p.own.total if owner is None else 0)
+            if owner is not None:
+                found[p.process_group[owner]] += p.own.total
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""
@@ -93,7 +175,7 @@ class Layout:
             "rank": self.rank,
             "stage": self.stage,
             "parameters": [p.as_dict() for p in self.parameters],
-            "buckets": [{**vars(bucket), "dtype": dtype_text(bucket.dtype)} for bucket in self.buckets],
+            "buckets": [bucket.as_dict() for bucket in self.buckets],
             "bytes": asdict(self.bytes),
         }
 
@@ -102,56 +184,71 @@ class Layout:
         return json.dumps(self.as_dict(), indent=1)
 
     def table(self) -> str:
-        """Return a heading, a line a parameter, and, of an optimizer, a line a bucket."""
+        """Return a heading, a line a parameter, and a line a bucket."""
         numel, padding = sum(p.split.numel for p in self.parameters), sum(p.split.padding for p in self.parameters)
-        over = f"over {counted(self.world_size, 'rank')}, stage {self.stage}"
-        buckets = f", {counted(len(self.buckets), 'bucket')}" if self.buckets else ""
-        heading = f"{counted(numel, 'element')} in {counted(len(self.parameters), 'parameter')} {over}{buckets}"
-        tables = [self._parameter_table(), *([self._bucket_table()] if self.buckets else [])]
-        return "\n\n".join([f"{heading}, padding {padding / max(1, numel):.2%}", *tables])
+        over = f"over {counted(self.world_size, 'rank')}, stage {self.stage}, {counted(len(self.buckets), 'bucket')}"
+        heading = f"{counted(numel, 'element')} in {counted(len(self.parameters), 'parameter')} {over}"
+        heading += f", padding {padding / max(1, numel):.2%}"
+        return "\n\n".join([heading, self._parameters(), self._buckets(), *self._shares()])
 
-    def _parameter_table(self) -> str:
-        own = "span" if self.rank is None else f"span of rank {self.rank}"
-        head = ("parameter", "shape", "dtype", "group", "elements", "padding", "slice", "owners", own)
-        rows: list[tuple[str, ...]] = [(*head, "bucket", "offset", *vars(NOTHING))]
+    def _shares(self) -> list[str]:
+        """Return a line about the shares of parameters that ranks own whole, if there are any."""
+        shares = dict.fromkeys(self.ranks, 0)
         for p in self.parameters:
-            start, stop = p.split.span(0 if self.rank is None else p.process_group.index(self.rank))
-            more = ", …" if self.rank is None and p.owners > 1 else ""  # every rank's follows from the first one's
-            span = f"{start:,}:{stop:,}{more}" if start < stop else "nothing"
+            if p.split.owner is not None:
+                shares[p.process_group[p.split.owner]] += p.split.numel
+        most, least, mean = max(shares.values()), min(shares.values()), sum(shares.values()) / len(shares)
+        told = f"{most:,} on the fullest rank, {least:,} on the emptiest, {mean:,.0f} on average"
+        return [f"elements of parameters that a rank owns whole: {told}"] if most else []
+
+    def _parameters(self) -> str:
+        head = ("parameter", "shape", "dtype", "group", "elements", "padding", "slice", "owners")
+        rows: list[tuple[str, ...]] = [(*head, f"span of rank {self.rank}", "bucket", "offset", *OF_PARAMETERS)]
+        for p in self.parameters:
             place = ("-", "-") if p.bucket is None else (str(p.bucket), f"{p.offset:,}")
             kind = (p.name, shape_text(p.shape), dtype_text(p.dtype), str(p.group))
             sizes = (f"{size:,}" for size in (p.split.numel, p.split.padding, p.split.slice_size, p.owners))
-            rows.append((*kind, *sizes, span, *place, *_in_bytes(p.bytes)))
-        rows.append(("together", *[""] * 10, *_in_bytes(self.bytes)))
+            span = span_text(p.split.span(p.process_group.index(self.rank)))
+            rows.append((*kind, *sizes, span, *place, *bytes_texts(p.bytes_on(self.rank))))
+        rows.append(("together", *[""] * 10, *bytes_texts(self.bytes)))
         return aligned(rows, right=range(4, 15))
 
-    def _bucket_table(self) -> str:
+    def _buckets(self) -> str:
         rows = [("bucket", "ranks", "dtype", "parameters", "slices", "row", "buffer", "")]
         for bucket in self.buckets:
             kind = (str(bucket.number), ranks_text(bucket.process_group), dtype_text(bucket.dtype))
-            sizes = (f"{bucket.body:,}", f"{bucket.row:,}", in_bytes(bucket.buffer_bytes))
-            note = "reduced in place" if bucket.in_place else ""
+            sizes = (f"{bucket.planned.body:,}", f"{bucket.planned.row:,}", in_bytes(bucket.buffer_bytes))
+            note = "reduced in place" if bucket.planned.in_place else ""
             rows.append((*kind, counted(len(bucket.members), "parameter"), *sizes, note))
         return aligned(rows, right=(0, 4, 5, 6))
 
 
-def _in_bytes(held: Held) -> Iterable[str]:
-    return map(in_bytes, vars(held).values())
+def span_text(span: tuple[int, int]) -> str:
+    """Return the elements that a rank owns, as in ``7:14``."""
+    start, stop = span
+    return f"{start:,}:{stop:,}" if start < stop else "nothing"
 
 
-def layout_of(optim: Optimizer, groups: Sequence[ShardedGroup], options: ZeroOptions) -> Layout:
-    """Return the layout of the parameters of ``groups``, whose slices ``optim`` steps, as this rank has them now."""
-    members = [(_members(optim, group, options), group.reducer.plan.whole) for group in groups]
-    return with_buckets(members, 2 if options.partition_grad else 1, dist.get_rank())
+def bytes_texts(held: Held) -> Iterable[str]:
+    """Return the bytes of the owners that every parameter has."""
+    return (in_bytes(getattr(held, owner)) for owner in OF_PARAMETERS)
 
 
-def _members(optim: Optimizer, group: ShardedGroup, options: ZeroOptions) -> list[ParameterLayout]:
-    ranks = tuple(group.group.slice_ranks)
-    found = []
+# ---- layouts are made of parameters and bucket plans ----
+
+
+def layout_of(optimizer: Sharded) -> Layout:
+    """Return the layout of an optimizer's parameters and buckets, as this rank has them now. Doesn't communicate."""
+    members = [(_members(optimizer, group), group.reducer.plan.whole) for group in optimizer.sharded_groups]
+    return with_buckets(members, optimizer.options.stage, dist.get_rank())
+
+
+def _members(optimizer: Sharded, group: ShardedGroup) -> list[ParameterLayout]:
+    ranks, found = tuple(group.group.slice_ranks), []
     for record in group.records:
-        states = sum(value.nbytes for value in state_tensors(optim.state.get(record.p32, {})))
-        shape, dtype = tuple(record.p.shape), record.p.dtype
-        found.append(parameter_layout(record.name, shape, dtype, record.group, ranks, record.split, options, states))
+        states = sum(value.nbytes for value in state_tensors(optimizer.optim.state.get(record.p32, {})))
+        of = (record.name, tuple(record.p.shape), record.p.dtype, record.group, ranks, record.split)
+        found.append(parameter_layout(*of, optimizer.options, states))
     return found
 
 
@@ -161,18 +258,36 @@ def parameter_layout(
     dtype: torch.dtype,
     group: int,
     ranks: tuple[int, ...],
-    split: EvenSplit,
+    split: Split,
     options: ZeroOptions,
     states: int,
 ) -> ParameterLayout:
     """Return the layout of a parameter whose place in a bucket isn't known yet; ``states``: bytes of its slice's."""
-    travels = options.communication_dtype or dtype
-    return ParameterLayout(name, shape, dtype, travels, split, group, ranks, held_of(split, dtype, options, states))
+    travels = options.communication.dtype or dtype
+    master = master_dtype(dtype, options)
+    gradients = Held(gradients=(split.slice_size if options.stage == 2 else split.padded_numel) * travels.itemsize)
+    everywhere = Held(parameters=split.padded_numel * dtype.itemsize)
+    copied = options.cpu_offload or master != dtype or in_fp8(split, options)
+    elements = split.padded_numel // split.rows
+    own = Held(masters=elements * master.itemsize if copied else 0, states=states)
+    if options.stage == 2:
+        own += gradients
+    else:
+        everywhere += gradients
+    return ParameterLayout(name, shape, dtype, travels, split, group, ranks, everywhere, own)
 
 
-def with_buckets(
-    groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]], stage: int, rank: int | None = None
-) -> Layout:
+def master_dtype(dtype: torch.dtype, options: ZeroOptions) -> torch.dtype:
+    """Return the dtype of the master slice of a parameter of ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if options.master_weights else dtype
+
+
+def in_fp8(split: Split, options: ZeroOptions) -> bool:
+    """Return whether a parameter travels in fp8, which one that a rank owns whole never does."""
+    return split.owner is None and options.communication.in_fp8(split.numel, split.world_size)
+
+
+def with_buckets(groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]], stage: int, rank: int = 0) -> Layout:
     """Return the layout of parameters with their places in buckets, by the plan of each shard group."""
     parameters: list[ParameterLayout] = []
     buckets: list[BucketLayout] = []
@@ -186,17 +301,7 @@ def with_buckets(
     return Layout(rank, stage, tuple(parameters), tuple(buckets))
 
 
-def _bucket(number: int, bucket: PlannedBucket, parameters: Sequence[ParameterLayout]) -> BucketLayout:
-    first = parameters[bucket.members[0]]
-    rows = len(first.process_group)
-    return BucketLayout(
-        number=number,
-        process_group=first.process_group,
-        dtype=first.communication_dtype,
-        members=tuple(parameters[index].name for index in bucket.members),
-        body=bucket.body,
-        row=bucket.row,
-        rows=rows,
-        buffer_bytes=rows * bucket.row * first.communication_dtype.itemsize,
-        in_place=bucket.in_place,
-    )
+def _bucket(number: int, planned: PlannedBucket, parameters: Sequence[ParameterLayout]) -> BucketLayout:
+    first, names = parameters[planned.members[0]], tuple(parameters[index].name for index in planned.members)
+    dtypes = first.communication_dtype, first.dtype
+    return BucketLayout(number, first.process_group, names, planned, first.split.rows, *dtypes, first.split.owner)

@@ -1,22 +1,23 @@
-"""A probe: two fresh optimizers of a class step small parameters and flat slices of them, and must arrive at the same.
+"""Probes: fresh optimizers of a class step small parameters, and parts of them, and must arrive at the same.
 
-They are made by the class's constructor, with the options that the optimizer has recorded.
+The parts are flat slices, or some of the parameters, as the ranks would own them. The optimizers are made by the
+class's constructor, with the options that the optimizer has recorded.
 """
 
 from __future__ import annotations
 
 import inspect
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-from .whole_steps import MUON, full_name
 
 Options: TypeAlias = dict[str, Any]
 # Yields the gradients of one step after the other for the whole parameters that it is given, as they are then.
@@ -25,6 +26,7 @@ Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[li
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
 _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
+_LARGE = (16, 12, 5, 4, 3, 2)  # a shape of as many dimensions as a parameter has
 _RANKS = 3  # of which the first one's slices are tried; they end inside rows
 _LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
 _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
@@ -38,17 +40,41 @@ class NoProbe(Exception):
     """Raised if no other optimizer of the class can be made, or its steps prove nothing."""
 
 
-def probe(optimizer: Optimizer) -> str | None:
+def probe_elements(optimizer: Optimizer) -> str | None:
     """Describe how slices step otherwise than whole parameters under others of ``optimizer``'s class; None: they don't.
 
     If it can't be tried, the result says why. Runs in fp32 on the CPU. ``optimizer`` and random number generators stay
     unchanged.
     """
+    return _tried(_first_difference, optimizer)
+
+
+def probe_parameters(optimizer: Optimizer, dims: Sequence[int]) -> str | None:
+    """Describe how parameters step otherwise where two ranks own them; None: they don't.
+
+    Each rank steps the parameters that it owns, with nothing in the place of the others. The parameters have these
+    numbers of dimensions. Some have no gradient in one step, unless the class can't step so at all. Else as
+    ``probe_elements``.
+    """
     try:
         with _undisturbed():
-            return _first_difference(optimizer)
+            return _difference_of_owned(optimizer, dims, drops=True)
+    except NoProbe:
+        return _tried(partial(_difference_of_owned, dims=dims, drops=False), optimizer)
+
+
+def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) -> str | None:
+    try:
+        with _undisturbed():
+            return difference(optimizer)
     except NoProbe as failure:
         return f"it could not be tried ({failure})"
+
+
+def full_name(optimizer: Optimizer) -> str:
+    """Return the full name of the optimizer's class, without private modules, from which torch moves classes."""
+    cls = type(optimizer)
+    return re.sub(r"\._[a-z]\w*\.", ".", f"{cls.__module__}.{cls.__qualname__}")
 
 
 def first_states(
@@ -59,13 +85,25 @@ def first_states(
 ) -> list[Options]:
     """Return the state that a flat parameter of ``numel`` elements gets in its first step, one dict a param group.
 
-    The parameter is one of ``dtype`` on the host; None: one like the group's first. For Muon it is a matrix of one row,
-    and so is its state. ``optimizer`` stays unchanged. ``make``: makes another; None: its class's constructor.
+    The parameter is one of ``dtype`` on the host; None: one like the group's first. It is a matrix of one row where the
+    class takes no other. ``optimizer`` stays unchanged. ``make``: makes another; None: its class's constructor.
 
     Raises:
         NoProbe: no other optimizer of the class could be made.
     """
-    shape = (1, numel) if full_name(optimizer) == MUON else (numel,)
+    try:
+        return states_of_shape(optimizer, (numel,), dtype, make)
+    except NoProbe:
+        return states_of_shape(optimizer, (1, numel), dtype, make)
+
+
+def states_of_shape(
+    optimizer: Optimizer,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    make: Callable[[list[Tensor]], Optimizer] | None = None,
+) -> list[Options]:
+    """Return the state that a parameter of this ``shape`` gets in its first step; else as ``first_states``."""
     with _undisturbed():
         params: list[Tensor] = [
             torch.nn.Parameter(_zeros(shape, dtype, group["params"])) for group in optimizer.param_groups
@@ -183,28 +221,79 @@ def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
         _step(whole, wholes, grads)
         _step(sliced, slices, map(_first_slice, grads))
     for start, param, own in zip(starts, wholes, slices, strict=True):
-        expected = _first_slice(param.detach())
-        movement, gap = (param - start).abs().amax(), (expected - own).abs()
-        if not (movement + gap.amax()).isfinite():
-            raise NoProbe("a probe's parameters became infinite or NaN")
-        if (gap > _TOLERANCE * movement + _ROUNDINGS * expected.abs()).any():
+        gap = _gap(_first_slice(param.detach()), own, param, start)
+        if gap is not None:
             return (
-                f"a {tuple(param.shape)} parameter and its {_RANKS} flat slices differ by {gap.amax() / movement:.1e} "
+                f"a {tuple(param.shape)} parameter and its {_RANKS} flat slices differ by {gap:.1e} "
                 "of the update in a probe, so its updates depend on the other elements, on the shape, or on random "
                 "numbers"
             )
-        if movement <= _LEAST_MOVEMENT * start.abs().amax():
-            raise NoProbe(f"{len(_SIZES)} steps hardly moved a probe's parameter, which proves nothing")
     return None
 
 
-def _by_group(params: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    return [params[first : first + len(_SHAPES)] for first in range(0, len(params), len(_SHAPES))]
+def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float | None:
+    """Return by how much of ``param``'s movement from ``start`` two results differ; None: by rounding at most."""
+    movement, gap = (param - start).abs().amax(), (expected - got).abs()
+    if not (movement + gap.amax()).isfinite():
+        raise NoProbe("a probe's parameters became infinite or NaN")
+    if (gap > _TOLERANCE * movement + _ROUNDINGS * expected.abs()).any():
+        return float(gap.amax() / movement)
+    if movement <= _LEAST_MOVEMENT * start.abs().amax():
+        raise NoProbe(f"{len(_SIZES)} steps hardly moved a probe's parameter, which proves nothing")
+    return None
 
 
-def _step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
+def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool) -> str | None:
+    """Step parameters together, and those of each of two ranks apart, and return how the two differ.
+
+    There are two of each number of dimensions. With ``drops`` a rank's parameters have no gradients in one step.
+    """
+    options = _options_to_try(optimizer)
+    shapes = [shape for dim in dims for shape in (_LARGE[:dim], (*_LARGE[1:dim], 8)[:dim])]
+    generator = torch.Generator().manual_seed(0)
+    starts = [0.02 * _randn(shape, generator) for _ in options for shape in shapes]
+    wholes: list[Tensor] = [torch.nn.Parameter(start.clone()) for start in starts]
+    owned: list[list[Tensor]] = [[torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2)]
+    whole, *ranks = (
+        _fresh(optimizer, _options_to_try(optimizer), _by_group(params, len(shapes))) for params in (wholes, *owned)
+    )
+    for rank, (each, params) in enumerate(zip(ranks, owned, strict=True)):
+        _take_over(each, params, rank)
+    for number, grads in enumerate(_lasting(wholes, generator)):
+        given = [None if drops and number == 4 and at % 2 else grad for at, grad in enumerate(grads)]
+        _step(whole, wholes, given)
+        for rank, (each, params) in enumerate(zip(ranks, owned, strict=True)):
+            _step(each, params[rank::2], given[rank::2])
+    for at, (start, param) in enumerate(zip(starts, wholes, strict=True)):
+        gap = _gap(param.detach(), owned[at % 2][at].detach(), param, start)
+        if gap is not None:
+            return (
+                f"a {tuple(param.shape)} parameter that is stepped beside others and without them differs by {gap:.1e} "
+                "of the update in a probe, so its updates depend on other parameters, or on random numbers"
+            )
+    return None
+
+
+def _take_over(optimizer: Optimizer, params: list[Tensor], rank: int) -> None:
+    """Replace ``params`` as a rank does: every second one by a copy with its state; others leave the param groups."""
+    own: dict[Tensor, Tensor] = {}
+    for at, param in enumerate(params):
+        state = optimizer.state.pop(param, None)
+        if at % 2 == rank:
+            own[param] = params[at] = torch.nn.Parameter(param.detach().clone())
+            if state is not None:
+                optimizer.state[params[at]] = state
+    for group in optimizer.param_groups:
+        group["params"] = [own[param] for param in group["params"] if param in own]
+
+
+def _by_group(params: Sequence[Tensor], count: int = len(_SHAPES)) -> list[Sequence[Tensor]]:
+    return [params[first : first + count] for first in range(0, len(params), count)]
+
+
+def _step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.clone()  # some optimizers write into it
+        param.grad = None if grad is None else grad.clone()  # some optimizers write into it
     optimizer.step()
 
 
@@ -221,7 +310,8 @@ def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[
     for number, size in enumerate(_SIZES):
         grads = [size * (direction + 0.5 * _randn(direction.shape, generator)) for direction in directions]
         for grad in grads:
-            grad[0].mul_(number % 5 != 3)
+            if grad.dim():
+                grad[0].mul_(number % 5 != 3)
         yield grads
 
 

@@ -4,15 +4,15 @@ They step slices as they step what is whole then, bit for bit; but both quantise
 elements (4,096, unless bitsandbytes is told otherwise): a parameter whose slices are smaller keeps fp32 states. torchao
 wants whole blocks, besides: it doesn't quantise states of a parameter that has others, and so mustn't its slices' be.
 
-What is saved of a quantised state has one number an element, as all states have: its codes, and each one's scale. So it
-is gathered, cut and loaded like any other, at any number of ranks, and no bit is lost.
+A checkpoint has the codes and the scales of a quantised state as they are (``stored_state``); both are cut where slices
+are, at the boundaries of blocks. A whole state dict has one scale for each element instead (``flat_state``), so that it
+is gathered and cut like any other. No bit is lost either way, at any number of ranks.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..partition import EvenSplit
-from .whole_steps import full_name
+from .probe import full_name
 
 _TORCHAO = re.compile(r"torchao\.optim\.adam\.AdamW?8bit")
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.\w+\.(Paged)?(Adam|AdamW|Adagrad|Lion|RMSprop|SGD)(8bit|32bit)?")
@@ -64,22 +64,21 @@ def check_unstepped(optimizer: Optimizer, new: Sequence[Tensor], names: Mapping[
         )
 
 
-def slice_multiple(optimizer: Optimizer, numel: int, world_size: int, least: int = 1) -> int:
+def slice_multiple(optimizer: Optimizer, numel: int, world_size: int) -> int:
     """Return the number that the sizes of a parameter's slices must be multiples of.
 
     Args:
         optimizer: the optimizer that steps the slices.
         numel: the parameter's elements.
         world_size: ranks that share it.
-        least: the multiple that any optimizer's slices have.
     """
     block, whole_blocks = block_size(optimizer), _is_torchao(optimizer)
-    size = EvenSplit(numel, world_size, least).slice_size
+    size = EvenSplit(numel, world_size).slice_size
     if block == 1 or size < _smallest(optimizer):
-        return least
+        return 1
     if whole_blocks and numel % block:
-        return size + least if size % block == 0 else least  # it would quantise slices of whole blocks
-    return math.lcm(least, block)
+        return size + 1 if size % block == 0 else 1  # it would quantise slices of whole blocks
+    return block
 
 
 # ---- a slice's state ----
@@ -90,21 +89,43 @@ def is_quantised(value: object) -> bool:
     return hasattr(value, "codes") or (isinstance(value, Tensor) and value.dtype == torch.uint8)
 
 
-def flat_state(optimizer: Optimizer, state: State) -> State:
-    """Return ``state`` with one number an element in place of each quantised state."""
-    block = block_size(optimizer)
-    return state if block == 1 else dict(_flat(state, block))
+def stored_state(optimizer: Optimizer, state: State) -> State:
+    """Return ``state`` with codes, and one scale a block of them, in place of each quantised state."""
+    return state if block_size(optimizer) == 1 else dict(_stored(state))
 
 
-def _flat(state: State, block: int) -> Iterator[tuple[str, Any]]:
+def _stored(state: State) -> Iterator[tuple[str, Any]]:
     for key, value in state.items():
         if hasattr(value, "codes"):
             yield key + _CODES, value.codes
-            yield key + _SCALE, value.scale.repeat_interleave(block)
-        elif key.startswith("absmax"):
-            yield key, value.repeat_interleave(block)[: state["state" + key[-1]].numel()]
+            yield key + _SCALE, value.scale
         elif not key.startswith("qmap"):
             yield key, value
+
+
+def is_scale(key: str, state: Collection[str]) -> bool:
+    """Return whether ``key`` has the scales of codes among the keys of a ``stored_state``."""
+    if key.startswith("absmax"):
+        return "state" + key.removeprefix("absmax") in state
+    return key.endswith(_SCALE) and key.removesuffix(_SCALE) + _CODES in state
+
+
+def flat_state(optimizer: Optimizer, state: State) -> State:
+    """Return ``state`` with one code and one scale an element in place of each quantised state."""
+    stored, block = stored_state(optimizer, state), block_size(optimizer)
+    return {key: _of_elements(key, value, stored, block) for key, value in stored.items()} if block > 1 else stored
+
+
+def _of_elements(key: str, value: Any, stored: State, block: int) -> Any:
+    if not is_scale(key, stored):
+        return value
+    codes = stored["state" + key.removeprefix("absmax") if key.startswith("absmax") else key[: -len(_SCALE)] + _CODES]
+    return scales_of(value, block, 0, codes.numel())
+
+
+def scales_of(scales: Tensor, block: int, start: int, numel: int) -> Tensor:
+    """Return the scale of each of ``numel`` elements, of which the first is element ``start`` of the first block."""
+    return scales.repeat_interleave(block)[start : start + numel]
 
 
 def quantised_state(optimizer: Any, p32: Tensor, state: Mapping[str, Any]) -> State:

@@ -13,15 +13,16 @@ from torch import Tensor
 from ..checkpoint.manifest import TRAINABLE
 from ..checkpoint.optimizers import Name
 from ..checkpoint.saved import SavedCheckpoint
+from ..layout.records import Layout, ParameterLayout, span_text
 from ..layout.text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
 def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
     """Return everything but the tensors' values, as ``inspect --json`` prints it.
 
-    ``steps`` is the least and the most steps that a parameter has taken; None where no state counts them. ``groups``
-    are the param groups' settings, with the number of their parameters, frozen ones included. Of several optimizers
-    each group tells its own, and ``loss_scale`` and ``scheduler`` are by name.
+    ``steps`` is the least and the most steps that a parameter has taken, or None if no state counts them. ``groups``
+    are the param groups' settings, with the number of their parameters, frozen ones included. If there are several
+    optimizers, each group tells its own, and ``loss_scale`` and ``scheduler`` are by name.
 
     Raises:
         CheckpointError: a file can't be read.
@@ -83,15 +84,15 @@ def _names(value: Any) -> list[str] | str | None:
     return [str(name) for name in value] if isinstance(value, Mapping) else type(value).__name__
 
 
-# For people.
+# ---- text ----
 
 
-def as_text(found: Mapping[str, Any]) -> str:
-    """Return what ``describe`` found as text: a heading, a table of the parameters, and the rest."""
-    return "\n\n".join(("\n".join(_heading(found)), _table(found), "\n".join(_rest(found))))
+def as_text(found: Mapping[str, Any], layout: Layout) -> str:
+    """Return a description as text: a heading, one table of the tensors with their ``layout``, and the rest."""
+    return "\n\n".join(("\n".join(_heading(found, layout)), _table(found, layout), "\n".join(_rest(found))))
 
 
-def _heading(found: Mapping[str, Any]) -> Iterator[str]:
+def _heading(found: Mapping[str, Any], layout: Layout) -> Iterator[str]:
     yield found["path"]
     yield "  saved    {saved}, format {format}, lowlevel_zero {version}, torch {torch}".format(**found)
     yield f"  by       {counted(found['world_size'], 'rank')}, stage {found['stage']}"
@@ -102,6 +103,13 @@ def _heading(found: Mapping[str, Any]) -> Iterator[str]:
     model, state = map(in_bytes, _bytes(found["model"]))
     numel = f"{sum(parameters):,} elements in {len(parameters)} parameters"
     yield f"  holds    {numel}, {model}, and {state} of optimizer state"
+    trained, padding = sum(p.split.numel for p in layout.parameters), sum(p.split.padding for p in layout.parameters)
+    over = f"over {counted(layout.world_size, 'rank')}, padding {padding / max(1, trained):.2%}"
+    yield f"  layout   {counted(trained, 'element')} in {counted(len(layout.parameters), 'parameter')} {over}"
+    totals = list(layout.totals.values()) or [0]
+    most, least, mean = map(in_bytes, (max(totals), min(totals), sum(totals) // len(totals)))
+    unequal = f" at most, {least} at least, {mean} on average" if least != most else ""
+    yield f"  a rank   {most}{unequal} of what is trained"
     experts = Counter(line["ranks"] for line in found["model"] if line["ranks"] is not None)
     for ranks, count in sorted(experts.items()):
         yield f"  experts  {count} tensors of ranks {ranks_text(ranks)}"
@@ -113,18 +121,29 @@ def _bytes(lines: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     return sum(line["tensor"]["bytes"] for line in lines), sum(states)
 
 
-def _table(found: Mapping[str, Any]) -> str:
-    rows: list[tuple[str, ...]] = [("name", "shape", "dtype", "group", "state", "bytes", "state's bytes")]
+def _table(found: Mapping[str, Any], layout: Layout) -> str:
+    head = ("name", "shape", "dtype", "group", "state", "bytes", "state's bytes")
+    rows: list[tuple[str, ...]] = [(*head, "padding", "slice", "owners", "span", "a rank holds")]
+    laid_out = {p.name: p for p in layout.parameters}
     for line in found["model"]:
         tensor, group = line["tensor"], _group(line["optimizer"], line["group"])
         kind = group if line["kind"] == TRAINABLE else line["kind"]
         keys, (model, state) = ", ".join(line["state"]) or "-", _bytes([line])
-        rows.append(
-            (line["name"], shape_text(tensor["shape"]), tensor["dtype"], kind, keys, f"{model:,}", f"{state:,}")
-        )
-    rows += [(alias, "", "", "", f"tied to {name}", "", "") for alias, name in found["tied"].items()]
-    rows.append(("together", "", "", "", "", *(f"{size:,}" for size in _bytes(found["model"]))))
-    return aligned(rows, right=(5, 6))
+        own = (line["name"], shape_text(tensor["shape"]), tensor["dtype"], kind, keys, f"{model:,}", f"{state:,}")
+        rows.append((*own, *_split_cells(laid_out.get(line["name"]))))
+    rows += [(alias, "", "", "", f"tied to {name}", *[""] * 7) for alias, name in found["tied"].items()]
+    rows.append(("together", "", "", "", "", *(f"{size:,}" for size in _bytes(found["model"])), *[""] * 5))
+    return aligned(rows, right=range(5, 12))
+
+
+def _split_cells(p: ParameterLayout | None) -> tuple[str, ...]:
+    """Return the cells of a parameter's split; each further span follows from the first one of an even split."""
+    if p is None:
+        return ("-",) * 5
+    owner, size = p.split.owner, p.split
+    owners = f"{p.owners}" if owner is None else f"rank {p.process_group[owner]}"
+    span = span_text(size.span(owner or 0)) + (", …" if owner is None and p.owners > 1 else "")
+    return f"{size.padding:,}", f"{size.slice_size:,}", owners, span, in_bytes((p.everywhere + p.own).total)
 
 
 def _rest(found: Mapping[str, Any]) -> Iterator[str]:

@@ -1,45 +1,44 @@
-"""Estimates of the bytes that each rank will hold, by owner, from shapes and options."""
+"""Estimates of the bytes that each rank will hold, read from the layout of a planned run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from ..bookkeeping.gather_store import IN_FLIGHT, PART
-from ..communication.backends.backend import Backend
-from ..layout.held import NOTHING, Held, held_of, master_dtype
-from ..optim.quantised import slice_multiple
+from ..layout.held import NOTHING, Held
+from ..layout.records import BucketLayout, Layout
 from ..optimizer import LowLevelZeroOptimizer
-from ..options import Number, ZeroOptions, check_floating
-from ..partition import EvenSplit
-from .state_sizes import OptimizerLike, made_optimizer, state_bytes
+from ..options import DTYPE, Communication, Takes, ZeroOptions, merged
+from .planned import PlannedRun, most_under_way
+from .state_sizes import OptimizerLike, StateSizes, made_optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
-_COUNT = Number("an int", "at least 1", lambda number: number >= 1, whole=True)
-_ELEMENTS = Number("a number", "a whole number of elements, at least 1", lambda number: number >= 1 and number % 1 == 0)
+_COUNT = Takes("an int of at least 1", (int,), lambda number: number >= 1)
 
 
 @dataclass(frozen=True)
 class Estimate(Held):
-    """Bytes that each rank will hold after a backward, wherever they lie. Activations aren't counted."""
+    """The bytes that the fullest rank will hold after a backward, wherever they lie. Activations aren't counted.
 
-    bucket_buffers: int = 0  # those that are under way at once, at most
+    Attributes:
+        bucket_buffers: the most bytes of buffers that are under way at once, in a backward or a step.
+        world_size, stage, cpu_offload: the run.
+        host: the bytes that ``cpu_offload`` keeps on the host; the rest is on the device.
+        least, mean: the ``total`` of the emptiest rank, and of a rank on average.
+    """
+
     world_size: int = 1
     stage: int = 1
     cpu_offload: bool = False
-    host: Held = NOTHING  # what of it cpu_offload has on the host; the rest is on the device
-
-    @property
-    def total(self) -> int:
-        """The bytes of all owners together."""
-        return super().total + self.bucket_buffers
+    host: Held = NOTHING
+    least: int = 0
+    mean: float = 0.0
 
     @property
     def device(self) -> int:
@@ -52,9 +51,6 @@ class Estimate(Held):
         return {**asdict(self), **totals}
 
 
-OWNERS = (*vars(NOTHING), "bucket_buffers")
-
-
 def estimate(
     model_or_numel: nn.Module | Iterable[Tensor] | float,
     world_size: int,
@@ -62,15 +58,19 @@ def estimate(
     dtype: torch.dtype | str | None = None,
     optimizer: OptimizerLike = "adamw",
     *,
+    device: torch.device | str | None = None,
     micro_batches: int = 1,
     communication_dtype: torch.dtype | str | None = None,
+    reduce_bucket_size: int | None = None,
+    fp8_communication: bool = False,
+    communication: Communication | None = None,
     **options: Any,
 ) -> Estimate:
     """Estimate what each of ``world_size`` ranks will hold, without starting ranks or allocating memory.
 
-    Of a model (on the meta device too) padding and param groups are those of a run; a number of elements counts as one
-    parameter. Stage 0 is DDP with ``gradient_as_bucket_view=True``, where each rank steps all masters, on the host with
-    ``cpu_offload``.
+    The splits and the buckets are those that a run makes. A number of elements is cut into parameters that fill a
+    bucket each. Stage 0 is DDP with ``gradient_as_bucket_view=True``, where each rank steps all masters, on the host
+    with ``cpu_offload``.
 
     Args:
         model_or_numel: the model, its parameters, or their number of elements.
@@ -78,11 +78,13 @@ def estimate(
         stage: 0, 1 or 2.
         dtype: the parameters', as torch's or as in ``"bf16"``; None: the model's own, of a number fp32.
         optimizer: one, over the model's parameters or others; its class; or a name, as in ``"adamw"`` or
-            ``"sgd-momentum"``. The size of its state is found out by a small one that steps.
+            ``"sgd-momentum"``. Another one, over small parameters, steps to show the size of its states.
+        device: the type of the device that is planned for, which decides the size of buckets; None: the device of the
+            parameters, or "cuda" where they have none.
         micro_batches: backwards before a step; after the first, reduced gradients are summed in fp32.
         communication_dtype: dtype in which gradients travel, as ``dtype``.
-        options: others of ``LowLevelZeroOptimizer``, such as ``cpu_offload``, ``master_weights``,
-            ``reduce_bucket_size``, ``reduce_scatter`` and ``fp8_communication``.
+        reduce_bucket_size, fp8_communication, communication: as in ``LowLevelZeroOptimizer``.
+        options: its ``cpu_offload`` and ``master_weights``.
 
     Raises:
         TypeError, ValueError: what can't be estimated; the message says which argument.
@@ -91,82 +93,68 @@ def estimate(
         raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")
     _COUNT("world_size", world_size)
     _COUNT("micro_batches", micro_batches)
+    travels = as_dtype("communication_dtype", communication_dtype)
+    travel = Communication(reduce_bucket_size, travels, fp8=fp8_communication)
     chosen = ZeroOptions(
-        partition_grad=stage == 2,
+        stage=max(stage, 1),
         forced_dtype=as_dtype("dtype", dtype),
-        communication_dtype=as_dtype("communication_dtype", communication_dtype),
+        communication=merged("communication", communication, travel),
         **options,
     )
-    stepping, make = made_optimizer(optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer)
-    ranks, sums = (world_size, micro_batches) if stage else (1, 0)
-    states = cache(partial(state_bytes, stepping, make))
-    parts: list[tuple[Held, Held]] = [(NOTHING, NOTHING)]
-    for numel, p_dtype, group in _shapes(model_or_numel, stepping, chosen.forced_dtype):
-        if group is None or not numel:
-            parts.append((Held(parameters=numel * p_dtype.itemsize), NOTHING))
-        else:
-            split = EvenSplit(numel, ranks, slice_multiple(stepping, numel, ranks, chosen.slice_multiple))
-            state = states(master_dtype(p_dtype, chosen), split.slice_size)[group]
-            parts.append(_trained(split, p_dtype, state, chosen, sums))
-    held, host = (sum(column, NOTHING) for column in zip(*parts, strict=True))
-    buffers = min(held.parameters, _under_way(chosen, ranks))
+    if stage == 0:
+        chosen = replace(chosen, communication=Communication())
+    wrapped = optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer
+    run = PlannedRun(model_or_numel, chosen, StateSizes(*made_optimizer(wrapped)), device)
+    layout = run.layout(world_size if stage else 1)
+    shares = list(_shares(layout, chosen, micro_batches if stage else 1, replicated=stage == 0))
+    buffers = most_under_way(layout, chosen, run.on_host, micro_batches)
+    everywhere = sum((share.everywhere for share in shares), Held(parameters=run.frozen_bytes, bucket_buffers=buffers))
+    own: defaultdict[int | None, Held] = defaultdict(Held)
+    for share in shares:
+        own[share.owner] += share.own
+    by_rank = [own[None] + own.get(rank, NOTHING) for rank in range(world_size)] if own.keys() - {None} else [own[None]]
+    fullest = max(by_rank, key=lambda held: held.total)
     return Estimate(
-        **vars(held),
-        bucket_buffers=buffers,
+        **vars(everywhere + fullest),
         world_size=world_size,
         stage=stage,
         cpu_offload=chosen.cpu_offload,
-        host=host,
+        host=fullest if chosen.cpu_offload else NOTHING,
+        least=everywhere.total + min(held.total for held in by_rank),
+        mean=everywhere.total + sum(held.total for held in by_rank) / len(by_rank),
     )
 
 
-def _trained(
-    split: EvenSplit, dtype: torch.dtype, state: int, options: ZeroOptions, micro_batches: int
-) -> tuple[Held, Held]:
-    """Return the bytes that a rank holds of a trained parameter, in all and on the host.
+class _Share(NamedTuple):
+    """The bytes of a parameter, or of a bucket's gradients.
 
-    ``micro_batches``: how many are summed, if several then in at least fp32; 0: by DDP, in place.
+    Attributes:
+        owner: the rank that holds ``own``; None: each rank does.
+        everywhere: bytes on the device of each rank.
+        own: bytes on the device, or with ``cpu_offload`` on the host.
     """
-    reduced = options.communication_dtype or dtype if micro_batches else dtype
-    if micro_batches > 1:
-        reduced = torch.promote_types(reduced, torch.float32)
-    own = held_of(split, dtype, options, state, reduced)
-    if not options.cpu_offload:
-        return own, NOTHING
-    on_host = replace(own, parameters=0, gradients=split.slice_size * reduced.itemsize)
-    leaves_device = micro_batches > 0 and (split.world_size == 1 or options.keeps_row_only)
-    return replace(own, gradients=on_host.gradients + (0 if leaves_device else own.gradients)), on_host
+
+    owner: int | None
+    everywhere: Held
+    own: Held
 
 
-def _under_way(options: ZeroOptions, ranks: int) -> int:
-    """Return the bytes of bucket buffers in a backward, or of gathered rows in a step, whichever are more."""
-    itemsize = (options.communication_dtype or options.forced_dtype or torch.float32).itemsize
-    reducing = (Backend.in_flight + 1) * options.bucket_size() if options.keeps_row_only else 0
-    gathering = (IN_FLIGHT + 1) * PART * ranks
-    return max(reducing, gathering) * itemsize if ranks > 1 else 0
+def _shares(layout: Layout, options: ZeroOptions, micro_batches: int, replicated: bool) -> Iterator[_Share]:
+    for p in layout.parameters:
+        yield _Share(p.split.owner, replace(p.everywhere, gradients=0), replace(p.own, gradients=0))
+    keeps_all = replicated or (layout.world_size > 1 and options.stage == 1)
+    for bucket in layout.buckets:
+        yield _gradients(bucket, micro_batches, keeps_all, options.cpu_offload)
 
 
-def _shapes(
-    model: nn.Module | Iterable[Tensor] | float, optimizer: Optimizer, dtype: torch.dtype | None
-) -> list[tuple[int, torch.dtype, int | None]]:
-    """Return elements, dtype and param group of each parameter; group None: it isn't trained.
-
-    Of an optimizer over other parameters (slices, say) all are in the first group.
-    """
-    if isinstance(model, (int, float)):
-        _ELEMENTS("model_or_numel", model)
-        return [(int(model), dtype or torch.float32, 0)]
-    among = model.parameters() if isinstance(model, nn.Module) else model
-    tensors = [among] if isinstance(among, Tensor) or not isinstance(among, Iterable) else list(dict.fromkeys(among))
-    for p in tensors:
-        if not isinstance(p, Tensor):
-            raise TypeError(f"model_or_numel: expected a model, parameters or a number, got {type(p).__name__}")
-    if not tensors:
-        raise ValueError("model_or_numel: expected at least one parameter, got none")
-    group_of = {p: at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    if group_of.keys().isdisjoint(tensors):
-        group_of = dict.fromkeys(tensors, 0)
-    return [(p.numel(), dtype or p.dtype, group_of.get(p) if p.requires_grad else None) for p in tensors]
+def _gradients(bucket: BucketLayout, micro_batches: int, keeps_all: bool, offload: bool) -> _Share:
+    """Return the bytes of the gradients that reductions leave, as sums of several micro-batches in at least fp32."""
+    dtype = torch.promote_types(bucket.dtype, torch.float32) if micro_batches > 1 else bucket.dtype
+    row, body = (width * dtype.itemsize for width in (bucket.planned.row, bucket.planned.body))
+    on_device = row if dtype == bucket.dtype else body
+    everywhere = Held(gradients=bucket.rows * on_device) if keeps_all else NOTHING
+    own = 0 if keeps_all and not offload else body if offload else on_device
+    return _Share(bucket.owner, everywhere, Held(gradients=own))
 
 
 def as_dtype(keyword: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -176,5 +164,5 @@ def as_dtype(keyword: str, dtype: torch.dtype | str | None) -> torch.dtype | Non
         if dtype not in named:
             raise ValueError(f"{keyword}: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         return named[dtype]
-    check_floating(keyword, dtype)
+    DTYPE(keyword, dtype)
     return dtype

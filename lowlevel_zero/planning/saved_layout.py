@@ -1,16 +1,19 @@
 """The layout of a checkpoint's parameters over the ranks that saved it, or over any other number of ranks.
 
-Buckets are a run's, which learns them: ``optimizer.layout()`` tells them.
+Buckets are a run's, which learns them: ``layout_of(optimizer)`` tells them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from ..bookkeeping.sharding import SCALARS
 from ..checkpoint.objects import Settings
 from ..checkpoint.saved import SavedCheckpoint
 from ..layout.records import Layout, ParameterLayout, parameter_layout
-from ..options import ZeroOptions
-from ..partition import EvenSplit
+from ..optim.quantised import is_scale
+from ..options import Communication, ZeroOptions
+from ..partition import EvenSplit, Split, WholeSplit, deal_out
 from ..state.global_names import Ranks
 from ..state.loading import MASTER
 from .memory import as_dtype
@@ -27,7 +30,7 @@ def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Lay
     """
     optimizers = checkpoint.objects.optimizers.values()
     parameters = [p for settings in optimizers for p in _parameters(checkpoint, settings, world_size)]
-    return Layout(None, checkpoint.manifest.stage, tuple(parameters), ())
+    return Layout(0, checkpoint.manifest.stage, tuple(parameters), ())
 
 
 def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
@@ -37,7 +40,8 @@ def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int
     ranks_of = {name: experts[name].ranks if name in experts else everyone for name in checkpoint.trained(settings)}
     order = list(dict.fromkeys(ranks_of.values()))
     names = sorted(ranks_of, key=lambda name: order.index(ranks_of[name]))
-    return [_parameter(checkpoint, name, ranks_of[name], options) for name in names]
+    splits = _splits(checkpoint, settings, ranks_of)
+    return [_parameter(checkpoint, name, ranks_of[name], options, splits[name]) for name in names]
 
 
 def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> Ranks:
@@ -56,17 +60,43 @@ def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | No
 def _options(settings: Settings, stage: int) -> ZeroOptions:
     """Return the options of the run that the layout depends on."""
     options = settings["options"]
-    communication_dtype = as_dtype("communication_dtype", options["communication_dtype"])
-    return ZeroOptions(partition_grad=stage == 2, **{**options, "communication_dtype": communication_dtype})
+    dtype = as_dtype("communication_dtype", options["communication_dtype"])
+    travel = Communication(dtype=dtype, fp8=options["fp8_communication"])
+    places = {name: options[name] for name in ("master_weights", "cpu_offload")}
+    return ZeroOptions(stage, communication=travel, **places)
 
 
-def _parameter(checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: ZeroOptions) -> ParameterLayout:
-    entry = checkpoint.manifest.tensors[name]
-    split = EvenSplit(entry.numel, len(ranks), options.slice_multiple)
+def _splits(checkpoint: SavedCheckpoint, settings: Settings, ranks_of: Mapping[str, Ranks]) -> dict[str, Split]:
+    """Return the splits of parameters: as they were saved, or as another number of ranks would choose them.
+
+    (Blocks of 8-bit states may make the slices of other ranks larger: only the optimizer knows these blocks.)
+    """
+    numels = {name: checkpoint.manifest.tensors[name].numel for name in ranks_of}
+    splits: dict[str, Split] = {name: EvenSplit(numels[name], len(ranks)) for name, ranks in ranks_of.items()}
+    saved = [(name, *each) for name, each in settings["options"]["splits"].items() if name in splits]
+    whole = [name for name, owner, _ in saved if owner is not None]
+    size = len(ranks_of[whole[0]]) if whole else 1
+    dealt = dict(zip(whole, deal_out([numels[name] for name in whole], size), strict=True))
+    for name, owner, multiple in saved:
+        as_saved = len(ranks_of[name]) == settings["slices"]
+        if owner is not None:
+            splits[name] = WholeSplit(numels[name], size, owner if as_saved else dealt[name])
+        elif as_saved:
+            splits[name] = EvenSplit(numels[name], len(ranks_of[name]), multiple)
+    return splits
+
+
+def _parameter(
+    checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: ZeroOptions, split: Split
+) -> ParameterLayout:
+    entry, stored = checkpoint.manifest.tensors[name], checkpoint.states.get(name, {})
     states = 0
-    for key, value in checkpoint.states.get(name, {}).items():
-        if key != MASTER:
-            sliced = key not in SCALARS and value.shape == entry.shape
-            states += split.slice_size * value.dtype.itemsize if sliced else value.nbytes
+    for key, value in stored.items():
+        if split.owner is None and is_scale(key, stored):
+            states += -(-value.numel() // split.world_size) * value.dtype.itemsize
+        elif split.owner is None and key not in SCALARS and value.shape == entry.shape:
+            states += split.slice_size * value.dtype.itemsize if key != MASTER else 0
+        elif key != MASTER:
+            states += value.nbytes
     shape, dtype = tuple(entry.shape), entry.torch_dtype
     return parameter_layout(name, shape, dtype, entry.group or 0, ranks, split, options, states)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..layout.held import state_tensors
-from ..optim.probe import NoProbe, first_states
+from ..optim.probe import NoProbe, first_states, states_of_shape
 from ..optim.quantised import block_size
 from ..partition import ELEMENTWISE
 
@@ -25,8 +25,10 @@ _MAKERS: dict[str, Maker] = {
 }
 NAMES = tuple(_MAKERS)
 
-_MOST = 2**16  # elements of a slice that is stepped, unless it is to end in a block; small ones may have other states
-_MORE = 97  # of another one, or so many blocks
+_MOST = 2**16  # elements of a slice that an 8-bit optimizer steps, beside those that are left of a block
+_MORE = 97  # elements, or blocks, by which the larger slice is larger
+# Sides of small matrices, of which six tell the six terms of a size.
+_SIDES = ((16, 16), (24, 16), (32, 16), (16, 24), (16, 32), (24, 24))
 
 
 def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
@@ -57,27 +59,73 @@ def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
     return made, make
 
 
-def state_bytes(optimizer: Optimizer, make: Maker | None, dtype: torch.dtype, numel: int) -> list[int]:
-    """Return the bytes of a ``dtype`` slice's state, of ``numel`` elements, in each of the optimizer's param groups.
+class StateSizes:
+    """The bytes of the states that an optimizer keeps, as a step of others of its class shows.
 
-    Two of its size, or smaller, are stepped: what they differ by is per element, the rest per parameter. They end in a
-    block of elements where the slice does, since an 8-bit optimizer quantises the states of some sizes alone.
-
-    Raises:
-        ValueError: no other optimizer of the class can be made.
+    Args:
+        optimizer: the optimizer, which stays as it is.
+        make: makes another of parameters; None: its class does.
     """
-    block = block_size(optimizer)
-    tried, more = min(numel, _MOST + numel % block), _MORE * block
-    try:
-        states, larger = (first_states(optimizer, count, dtype, make) for count in (tried, tried + more))
-    except NoProbe as failure:
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"optimizer: the state of {kind} can't be found out ({failure}): pass a function of the parameters that "
-            "returns one"
-        ) from failure
-    sizes = ((_size(state), _size(other)) for state, other in zip(states, larger, strict=True))
-    return [size + (other - size) * (numel - tried) // more for size, other in sizes]
+
+    def __init__(self, optimizer: Optimizer, make: Maker | None) -> None:
+        self.optimizer = optimizer
+        self._make = make
+        self._block = block_size(optimizer)
+        self._known: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
+
+    def of_slice(self, dtype: torch.dtype, numel: int) -> list[int]:
+        """Return the bytes of the state of a flat slice in each param group.
+
+        Two slices are stepped, and their difference is what an element takes. An 8-bit optimizer quantises the states
+        of some sizes alone: there the two are of the slice's size, or smaller, and end in a block of elements where it
+        does.
+
+        Raises:
+            ValueError: no other optimizer of the class can be made.
+        """
+        block = self._block
+        tried, more = _MORE if block == 1 else min(numel, _MOST + numel % block), _MORE * block
+        sizes, larger = self._of_shape(dtype, (tried,)), self._of_shape(dtype, (tried + more,))
+        return [size + (other - size) * (numel - tried) // more for size, other in zip(sizes, larger, strict=True)]
+
+    def of_parameter(self, dtype: torch.dtype, shape: torch.Size) -> list[int]:
+        """Return the bytes of the state of a whole parameter in each param group.
+
+        The state of a large matrix follows from those of small ones: an optimizer keeps tensors of the matrix' shape,
+        of its rows or columns, or squares of them.
+
+        Raises:
+            ValueError: no other optimizer of the class can be made.
+        """
+        if len(shape) < 2:
+            return self.of_slice(dtype, shape.numel())
+        if shape.numel() <= _MOST:
+            return self._of_shape(dtype, tuple(shape))
+        small = [self._of_shape(dtype, (first, *shape[1:-1], last)) for first, last in _SIDES]
+        per_term = torch.linalg.solve(_terms(_SIDES), torch.tensor(small, dtype=torch.float64, device="cpu"))
+        sizes: list[float] = (_terms([(shape[0], shape[-1])]) @ per_term)[0].tolist()
+        return [round(size) for size in sizes]
+
+    def _of_shape(self, dtype: torch.dtype, shape: tuple[int, ...]) -> list[int]:
+        """Return the bytes of the state of a parameter of this ``shape`` in each param group."""
+        if (dtype, shape) not in self._known:
+            of, make = self.optimizer, self._make
+            try:
+                flat = len(shape) == 1
+                states = first_states(of, shape[0], dtype, make) if flat else states_of_shape(of, shape, dtype, make)
+            except NoProbe as failure:
+                raise ValueError(
+                    f"optimizer: the state of {type(of).__name__} can't be found out ({failure}): pass a function of "
+                    "the parameters that returns one"
+                ) from failure
+            self._known[dtype, shape] = [_size(state) for state in states]
+        return self._known[dtype, shape]
+
+
+def _terms(sides: Sequence[tuple[int, int]]) -> Tensor:
+    """Return a row for each pair of sides: 1, each side, their product, and each side's square."""
+    rows = [(1, first, last, first * last, first * first, last * last) for first, last in sides]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def _size(state: Mapping[str, Any]) -> int:

@@ -8,16 +8,11 @@ counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from ..bookkeeping.bucket_plan import Item, make_plan
 from ..communication.backends.backend import Backend
-from ..communication.fp8 import encoded_size
-from ..options import ZeroOptions
-from ..partition import EvenSplit, alignment_of
+from ..layout.records import Layout
 
 
 class Link(NamedTuple):
@@ -74,22 +69,17 @@ class StepTime(NamedTuple):
     step: float  # all of it
 
 
-def bucket_rows(shapes: Sequence[tuple[int, torch.dtype]], ranks: int, options: ZeroOptions) -> Iterator[BucketRow]:
-    """Yield the buckets of trained parameters of these ``shapes``, as a run fills them before it knows an order."""
-    items = [_item(numel, dtype, ranks, options) for numel, dtype in shapes]
-    plan = make_plan(items, range(len(items))[::-1], options.bucket_size())
-    for bucket in plan.buckets:
-        dtype = shapes[bucket.members[0]][1]
-        sizes = (bucket.row * each.itemsize for each in (options.communication_dtype or dtype, dtype))
-        reduced, gathered = (encoded_size(bucket.row) if bucket.fp8 else size for size in sizes)
-        yield BucketRow(sum(shapes[index][0] for index in bucket.members), reduced, gathered)
-
-
-def _item(numel: int, dtype: torch.dtype, ranks: int, options: ZeroOptions) -> Item:
-    fp8, travels = options.in_fp8(numel, ranks), options.communication_dtype or dtype
-    split = EvenSplit(numel, ranks, options.slice_multiple)
-    alignment = alignment_of(travels, options.pad_buckets_for_high_nccl_busbw)
-    return Item(split, (dtype, fp8), travels == dtype, fp8, alignment)
+def bucket_rows(layout: Layout) -> list[BucketRow]:
+    """Return the rows of a layout's buckets, in the order in which they are reduced."""
+    numel_of = {p.name: p.split.numel for p in layout.parameters}
+    return [
+        BucketRow(
+            sum(map(numel_of.__getitem__, bucket.members)),
+            bucket.row_bytes(bucket.dtype),
+            bucket.row_bytes(bucket.parameter_dtype),
+        )
+        for bucket in layout.buckets
+    ]
 
 
 def step_time(rows: Sequence[BucketRow], ranks: int, stage: int, computing: Computing, link: Link) -> StepTime:

@@ -1,6 +1,6 @@
-"""The Booster plugin: this ZeRO in ColossalAI training. The only room that imports ColossalAI.
+"""The plugin for ColossalAI's ``Booster``. No other part of the package imports ColossalAI.
 
-Hangs on the optimizer's public methods: the boosted one is a ``LowLevelZeroOptimizer`` that ColossalAI knows, too.
+It uses the optimizer's public methods: the boosted one is a ``LowLevelZeroOptimizer`` that ColossalAI knows, too.
 """
 
 from .booster_plugin import LowLevelZeroPlugin

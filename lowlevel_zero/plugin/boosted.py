@@ -1,4 +1,4 @@
-"""What ``Booster.boost`` hands out: a ColossalAI model wrapper, and an optimizer that is ColossalAI's and ours."""
+"""The pair that ``Booster.boost`` returns: a ColossalAI model wrapper, and an optimizer of both packages."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class BoostedOptimizer(LowLevelZeroOptimizer, OptimizerWrapper):  # type: ignore
 class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships no types
     """ColossalAI's model wrapper (dtype, device, input casting), which finds the optimizers that train its module.
 
-    It doesn't hold them: the optimizers hold the module, and a pair that nobody uses goes at once.
+    It holds no reference to them: the optimizers hold the module, and an unused pair is freed at once.
     """
 
     def _optimizers(self) -> list[ShardedOptimizer]:
         return [each for each in alive().values() if each.model is self.module]
 
     def update_master_params(self) -> None:
-        """Overwrite the optimizers' master slices with what the parameters hold now."""
+        """Overwrite the optimizers' master slices with the parameters' values."""
         for optimizer in self._optimizers():
             optimizer.update_master_params(self.module)
 
     def finish_gathers(self) -> None:
-        """Return when all parameters are up to date."""
+        """Wait until all parameters are up to date."""
         for optimizer in self._optimizers():
             optimizer.finish_gathers()
 

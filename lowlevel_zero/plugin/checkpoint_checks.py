@@ -1,4 +1,4 @@
-"""What must hold of a checkpoint before it is written or loaded; nothing here changes anything."""
+"""Checks of a checkpoint before it is written or loaded; nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shapes = Mapping[str, tuple[int, ...] | None]
 
 
 def check_boosted(thing: object, kind: type, word: str) -> None:
-    """Raise unless ``thing`` is one of ``kind``, which ``booster.boost`` returns."""
+    """Raise unless ``thing`` is of the class ``kind``, which ``booster.boost`` returns."""
     if not isinstance(thing, kind):
         raise TypeError(
             f"{word}: expected what booster.boost returned with this plugin, got {type(thing).__name__}: "
@@ -26,7 +26,7 @@ def check_boosted(thing: object, kind: type, word: str) -> None:
 
 
 def check_suffix(checkpoint: str, use_safetensors: bool) -> None:
-    """Raise for a name that ColossalAI would not know as safetensors, which asynchronous saves are too."""
+    """Raise for a name that ColossalAI would not read as safetensors. Asynchronous saves are safetensors, too."""
     if use_safetensors and not checkpoint.endswith(".safetensors"):
         raise ValueError(
             f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True or use_async=True"
@@ -45,14 +45,14 @@ def check_is_file(checkpoint: str) -> None:
 
 
 def read_optimizer_file(path: str) -> Any:
-    """An optimizer's file; asynchronous saves leave a flat one."""
+    """Return the contents of an optimizer's file; asynchronous saves leave a flat one."""
     if path.endswith(".safetensors"):
         return load_flat(path)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def shapes_in(file: str) -> Shapes:
-    """The shapes of a model file's tensors by name (None: no tensor), read without their data."""
+    """Return the shapes of a model file's tensors by name, read without their data; None for anything else."""
     if file.endswith(".safetensors"):
         with safe_open(file, framework="pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -63,7 +63,7 @@ def shapes_in(file: str) -> Shapes:
 
 
 def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: bool) -> None:
-    """Raise for the first place where a checkpoint isn't the model's; nothing has been loaded then."""
+    """Raise for the first difference between a checkpoint and the model."""
     expected = {name: tuple(value.shape) for name, value in model.unwrap().state_dict().items()}
     for name, shape in expected.items():
         if name not in got:

@@ -1,6 +1,6 @@
-"""What a Booster saves and loads: ColossalAI's file layout, whole tensors, at any number of ranks.
+"""A Booster's checkpoints: ColossalAI's file layout, whole tensors, at any number of ranks.
 
-The model half is ColossalAI's own, the optimizer half this package's. What one rank can't do, all refuse.
+Models are saved and loaded by ColossalAI's own code, optimizers by this package's. All ranks raise one rank's error.
 """
 
 from __future__ import annotations
@@ -50,10 +50,6 @@ from .files import (
     check_folder_target,
     file_beside,
     files_beside,
-    free_tag,
-    remove_shards,
-    shards_in,
-    tagged,
 )
 
 # Among an index's metadata, of which ColossalAI reads its own keys alone: what ``WholeState.load_shards`` calls them.
@@ -63,7 +59,8 @@ _EXTRAS = {f"{EXTRAS}.{key}": key for key in ("loss_scale", FP8)}
 class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
     """Saves and loads boosted models, optimizers and schedulers; every rank calls each method.
 
-    A file, or a directory's index, is replaced when the new checkpoint is complete: a crash loses none. The fp32 master
+    A file is replaced when the new one is complete: a crash loses none. A directory has no index while its files are
+    replaced: a crash then leaves nothing that loads. The fp32 master
     weights of 16-bit parameters are saved with the optimizer's state, as ``master_param``, and come back exactly,
     whichever of model and optimizer is loaded first.
 
@@ -87,7 +84,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         self._raise_failures(wait=True)
 
     def _raise_failures(self, wait: bool) -> None:
-        """Raise what the thread has met with; ``wait``: when it has written all."""
+        """Raise the thread's errors; ``wait``: after it has written everything."""
         while self._writes and (wait or self._writes[0].done()):
             self._writes.pop(0).result()
 
@@ -103,7 +100,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             check_suffix(checkpoint, use_safetensors)
 
     def _do(self, write: Callable[[], None], use_async: bool) -> None:
-        """Write now, or on the thread."""
+        """Write now, or on the thread if ``use_async``."""
         if use_async:
             writing: Background[None] = Background()
             writing.start(write, self._thread)
@@ -288,8 +285,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
 # Writes one state dict to a path.
 _Form: TypeAlias = Callable[[dict[Any, Any], str], None]
-# Writes what belongs to the pieces into a folder, with a tag in names of shards; returns what the index tells of it.
-_Others: TypeAlias = Callable[[str, str], dict[str, Any]]
+# Writes the other files of the pieces into a folder, and returns what the index tells of them.
+_Others: TypeAlias = Callable[[str], dict[str, Any]]
 
 
 def _write_file(state_dict: dict[Any, Any], checkpoint: str, form: _Form) -> None:
@@ -304,44 +301,37 @@ def _write_folder(
     form: _Form,
     others: _Others,
 ) -> None:
-    """Pieces, each with its size, what ``others`` writes, and, as the last, the index of them all.
+    """Write pieces, each given with its size, the files of ``others``, and at last the index of them all.
 
-    ``names`` are what pieces' begin with, the index's, and those of the others. The files get names that the index
-    there doesn't tell of, until this one replaces it; then the former ones go.
+    ``names``: the start of the pieces' names, and the name of the index.
     """
-    base_name, index_name, *more = names
-    old = shards_in(checkpoint, index_name)
-    tag = free_tag([get_shard_filename(base_name, 0), *more], old)
+    base_name, index_name, *_ = names
     with files_beside(checkpoint, index_name) as folder:
         index = CheckpointIndexFile(folder)
         total = 0.0
         for at, (piece, size) in enumerate(pieces):
-            file = tagged(get_shard_filename(base_name, at), tag)
+            file = get_shard_filename(base_name, at)
             for key in piece:
                 index.append_weight_map(str(key), file)
             form(piece, os.path.join(folder, file))
             total += size
-        for key, value in {"total_size": total, **others(folder, tag)}.items():
+        for key, value in {"total_size": total, **others(folder)}.items():
             index.append_meta_data(key, value)
         index.write_index_file(index_name)
-    remove_shards(checkpoint, shards_in(checkpoint, index_name), old)
 
 
-def _save_config(model: nn.Module, folder: str, tag: str) -> dict[str, Any]:
+def _save_config(model: nn.Module, folder: str) -> dict[str, Any]:
     save_config_file(model, folder)
     return {}
 
 
-def _save_groups(
-    groups: list[dict[str, Any]], name: str, metadata: dict[str, Any], folder: str, tag: str
-) -> dict[str, Any]:
-    file = tagged(name, tag)
-    save_param_groups({"param_groups": groups}, os.path.join(folder, file))
-    return {"param_groups": file, **metadata}
+def _save_groups(groups: list[dict[str, Any]], name: str, metadata: dict[str, Any], folder: str) -> dict[str, Any]:
+    save_param_groups({"param_groups": groups}, os.path.join(folder, name))
+    return {"param_groups": name, **metadata}
 
 
 def _save_flat(state_dict: dict[Any, Any], path: str) -> None:
-    """An optimizer's state as safetensors, by ColossalAI's names for asynchronous saves."""
+    """Write an optimizer's state as safetensors, by ColossalAI's names for asynchronous saves."""
     flat, others = _flatten_optim_state_dict(state_dict)
     save_file(flat, path, {"format": "pt", **{key: json.dumps(value) for key, value in (others or {}).items()}})
 
@@ -351,7 +341,7 @@ def _optimizer_form(use_async: bool) -> _Form:
 
 
 def _to_write(model: BoostedModel, use_safetensors: bool, use_async: bool) -> dict[str, Any]:
-    """A model's state dict; for safetensors in contiguous tensors that share no memory; for a thread in copies."""
+    """Return a model's state dict: for safetensors contiguous tensors that share no memory, for a thread copies."""
     state_dict: dict[str, Any] = model.unwrap().state_dict()
     seen = set()
     for name, value in state_dict.items() if use_safetensors else ():
@@ -365,11 +355,11 @@ def _to_write(model: BoostedModel, use_safetensors: bool, use_async: bool) -> di
 
 
 def _metadata(optimizer: BoostedOptimizer) -> dict[str, Any]:
-    """What an index tells beside its files."""
-    own = {"loss_scale": scale_as_numbers(optimizer.scaler), FP8: optimizer.options.fp8_communication}
+    """Return the metadata of an optimizer's index, beside its files."""
+    own = {"loss_scale": scale_as_numbers(optimizer.scaler), FP8: optimizer.options.communication.fp8}
     return {f"{EXTRAS}.{key}": value for key, value in own.items() if value}
 
 
 def _low_memory(asked: bool) -> bool:
-    """Pinned memory, which the other mode uses, needs an accelerator."""
+    """Return whether to load in the mode with little memory: the other one pins memory for an accelerator."""
     return asked or get_current_device().type == "cpu"

@@ -1,12 +1,11 @@
-"""Files that are never half there, and errors that every rank hears of."""
+"""Files that are never half there, and errors that are raised on every rank."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ from ..checkpoint.folders import sync
 from ..communication.agreement import together
 from ..communication.shard_group import ShardGroup
 
-# The name, in an index's metadata, of the file of an optimizer's param groups.
+# The key of the file of an optimizer's param groups in an index's metadata.
 _GROUPS = "param_groups"
-# What tells shards of one checkpoint, and shards of two saves, apart: pytorch_optim-00001.bin
-_NUMBERS = re.compile(r"(-\d{5})+(?=\.[^.]*$)")
 
 
 @contextmanager
 def all_or_none(doing: str) -> Iterator[None]:
-    """Every rank enters; if the body raises on one of them, all raise: their own error, or who could not do what.
+    """Run the body on every rank; where it raises on one of them, all raise: their own error, or that rank's.
 
     The body communicates on all ranks alike, whatever it raises, or not at all.
     """
@@ -58,18 +55,24 @@ def check_folder_target(path: str, index_name: str) -> None:
 
 @contextmanager
 def file_beside(path: str) -> Iterator[str]:
-    """A path to write to instead of ``path``, of the same name, put in its place when the body has ended."""
+    """Yield a path to write to instead of ``path``; at the end its file replaces ``path``."""
     with files_beside(path, into=Path(path).parent) as folder:
         yield os.path.join(folder, Path(path).name)
 
 
 @contextmanager
 def files_beside(path: str, last: str | None = None, into: Path | None = None) -> Iterator[str]:
-    """A directory to write files to, each of which replaces its namesake in the directory ``path`` at the end.
+    """Yield a directory to write files to; at the end they replace files of the same names in the directory ``path``.
 
-    For one process. None is ever half there; a crash may leave some of the old ones beside new ones. An index of
-    them is the ``last`` one: if it names files of new names, the old checkpoint is whole until the new one is. What a
-    crash leaves beside has always the same name: the next save removes it. ``into``: where they go, if not to ``path``.
+    No file is ever half there. The index of a sharded checkpoint, ``last``, goes before the first of its files is
+    replaced, and comes back last: a crash meanwhile leaves no index, and nothing loads. Former files that the new
+    index doesn't name are removed. A save that breaks off leaves one directory, which the next one removes. For one
+    process.
+
+    Args:
+        path: the directory.
+        last: the name of the index; None: there is none.
+        into: the directory to put the files into, if it isn't ``path``.
     """
     target = Path(path)
     beside = target.with_name(f".{target.name}.writing")
@@ -77,6 +80,10 @@ def files_beside(path: str, last: str | None = None, into: Path | None = None) -
     beside.mkdir(parents=into is None)
     try:
         yield str(beside)
+        former = set() if last is None else shards_in(target, last)
+        if last is not None and (target / last).exists():
+            (target / last).unlink()
+            sync(target.absolute())
         files = (file for file in beside.rglob("*") if file.is_file())
         for file in sorted(files, key=lambda file: (file.name == last, file)):
             place = (into or target) / file.relative_to(beside)
@@ -84,38 +91,17 @@ def files_beside(path: str, last: str | None = None, into: Path | None = None) -
             sync(file)
             os.replace(file, place)
             sync(place.absolute().parent)
+        for name in former - (set() if last is None else shards_in(target, last)):
+            (target / name).unlink(missing_ok=True)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-# ---- shards and their index ----
-
-
-def shards_in(path: str, index_name: str) -> set[str]:
-    """The names of a sharded checkpoint's files; none where there is no index, or half of one."""
+def shards_in(path: Path, index_name: str) -> set[str]:
+    """Return the names of a sharded checkpoint's files; without an index, or with half of one, none."""
     try:
-        index: dict[str, Any] = json.loads(Path(path, index_name).read_text(encoding="utf-8"))
+        index: dict[str, Any] = json.loads((path / index_name).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return set()
     groups = index.get("metadata", {}).get(_GROUPS)
     return {*index.get("weight_map", {}).values(), *([groups] if groups else [])}
-
-
-def tagged(name: str, tag: str) -> str:
-    """The name of a shard with one more number, ``tag``."""
-    stem, suffix = os.path.splitext(name)
-    return f"{stem}{tag}{suffix}"
-
-
-def free_tag(names: Iterable[str], taken: set[str]) -> str:
-    """A tag, or none, with which no one of ``names`` is ``taken``: by files that have all the other one."""
-    return "" if taken.isdisjoint(names) else "-00002"
-
-
-def remove_shards(path: str, kept: set[str], old: set[str]) -> None:
-    """Remove the ``old`` shards but for those ``kept``, and what broken-off saves have left of such; no other file."""
-    kinds = {_NUMBERS.sub("", name) for name in kept}
-    for place in Path(path).iterdir():
-        left = _NUMBERS.search(place.name) and _NUMBERS.sub("", place.name) in kinds
-        if place.name not in kept and (left or place.name in old):
-            place.unlink()

@@ -1,4 +1,4 @@
-"""ColossalAI's accelerator of a machine without one, with the calls that its own leaves out."""
+"""ColossalAI's CPU accelerator, completed by the calls that raise in ColossalAI's own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelera
 
 
 class HostAccelerator(CpuAccelerator):  # type: ignore[misc]  # ColossalAI ships no types
-    """ColossalAI's CPU accelerator, that also answers what its checkpoints, seeds and memory reports ask.
+    """ColossalAI's CPU accelerator with the calls of its checkpoints, seeds and memory reports.
 
-    Its own raises in them, so that ``TorchDDPPlugin``, say, can't load a sharded optimizer on a CPU.
+    ColossalAI's own raises in them, so ``TorchDDPPlugin``, say, can't load a sharded optimizer on a CPU.
     """
 
     def synchronize(self, device: object = None) -> None:
-        """Nothing to wait for: the host's operations are done when they return."""
+        """Do nothing: the host's operations are done when they return."""
 
     def empty_cache(self) -> None:
-        """Nothing to empty: the host's memory isn't cached."""
+        """Do nothing: the host's memory isn't cached."""
 
     def device_count(self) -> int:
-        """One: the host."""
+        """Return 1: the host."""
         return 1
 
     def manual_seed(self, seed: int) -> None:
@@ -32,6 +32,6 @@ class HostAccelerator(CpuAccelerator):  # type: ignore[misc]  # ColossalAI ships
 
 
 def complete_cpu_accelerator() -> None:
-    """Where ColossalAI runs on the CPU, give it ``HostAccelerator`` by its public ``set_accelerator``."""
+    """Set ``HostAccelerator`` as ColossalAI's accelerator if it runs on the CPU."""
     if type(get_accelerator()) is CpuAccelerator:
         set_accelerator(HostAccelerator())

@@ -1,4 +1,4 @@
-"""Brings the parameters that LoRA adds to a model into the optimizer that was made before."""
+"""LoRA's adapters: their parameters join the optimizer that was made before them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("lowlevel_zero")
 def add_lora_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Append each adapter's parameters to the param group of the weight that it adapts.
 
-    What adapts a weight that the optimizer doesn't have stays out of it, and is logged.
+    An adapter of a weight that the optimizer doesn't have is left out, and logged.
     """
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     names = {p: name for name, p in model.named_parameters()}
@@ -39,7 +39,7 @@ def add_lora_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Parameters that came with adapters, each with those that it adapts, likeliest first."""
+    """Yield the adapters' parameters, each with the parameters that it adapts, the likeliest first."""
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             origins = list(module.get_base_layer().parameters())

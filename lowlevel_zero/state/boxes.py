@@ -1,15 +1,15 @@
 """Boxes: a rank's range of a flat tensor as rectangles of the N-D one, as torch.distributed.checkpoint saves them.
 
-The range ``[start, stop)`` of a tensor of ``n`` dimensions, flat in memory order, is at most ``2n - 1`` boxes. Of a
-matrix three: the rest of a row, whole rows, the beginning of a row. So what is saved has the tensor's own shape, and
-torch's tools read it, whatever the number of ranks.
+The range ``[start, stop)`` of a tensor of ``n`` dimensions, flat in memory order, is at most ``2n - 1`` boxes. For a
+matrix they are three: the rest of a row, whole rows, the beginning of a row. A checkpoint therefore has tensors of
+their own shape, which torch's tools read whatever the number of ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed.checkpoint.planner
@@ -17,22 +17,73 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..partition import EvenSplit
-
 Shape = tuple[int, ...]
-# What torch 2.4 asks for what later versions ask every tensor for.
+# The base class by which torch 2.4 recognises a tensor that describes itself; later versions ask every tensor.
 _Asked: Any = getattr(torch.distributed.checkpoint.planner, "_Checkpointable", object)
 
 
+class Spans(Protocol):
+    """A division of a flat tensor among ranks: a split, or the blocks of one."""
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return the first and one-past-last element of ``rank``."""
+
+
+class Blocks(NamedTuple):
+    """The division of a tensor that has one element for each block of another tensor's elements.
+
+    Attributes:
+        split: the division of the other tensor, whose spans begin where blocks begin.
+        size: elements of a block.
+    """
+
+    split: Spans
+    size: int
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.split.world_size
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return the first and one-past-last block of ``rank``."""
+        start, stop = self.split.span(rank)
+        return -(-start // self.size), -(-stop // self.size)
+
+
 class Box(NamedTuple):
-    """A rectangle in a tensor."""
+    """A rectangle in a tensor.
+
+    Attributes:
+        offsets: its first index in each dimension.
+        sizes: its extent in each dimension.
+    """
 
     offsets: Shape
     sizes: Shape
 
 
+def boxes_in_memory(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, Shape]]:
+    """Yield each box of elements ``[start, stop)`` of a dense tensor in memory order, with the strides of its elements.
+
+    A tensor without elements is one box.
+    """
+    outermost_first = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    back = [outermost_first.index(dim) for dim in range(len(shape))]
+    ordered = [shape[dim] for dim in outermost_first]
+    boxes = boxes_of(ordered, start, stop) if math.prod(shape) else [Box((0,) * len(shape), tuple(ordered))]
+    for offsets, sizes in boxes:
+        inner = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
+        box = Box(tuple(offsets[dim] for dim in back), tuple(sizes[dim] for dim in back))
+        yield box, tuple(inner[dim] for dim in back)
+
+
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that elements ``[start, stop)`` of a row-major tensor are, in their order."""
+    """Yield the boxes of elements ``[start, stop)`` of a row-major tensor, in their order."""
     if start == stop:
         return
     if not shape:
@@ -60,38 +111,38 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         local: the rank's elements, 1-D, in memory order.
         start: the place of the first one.
         strides: the tensor's.
+        split_by: divides the elements among ranks; None: it isn't known.
     """
 
     local: Tensor
     start: int
     strides: Shape
+    split_by: Spans | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, start: int, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
+    def __new__(
+        cls, local: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], split: Spans | None = None
+    ) -> BoxedTensor:
         made: BoxedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
-        made.local, made.start, made.strides = local, start, tuple(stride)
+        made.local, made.start, made.strides, made.split_by = local, start, tuple(stride), split
         return made
 
     def to_local(self) -> Tensor:
-        """The rank's elements, as of a ``DTensor``."""
+        """Return the rank's elements, as a ``DTensor`` does."""
         return self.local
 
     def with_local(self, local: Tensor) -> BoxedTensor:
-        """The same boxes with other values."""
-        return BoxedTensor(local, self.start, self.shape, self.strides)
+        """Return the same boxes with other values."""
+        return BoxedTensor(local, self.start, self.shape, self.strides, self.split_by)
 
     def parts(self) -> dict[Shape, Tensor]:
         """Return each box as a view of ``local``, by its offsets."""
-        if not self.numel():
-            return {(0,) * self.dim(): self.local[:0].view(self.shape)}
-        outermost_first = sorted(range(self.dim()), key=lambda dim: -self.strides[dim])
-        back = [outermost_first.index(dim) for dim in range(self.dim())]
         parts, at = {}, 0
-        for box in boxes_of([self.shape[dim] for dim in outermost_first], self.start, self.start + len(self.local)):
-            part = self.local[at : at + math.prod(box.sizes)].view(box.sizes).permute(back)
-            parts[tuple(box.offsets[dim] for dim in back)] = part
+        for box, strides in boxes_in_memory(self.shape, self.strides, self.start, self.start + len(self.local)):
+            part = self.local.as_strided(box.sizes, strides, self.local.storage_offset() + at)
+            parts[box.offsets] = part
             at += part.numel()
         return parts
 
@@ -147,14 +198,14 @@ _COPYING = {
 }
 
 
-def boxed(own: Tensor, split: EvenSplit, rank: int, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
-    """The tensor of which ``own`` is row ``rank`` of this split, with its padding or without."""
+def boxed(own: Tensor, split: Spans, rank: int, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
+    """Return the tensor whose part ``rank`` of this split is ``own``, with or without padding."""
     start, stop = split.span(rank)
-    return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride)
+    return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride, split)
 
 
 def _with_storage_of_its_own(part: Tensor) -> Tensor:
-    """The same memory behind a storage that ends where ``part`` does.
+    """Return the same memory behind a storage that ends where ``part`` does.
 
     torch.distributed.checkpoint copies parts of larger storages before it writes them, and some versions keep all
     copies to the end.

@@ -97,7 +97,7 @@ def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter
         if record.keeps_more:
             record.restore_master(states[record][MASTER], fp8)
         elif takes_master(record):
-            wide[record.shard_group].append(Slice(record, states[record][MASTER]))
+            wide[record.shard_group].append(Slice.of_row(record, states[record][MASTER]))
     for slices, group in zip(wide, parameters.shard_groups, strict=True):
         for each, master in zip(slices, whole_slices(slices, group), strict=True):
             _widen(each.record.p, master)
@@ -150,7 +150,12 @@ def check_class(
 
 
 def add_sample(samples: dict[int, State], state: Mapping[str, Any], record: ShardedParameter) -> None:
-    """Add the state of a parameter of ``TRIED`` elements, like this one of ``record``, unless its group has one."""
+    """Add the state of a parameter of ``TRIED`` elements, like this one of ``record``, unless its group has one.
+
+    Of a parameter that one rank steps whole nothing is added: its states depend on its shape.
+    """
+    if record.split.owner is not None:
+        return
     own = {key: value for key, value in state.items() if key != MASTER}
     if own and record.group not in samples:
         samples[record.group] = {key: _sample(value, record.p) for key, value in own.items()}

@@ -2,42 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import SCALARS
+from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.shard_group import ShardGroup
+from ..partition import END_TO_END
 from ..sharded_group import ShardedGroup
+
+State = dict[str, Any]
 
 # Bytes of a message that brings many slices: what is held beside them.
 MESSAGE_BYTES = 64 * 2**20
 
 
 class Slice(NamedTuple):
-    """A tensor of which each rank holds a slice, ``[s]`` elements of one parameter."""
+    """A tensor that the ranks hold together: ``[s]`` elements of one parameter, or, on its owner, any tensor of its.
+
+    On ranks that own nothing of the parameter it is on the meta device.
+    """
 
     record: ShardedParameter
     own: Tensor
 
+    @classmethod
+    def of_row(cls, record: ShardedParameter, row: Tensor) -> Slice:
+        """Return the slice whose elements are those of ``row``, ``[s]``."""
+        if record.owns_some:
+            return cls(record, record.shaped(row))
+        return cls(record, torch.empty(record.p.shape, dtype=row.dtype, device="meta"))
+
     @property
-    def kind(self) -> tuple[torch.device, torch.dtype]:
-        """Return the device and dtype, which slices in one message have in common."""
-        return self.record.padded.device, self.own.dtype
+    def kind(self) -> tuple[torch.device, torch.dtype, int | None]:
+        """Return the device, dtype and owner, which slices in one message have in common."""
+        return self.record.padded.device, self.own.dtype, self.record.split.owner
+
+    @property
+    def is_of_elements(self) -> bool:
+        """Whether the whole has one number for each element of the parameter."""
+        return self.record.split.owner is None or self.own.shape == self.record.p.shape
+
+    def row(self) -> Tensor:
+        """Return this rank's elements, 1-D, in memory order, where the parameters are."""
+        if self.is_of_elements:
+            return self.record.flat_slice(self.own).to(self.record.padded.device)
+        return flat_in_memory_order(self.own, self.like).to(self.record.padded.device)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor without values of the whole's shape, and its strides where they are dense."""
+        return torch.empty_like(self.own.detach(), device="meta")
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return the whole tensor from all ranks' ``rows``."""
+        if self.is_of_elements:
+            return unshard(rows, self.record)
+        return torch.as_strided(rows, self.own.shape, self.like.stride())
 
 
 def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
-    """Return whether a state has one number for each element of this rank's slice."""
-    return isinstance(value, Tensor) and key not in SCALARS and value.shape == record.p32.shape
+    """Return whether ranks hold a state together: each its elements, or one rank all of a tensor."""
+    if not isinstance(value, Tensor):
+        return False
+    if record.split.owner is not None:
+        return value.dim() > 0 or (record.p.dim() == 0 and key not in SCALARS)
+    return key not in SCALARS and value.shape == record.p32.shape
 
 
 def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
     """Return ``[world_size, s]`` without its padding, as a tensor of ``p``'s shape and strides."""
     return record.restore(rows.reshape(-1)[: record.split.numel])
+
+
+# ---- what owners tell the other ranks of ----
+
+
+def told_states(
+    records: Sequence[ShardedParameter], group: ShardGroup, state_of: Callable[[ShardedParameter], State]
+) -> dict[ShardedParameter, State]:
+    """Return what ``state_of`` returns on the owners of ``records``; communicates where there are some.
+
+    Elsewhere tensors of an owner's state are on the meta device, but for numbers. Of an even split each rank has its
+    own.
+    """
+    states = {record: state_of(record) for record in records}
+    if any(record.split.owner is not None for record in records):
+        own = {record.index: states[record] for record in records if record.split.owner == group.rank}
+        for of_rank in group.all_gather_object(tree_map(_told, own)):
+            for record in records:
+                if record.index in of_rank and not record.owns_some:
+                    states[record] = of_rank[record.index]
+    return states
+
+
+def _told(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_like(value.detach(), device="meta") if value.dim() else value.detach().cpu()
 
 
 def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
@@ -66,17 +134,20 @@ def _batches(slices: Iterable[Slice], world_size: int) -> Iterator[list[Slice]]:
 
 
 def _gathered(batch: Sequence[Slice], group: ShardGroup) -> list[Tensor]:
-    device = batch[0].record.padded.device
-    rows = [torch.empty(group.size, len(own), dtype=own.dtype, device=device) for _, own in batch]
+    lead = batch[0].record
+    shapes = [(lead.split.rows, each.own.numel()) for each in batch]
+    rows = [torch.empty(shape, dtype=batch[0].own.dtype, device=lead.padded.device) for shape in shapes]
     filled = [row for row in rows if row.numel()]
     if filled:
-        group.gather([own.to(device) for _, own in batch if own.numel()], filled).wait()
-    return [unshard(each, record) for each, (record, _) in zip(rows, batch, strict=True)]
+        own = [each.row() for each in batch if each.own.numel()] if lead.owns_some else []
+        lead.split.gather(group, own, filled, False, END_TO_END, None).wait()
+    return [each.whole(row) for row, each in zip(rows, batch, strict=True)]
 
 
 def whole_masters(records: Iterable[ShardedParameter], group: ShardGroup) -> Iterator[Tensor]:
     """Return the whole of each ``p32``, fp32 at least. Communicates: all ranks iterate to the end."""
-    return map(at_least_fp32, whole_slices((Slice(record, record.p32.detach()) for record in records), group))
+    masters = (Slice.of_row(record, record.master_row.detach()) for record in records)
+    return map(at_least_fp32, whole_slices(masters, group))
 
 
 def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) -> Iterator[Tensor | None]:
@@ -88,7 +159,7 @@ def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) ->
     buckets = [gradients.bucket_of(record) for record in records]
     apart = (r for r, bucket in zip(records, buckets, strict=True) if bucket is not None and bucket.rows is None)
     slices = ((record, gradients.averaged(record)) for record in apart)
-    gathered = whole_slices((Slice(record, own) for record, own in slices if own is not None), group.group)
+    gathered = whole_slices((Slice.of_row(record, own) for record, own in slices if own is not None), group.group)
     for record in records:
         rows = gradients.averaged_rows(record)
         if rows is not None:
@@ -104,9 +175,12 @@ def whole_states(
 
     Communicates: all ranks iterate to the end.
     """
-    values = [optim.state.get(record.p32, {}).get(key) for record in records]
+    told = told_states(records, group, lambda record: optim.state.get(record.p32, {}))
+    values = [told[record].get(key) for record in records]
     sliced = [
-        Slice(record, value) for record, value in zip(records, values, strict=True) if is_slice(key, value, record)
+        Slice(record, value)
+        for record, value in zip(records, values, strict=True)
+        if value is not None and is_slice(key, value, record)
     ]
     gathered = whole_slices(sliced, group)
     for record, value in zip(records, values, strict=True):
@@ -129,5 +203,6 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 def fill_slice(own: Tensor, value: Tensor, record: ShardedParameter) -> None:
     """Let ``own`` hold ``value``, another slice ``[s]`` of any dtype, with zeros for padding."""
     start, stop = record.split.span(record.rank)
-    own[: stop - start].copy_(value[: stop - start])
-    own[stop - start :].zero_()
+    flat = record.flat_slice(own)
+    flat[: stop - start].copy_(value[: stop - start])
+    flat[stop - start :].zero_()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.module_names import parameter_names
@@ -18,7 +20,7 @@ from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.sharding import slice_state
 from ..communication.agreement import Alike, agree, together
 from ..communication.shard_group import ShardGroup
-from ..loss_scaler import LossScaler
+from ..loss_scaler import LossScaler, check_loss_scale
 from ..optim.quantised import flat_state
 from ..sharded_group import ShardedGroup
 from .loading import (
@@ -36,7 +38,7 @@ from .loading import (
     restore_masters,
     warn_of_lost_states,
 )
-from .values import Slice, is_slice, whole_slices
+from .values import Slice, is_slice, told_states, whole_slices
 
 _DOING = "load a state dict"
 _STATES = Alike(
@@ -106,14 +108,17 @@ class WholeState(NamedTuple):
             ValueError: ranks have different states, as where a hook of one of them has added some; on all of them.
         """
         optim, parameters = self.optim, self.parameters
+        states: dict[ShardedParameter, State] = {}
         for records, group in zip(parameters.by_shard_group, parameters.shard_groups, strict=True):
-            lines = [line for record in records for line in _gathered_states(optim, record)]
+            told = told_states(records, group, partial(own_state, optim))
+            lines = [line for record in records for line in _gathered_states(told[record], record)]
             agree(group, lines, None, "give its state dict", _STATES)
+            states.update(told)
         places = _places(parameters)
         piece: dict[int, State] = {}
         held = 0.0
         for record in parameters:
-            state = own_state(optim, record)
+            state = states[record]
             if not state:
                 continue
             place = places[record.p]
@@ -176,7 +181,7 @@ class WholeState(NamedTuple):
         samples: dict[int, State] = {}
         with all_or_nothing(parameters.shard_groups[0], _DOING) as undo:
             if loss_scale is not None:
-                LossScaler().load_state_dict(loss_scale)
+                check_loss_scale(loss_scale)
             places = _parameters_by_place(parameters, param_groups)
             for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
                 record = parameters.find(places[place]) if place in places else None
@@ -184,7 +189,7 @@ class WholeState(NamedTuple):
                     _check_shapes(state, record)
                     master = {MASTER: record.slice_of(state[MASTER])} if MASTER in state else {}
                     own = {key: value for key, value in state.items() if key != MASTER}
-                    slices[record] = slice_state(own, record) | master
+                    slices[record] = (slice_state(own, record) if record.owns_some else {}) | master
                     add_sample(samples, own, record)
                 elif state and place in places:
                     lost.append(parameter_names(parameters.groups, self.model)[places[place]])
@@ -206,16 +211,20 @@ def _places(parameters: ParameterStore) -> dict[Tensor, int]:
     return {p: place for place, p in enumerate(p for group in parameters.groups for p in group)}
 
 
-def _gathered_states(optim: Optimizer, record: ShardedParameter) -> Iterator[str]:
+def _gathered_states(state: State, record: ShardedParameter) -> Iterator[str]:
     """Yield a line for each of a parameter's states that is gathered."""
-    for key, value in own_state(optim, record).items():
+    for key, value in state.items():
         if is_slice(key, value, record):
             yield f"{key} of {record.common_name}, {value.dtype}"
 
 
 def own_state(optim: Optimizer, record: ShardedParameter) -> State:
     """Return a parameter's state on this rank, with its master; an optimizer without state may have masters too."""
-    state = flat_state(optim, optim.state.get(record.p32, {}))
+    return with_master(flat_state(optim, optim.state.get(record.p32, {})), record)
+
+
+def with_master(state: State, record: ShardedParameter) -> State:
+    """Return ``state`` with the parameter's master, if that holds more than the parameter does."""
     kept = (state or record.stepped) and record.keeps_more
     return {**state, MASTER: record.p32.detach()} if kept else dict(state)
 
@@ -224,18 +233,21 @@ def _whole_state(
     state: Mapping[str, Any], record: ShardedParameter, group: ShardGroup, pinned: State | None, keep: bool
 ) -> tuple[State, float]:
     """Return one parameter's whole state, or nothing unless ``keep``, and its size in MiB."""
-    whole: State = {}
     size = 0.0
-    for key, value in state.items():
-        if is_slice(key, value, record):
+
+    def whole_value(path: Any, value: Any) -> Any:
+        nonlocal size
+        name = path[0].key if len(path) == 1 else keystr(path)
+        if is_slice(path[0].key, value, record):
             (gathered,) = whole_slices([Slice(record, value)], group)
             size += gathered.nbytes / 2**20
-            if keep:
-                whole[key] = gathered.detach().cpu() if pinned is None else _into_pinned(pinned, key, gathered)
-            del gathered  # before the next one
-        elif keep:
-            whole[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    return whole, size
+            if not keep:
+                return None
+            return gathered.detach().cpu() if pinned is None else _into_pinned(pinned, name, gathered)
+        return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+    whole: State = tree_map_with_path(whole_value, dict(state))
+    return whole if keep else {}, size
 
 
 def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
@@ -283,7 +295,8 @@ def _parameters_by_place(parameters: ParameterStore, param_groups: Sequence[Mapp
 
 def _check_shapes(state: Mapping[str, Any], record: ShardedParameter) -> None:
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape != record.p.shape:
+        is_other = isinstance(value, Tensor) and value.dim() > 0 and value.shape != record.p.shape
+        if is_other and (record.split.owner is None or key == MASTER):
             raise ValueError(
                 f"{record.name}: expected {key} of its shape {tuple(record.p.shape)}, got {tuple(value.shape)}: "
                 "the state dict is another model's"

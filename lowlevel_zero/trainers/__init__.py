@@ -1,4 +1,4 @@
 """Trainers: adapters for accelerate, transformers' ``Trainer`` and Lightning, on public methods alone.
 
-The core doesn't know this room. An adapter is imported by its own name, with the library that it adapts.
+The rest of the package doesn't import them. Import an adapter by its own name; it imports the library that it adapts.
 """

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..communication.process_groups import start_alone
 from ..optimizer import LowLevelZeroOptimizer
-from .checks import check_accelerator, check_loss_scales, check_plain, checked_options
+from .checks import check_accelerator, check_loss_scales, check_plain
 from .files import load_optimizer, save_sharded
 
 
@@ -29,21 +29,21 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         args, kwargs: ``Accelerator``'s.
 
     Raises:
-        TypeError, ValueError: unknown ``zero_options``, fp16 or fp8 by accelerate, or another way to shard beside this.
+        TypeError, ValueError: fp16 or fp8 by accelerate, or another way to shard beside this.
         RuntimeError: accelerate doesn't see the processes that were launched.
     """
 
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, zero_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self.zero_options = checked_options(zero_options)
+        self.zero_options = dict(zero_options or {})
         super().__init__(*args, **kwargs)
         check_accelerator(self)
 
-    # ---- what is prepared ----
+    # ---- prepare ----
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As in accelerate; models come first, whatever their place, so that optimizers find them moved."""
+        """Prepare objects as accelerate does, models first, so that optimizers find them moved."""
         for each in args:
             check_plain(each)
         placed = zip(args, device_placement or len(args) * [None], strict=True)
@@ -51,12 +51,12 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         return super().prepare(*ready, device_placement=device_placement)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Move, autocast and compile ``model``; it isn't wrapped, in training as little as in evaluation."""
+        """Move, autocast and compile ``model``, without wrapping it."""
         check_plain(model)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Shard ``optimizer``, whose models have been prepared; its state is where its parameters are."""
+        """Shard ``optimizer``, whose models have been prepared. Its state is on its parameters' device."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             check_plain(optimizer)
             optimizer = self._shard(optimizer)
@@ -83,10 +83,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     # ---- backward ----
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As in accelerate; the gradients of all prepared optimizers are reduced, whatever the loss touches."""
+        """Run a backward as accelerate does, and reduce the gradients of all prepared optimizers."""
         if self._models and not self._optimizers:
             raise RuntimeError(
-                "backward: expected prepare(model, optimizer), got a model alone: nobody would reduce its gradients"
+                "backward: expected prepare(model, optimizer), got a model alone, whose gradients would not be reduced"
             )
         with ExitStack() as passes:
             for optimizer in self._sharded():
@@ -104,16 +104,16 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
             yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """``Join`` is DDP's own."""
+        """Raise: ``Join`` needs DDP."""
         raise NotImplementedError(
             "join_uneven_inputs: expected batches that are as many on every rank, as accelerate's loaders give them "
             "(even_batches=True), got a Join context, which needs DDP"
         )
 
-    # ---- checkpoints: accelerate's, with a folder for each optimizer, to which every rank writes its slices ----
+    # ---- checkpoints: accelerate's, and a folder for each optimizer, in which every rank writes its slices ----
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate; the optimizers, in ``optimizer_0`` and so on, load at any number of ranks."""
+        """Save as accelerate does, and each optimizer in a folder that loads at any number of ranks."""
         with self._without_optimizers():
             saved = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(self._sharded()):
@@ -121,7 +121,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         return saved
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As in accelerate; ``optimizer.bin`` of a DDP run is taken, too."""
+        """Load as accelerate does, also ``optimizer.bin`` of a DDP run."""
         found: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
         with hook, self._without_optimizers():

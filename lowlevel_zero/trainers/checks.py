@@ -1,10 +1,9 @@
-"""What the adapters refuse: models and optimizers that aren't plain, and what else shards, scales or compresses."""
+"""Checks of the adapters: models and optimizers are plain, and nothing else shards, scales or compresses."""
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,23 +12,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..optimizer import LowLevelZeroOptimizer
 
-_KEYWORDS = inspect.signature(LowLevelZeroOptimizer).parameters.keys() - {"optimizer", "model"}
 _OTHER_WAYS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 
 
-def checked_options(zero_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``zero_options``, which are keywords of ``LowLevelZeroOptimizer`` that the trainer doesn't give itself."""
-    unknown = sorted(set(zero_options or ()) - _KEYWORDS)
-    if unknown:
-        raise TypeError(
-            "zero_options: expected keywords of LowLevelZeroOptimizer other than optimizer and model, which the "
-            f"trainer gives, got {', '.join(unknown)}"
-        )
-    return dict(zero_options or {})
-
-
 def check_plain(handed: object) -> None:
-    """Raise for a model that reduces or shards by itself, and for an optimizer that is sharded, or isn't one."""
+    """Raise for a model that reduces or shards by itself, and for an optimizer that is sharded or a dummy."""
     if isinstance(handed, LowLevelZeroOptimizer):
         raise TypeError(
             "optimizer: expected a plain torch optimizer, got a LowLevelZeroOptimizer: hand over the one that it "
@@ -45,7 +32,7 @@ def check_plain(handed: object) -> None:
 
 
 def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:
-    """Raise where one of several optimizers would scale the loss of all."""
+    """Raise if one of several optimizers would scale the loss of all."""
     if len(optimizers) > 1 and any(each.scaler is not None for each in optimizers):
         raise ValueError(
             "expected one optimizer where parameters are fp16, since it scales the loss, got several: use bf16, or one "
@@ -54,7 +41,7 @@ def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise where accelerate itself would shard, scale or compress, or takes several processes for one."""
+    """Raise if accelerate itself would shard, scale or compress, or doesn't see all processes."""
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision: expected 'no' or 'bf16', got {accelerator.mixed_precision!r}, whose GradScaler would "

@@ -24,9 +24,9 @@ def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
 
 
 def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -> None:
-    """Load what ``save_sharded`` has written, or where it hasn't a plain optimizer's state dict; every rank calls it.
+    """Load a folder of ``save_sharded`` if there is one, else a plain optimizer's state dict; every rank calls it.
 
-    Each rank reads what it has.
+    Each rank reads its own slices.
     """
     if folder.is_dir():
         load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..checkpoint import load_checkpoint, read_rank_state, save_checkpoint
 from ..checkpoint.folders import on_first_rank
 from ..optimizer import LowLevelZeroOptimizer
-from .checks import check_loss_scales, checked_options
+from .checks import check_loss_scales
 from .files import place_for, put_in_place
 
 _FOLDER = "lowlevel_zero.folder"  # in a checkpoint's dict: where it was read from
@@ -42,7 +42,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(
         self, zero_options: Mapping[str, Any] | None = None, *, sharded_checkpoint: bool = False, **options: Any
     ) -> None:
-        self.zero_options = checked_options(zero_options)
+        self.zero_options = dict(zero_options or {})
         self.sharded_checkpoint = sharded_checkpoint
         self.broadcast_buffers = options.pop("broadcast_buffers", True)
         super().__init__(**options)
@@ -51,7 +51,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             raise TypeError(f"ZeroStrategy: expected no option of DistributedDataParallel, got {', '.join(others)}")
 
     def configure_ddp(self) -> None:
-        """Nothing wraps the module."""
+        """Leave the module unwrapped."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Shard the optimizers that ``configure_optimizers`` returns."""
@@ -89,7 +89,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             _sync_params_and_buffers(dist.group.WORLD, buffers, 2**28, 0)  # type: ignore[arg-type]
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """The module's own, which any of the optimizers may have gradients of."""
+        """Run the module's backward, and reduce the gradients of all optimizers."""
         plugin, module = self.precision_plugin, self.lightning_module
         loss = scaled = plugin.pre_backward(closure_loss, module)
         with ExitStack() as passes:
@@ -100,16 +100,16 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients of all micro-batches but the last stay on their rank."""
+        """Keep the gradients of all micro-batches but the last on their rank."""
         with ExitStack() as blocked:
             for each in self.optimizers:
                 blocked.enter_context(each.no_sync())
             yield
 
     def teardown(self) -> None:
-        """As ``DDPStrategy`` does, but the optimizers' states stay with their slices, and gradients go.
+        """Tear down as ``DDPStrategy`` does, but leave the optimizers' states with their slices, and drop gradients.
 
-        The module moves to the host, which a sharded gradient can't.
+        The module moves to the host, and a sharded gradient can't.
         """
         optimizers, self.optimizers = self.optimizers, []
         if optimizers:
@@ -118,11 +118,11 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.optimizers = optimizers
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """All of it, on rank 0; every rank calls it."""
+        """Return the whole state on rank 0; every rank calls it."""
         return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a file, or a folder, in which what isn't the model's or the optimizers' is rank 0's.
+        """Write a file, or a folder. Rank 0's callbacks, loops and hyperparameters are saved.
 
         A folder is written beside a former one of its name, as of the last epoch, and replaces it when it is whole.
         """
@@ -138,7 +138,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         on_first_rank(ranks, lambda: put_in_place(written, path))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What a file holds, or a folder but for the optimizers'."""
+        """Return the contents of a file, or of a folder without the optimizers' states."""
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
         checkpoint = {**read_rank_state(checkpoint_path, 0), "optimizer_states": [], _FOLDER: checkpoint_path}
@@ -148,7 +148,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank takes its slices."""
+        """Load each rank's slices."""
         if _FOLDER in checkpoint:
             load_checkpoint(checkpoint[_FOLDER], self.lightning_module, self.optimizers)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as DDPStrategy

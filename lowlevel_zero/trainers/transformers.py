@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .accelerate import ZeroAccelerator
-from .checks import check_plain, checked_options
+from .checks import check_plain
 from .files import load_optimizer, save_sharded
 
 _FOLDER = "optimizer_0"
@@ -31,8 +31,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         args, kwargs: the trainer's.
 
     Raises:
-        TypeError, ValueError: unknown ``zero_options``, ``fp16=True``, a model or optimizer that isn't plain, or
-            another way to shard beside this.
+        TypeError, ValueError: ``fp16=True``, a model or optimizer that isn't plain, or another way to shard.
         RuntimeError: the trainer doesn't see the processes that were launched, or would use several GPUs in one.
     """
 
@@ -45,14 +44,14 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         sharded_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.zero_options = checked_options(zero_options)
+        self.zero_options = dict(zero_options or {})
         self.sharded_checkpoint = sharded_checkpoint
         super().__init__(*args, **kwargs)
         check_plain(self.model)
         check_plain(self.optimizer)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in ``Trainer``, with a ``ZeroAccelerator`` of the same settings, most of which accelerate keeps itself."""
+        """Create a ``ZeroAccelerator`` with the settings of ``Trainer``, most of which accelerate keeps itself."""
         super().create_accelerator_and_postprocess()
         if self.args.n_gpu > 1:
             raise RuntimeError(
@@ -69,13 +68,13 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in ``Trainer``, which then asks on every rank whether the first one's folder is there: all wait for it."""
+        """Save as ``Trainer`` does, and wait for the first rank: all ranks look for its folder afterwards."""
         super().save_model(output_dir, _internal_call)
         if _internal_call:
             self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Every rank calls it: it writes its slices, or gathers the whole state, which those that save write."""
+        """Write this rank's slices, or gather the whole state, which the saving ranks write; every rank calls it."""
         optimizer = self.optimizer.optimizer
         if self.sharded_checkpoint:
             save_sharded(optimizer, Path(output_dir, _FOLDER))
@@ -87,7 +86,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Each rank takes its slices; ``Trainer`` would load all of the state onto every GPU."""
+        """Load this rank's slices; ``Trainer`` would load all of the state onto every GPU."""
         if checkpoint is None or not Path(checkpoint, SCHEDULER_NAME).is_file():  # the model alone was saved
             return
         load_optimizer(self.optimizer.optimizer, Path(checkpoint, _FOLDER), Path(checkpoint, OPTIMIZER_NAME))

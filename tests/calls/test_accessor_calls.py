@@ -11,28 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, accessors
-from lowlevel_zero.accessors import (
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.deepspeed import (
+    accessors,
     full_fp32_params,
     full_grads,
     full_optimizer_states,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
 )
-from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.state import values
 from tests.support.accessing import backward, train, wrapped
-from tests.support.oracle import Run, adamw
+from tests.support.oracle import Run, adamw, build, loss_of
 from tests.support.ranks import run_cases, run_ranks
 
 
@@ -42,7 +37,6 @@ def edits_are_seen_before_the_next_step(rank: int, world_size: int) -> None:
     p = model.inward
     with torch.no_grad():
         p.fill_(0.25)
-    assert torch.equal(safe_get_local_fp32_param(p), optimizer.get_working_to_master_map()[id(p)])
     assert torch.equal(safe_get_full_fp32_param(p), torch.full_like(p, 0.25).float())
 
 
@@ -52,8 +46,7 @@ def numbers_are_set_alike(rank: int, world_size: int) -> None:
     p = model.scale
     safe_set_full_optimizer_state(p, torch.tensor(7.0), "step")
     assert safe_get_full_optimizer_state(p, "step") == 7
-    safe_set_local_optimizer_state(p, torch.tensor([5.0]), "step")
-    assert safe_get_local_optimizer_state(p, "step") == 5
+    safe_set_full_optimizer_state(p, torch.tensor([5.0]), "step")
     assert safe_get_full_optimizer_state(model.one, "step") == 1
     with pytest.raises(ValueError, match="«step = 0.0» where rank 1"):
         safe_set_full_optimizer_state(p, torch.tensor(float(rank)), "step")
@@ -82,21 +75,19 @@ def reading_a_frozen_parameter_gives_none_and_writing_it_raises(rank: int, world
     model, optimizer = wrapped(Run())
     train(optimizer, model, Run(), 1, rank)
     frozen = model.frozen.weight
-    reads = (safe_get_full_fp32_param, safe_get_local_fp32_param, safe_get_full_grad, safe_get_local_grad)
-    states = (safe_get_full_optimizer_state, safe_get_local_optimizer_state)
-    assert [read(frozen) for read in reads] == [None] * 4
-    assert [read(frozen, "exp_avg") for read in states] == [None] * 2
+    assert safe_get_full_fp32_param(frozen) is None
+    assert safe_get_full_grad(frozen) is None
+    assert safe_get_full_optimizer_state(frozen, "exp_avg") is None
     with pytest.raises(ValueError, match="requires_grad=False"):
         safe_set_full_fp32_param(frozen, torch.zeros_like(frozen))
 
 
 def what_is_no_parameter_of_an_optimizer_is_refused(rank: int, world_size: int) -> None:
     model, optimizer = wrapped(Run())
-    for call in (safe_get_full_fp32_param, safe_get_local_fp32_param):
-        with pytest.raises(ValueError, match=r"\(5, 4\) tensor that none holds"):
-            call(model.inward * 1)
-        with pytest.raises(TypeError, match="got str"):
-            call("inward")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\(5, 4\) tensor that none holds"):
+        safe_get_full_fp32_param(model.inward * 1)
+    with pytest.raises(TypeError, match="got str"):
+        safe_get_full_fp32_param("inward")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="that none holds"):
         safe_get_full_grad(nn.Parameter(torch.zeros(5, 4)))
     with pytest.raises(ValueError, match="none holds any"):
@@ -116,7 +107,23 @@ def what_is_no_parameter_of_an_optimizer_is_refused(rank: int, world_size: int) 
     assert again is not None
 
 
+def plain_backwards_of_unequal_number_are_reduced_before_they_are_read(rank: int, world_size: int) -> None:
+    model, optimizer = wrapped(Run())
+    plain = build(Run())
+    for _ in range(2):
+        (loss_of(plain, Run(), 0, 0, 0) / world_size).backward()
+        if rank == 0:
+            loss_of(model, Run(), 0, 0, 0).backward()
+    for name, value in full_grads(model).items():
+        expected = plain.get_parameter(name).grad
+        assert (value is None) == (expected is None or not expected.numel()), name
+        if value is not None:
+            torch.testing.assert_close(value, expected)
+    optimizer.step()
+
+
 CALLS = (
+    plain_backwards_of_unequal_number_are_reduced_before_they_are_read,
     edits_are_seen_before_the_next_step,
     numbers_are_set_alike,
     a_model_may_have_several_optimizers_and_parameters_of_none,
@@ -157,9 +164,9 @@ def count_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     gather = ShardGroup.gather
 
-    def counted(self: ShardGroup, own: Any, rows: Any) -> Any:
+    def counted(self: ShardGroup, own: Any, rows: Any, *more: Any) -> Any:
         sizes.append(sum(each.numel() * each.element_size() for each in rows))
-        return gather(self, own, rows)
+        return gather(self, own, rows, *more)
 
     monkeypatch.setattr(ShardGroup, "gather", counted)
     return sizes
@@ -209,12 +216,6 @@ def test_names_and_order_of_arguments_are_deepspeed_s() -> None:
         "safe_set_full_fp32_param": ["param", "value"],
         "safe_set_full_grad": ["param", "value"],
         "safe_set_full_optimizer_state": ["param", "value", "optim_state_key"],
-        "safe_get_local_fp32_param": ["param"],
-        "safe_get_local_grad": ["param"],
-        "safe_get_local_optimizer_state": ["param", "optim_state_key"],
-        "safe_set_local_fp32_param": ["param", "value"],
-        "safe_set_local_grad": ["param", "value"],
-        "safe_set_local_optimizer_state": ["param", "value", "optim_state_key"],
     }
     for name, positional in expected.items():
         parameters = inspect.signature(getattr(accessors, name)).parameters.values()
@@ -235,7 +236,7 @@ def test_ranks_that_call_different_things_are_told_so() -> None:
         ]
         told = []
         for pair in pairs:
-            with pytest.raises(ValueError, match="the same call") as caught:
+            with pytest.raises(RuntimeError, match="the same call") as caught:
                 pair[rank]()
             told.append(str(caught.value))
         assert safe_get_full_grad(model.inward) is not None
@@ -244,8 +245,8 @@ def test_ranks_that_call_different_things_are_told_so() -> None:
 
     one, other = run_ranks(rank, 2)
     assert one == other
-    assert "rank 0 has «safe_get_full_grad of inward" in one[0]
-    assert "rank 1 has «safe_get_full_grad of outward.weight" in one[0]
+    assert "rank 0 to call safe_get_full_grad of inward" in one[0]
+    assert "rank 1 to call safe_get_full_grad of outward.weight" in one[0]
 
 
 def test_what_one_rank_refuses_all_refuse_and_nothing_changes() -> None:
@@ -271,9 +272,7 @@ def test_what_one_rank_refuses_all_refuse_and_nothing_changes() -> None:
             (safe_set_full_fp32_param, (good,), (good.t(),)),
             (safe_set_full_fp32_param, (good,), (good.int(),)),
             (safe_set_full_fp32_param, (good,), (good.tolist(),)),
-            (safe_set_local_fp32_param, (slice_,), (good,)),
             (safe_set_full_grad, (good,), (good[1:],)),
-            (safe_set_local_grad, (slice_,), (slice_[1:],)),
             (safe_set_full_optimizer_state, (good, "exp_avg"), (slice_, "exp_avg")),
             (safe_set_full_optimizer_state, (good, "exp_avg"), (good.bool(), "exp_avg")),
             (safe_set_full_optimizer_state, (good, "exp_avg"), (good, "exp_average")),

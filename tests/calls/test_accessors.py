@@ -1,4 +1,4 @@
-"""Accessors: whole and local values of one parameter, and of a model, read and written as DeepSpeed's users do."""
+"""Accessors: values of one parameter, and of a model, read and written as DeepSpeed's users do."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero.accessors import (
+from lowlevel_zero.deepspeed import (
     full_fp32_params,
     full_grads,
     full_optimizer_states,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
 )
 from tests.support.accessing import backward, train, wrapped
 from tests.support.numbers import trained
@@ -61,15 +55,15 @@ def read_gradients(rank: int, world_size: int, run: Run) -> dict[str, tuple[Tens
     found = {}
     for name, p in model.named_parameters():
         expected = optimizer.get_param_grad(p) if p.requires_grad and p.numel() else None
-        told, local = (full[name], again[name], safe_get_full_grad(p)), safe_get_local_grad(p)
-        if expected is None or local is None:
-            assert {*told, expected, local} == {None}, name
+        told = (full[name], again[name], safe_get_full_grad(p))
+        if expected is None:
+            assert {*told} == {None}, name
             continue
         for value in told:
             assert value is not None
             assert (value.dtype, value.shape) == (torch.float32, p.shape)
             assert torch.equal(value.to(expected.dtype), expected), name
-        found[name] = told[0], local
+        found[name] = told[0], optimizer.sharded_parameters[p].handle.to_local()  # type: ignore[union-attr]
     optimizer.step()  # it must not have been disturbed
     return found
 
@@ -102,24 +96,16 @@ def test_a_gradient_that_is_set_is_stepped() -> None:
             model, optimizer = wrapped(run, partition_grad=stage_2, cpu_offload=offload)
             named = dict(model.named_parameters())
             backward(optimizer, model, run, 0, rank)
-            whole, sliced, other = named["conv.weight"], named["inward"], named["layers.1.weight"]
+            whole, other = named["conv.weight"], named["layers.1.weight"]
             kept = safe_get_full_grad(other)
-            new, part = torch.randn_like(whole), torch.full_like(safe_get_local_fp32_param(sliced), rank + 1.0)
+            new = torch.randn_like(whole)
             dist.broadcast(new, 0)
             before = {name: p.detach().clone() for name, p in named.items()}
             safe_set_full_grad(whole, new)
-            safe_set_local_grad(sliced, part)
             torch.testing.assert_close(safe_get_full_grad(whole), new)
             assert torch.equal(safe_get_full_grad(other), kept)  # type: ignore[arg-type]
-            flat = torch.cat([torch.full_like(part, of + 1.0) for of in range(world_size)])[: sliced.numel()]
-            expected = torch.as_strided(flat, sliced.shape, sliced.stride())
-            torch.testing.assert_close(safe_get_full_grad(sliced), expected)
             optimizer.step()
-            for p, name, gradient in (
-                (whole, "conv.weight", new),
-                (sliced, "inward", expected),
-                (other, "layers.1.weight", kept),
-            ):
+            for p, name, gradient in ((whole, "conv.weight", new), (other, "layers.1.weight", kept)):
                 torch.testing.assert_close(p.detach(), before[name] - 0.5 * gradient)
 
     run_ranks(rank, 3)
@@ -143,14 +129,9 @@ def test_masters_are_whole_and_round_to_the_parameter(subtests: pytest.Subtests)
             assert single.dtype == torch.float32
             assert torch.equal(single, full[name])  # type: ignore[arg-type]
             assert torch.equal(single.to(dtype), p.detach())
-            found[name] = safe_get_local_fp32_param(p)
+            found[name] = optimizer.get_working_to_master_map()[id(p)].detach().float()
         keeps_more = dtype == torch.bfloat16 and options.get("master_weights", True)
         assert keeps_more == any(not torch.equal(v, v.bfloat16().float()) for v in found.values()) or not keeps_more
-        assert all(
-            torch.equal(found[name], optimizer.get_working_to_master_map()[id(p)].float())
-            for name, p in model.named_parameters()
-            if name in found
-        )
         return found
 
     ways: list[tuple[torch.dtype, dict[str, Any]]] = [
@@ -186,13 +167,8 @@ def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(subtests: pytes
             gradient, before = gradients[name], masters[name]
             if gradient is not None and before is not None:
                 torch.testing.assert_close(after, before - 0.5 * gradient)
-        local = torch.full_like(safe_get_local_fp32_param(model.inward), rank + 0.125)
-        safe_set_local_fp32_param(model.inward, local)
-        flat = torch.cat([torch.full_like(local, of + 0.125) for of in range(world_size)])[: model.inward.numel()]
-        assert torch.equal(
-            model.inward.detach().float(), torch.as_strided(flat, model.inward.shape, model.inward.stride())
-        )
-        assert not safe_get_local_fp32_param(model.inward)[slice(*_padding(model.inward, rank, world_size))].any()
+        own = optimizer.get_working_to_master_map()[id(model.inward)]
+        assert not own[slice(*_padding(model.inward, rank, world_size))].any()
 
     ways: list[tuple[torch.dtype, dict[str, Any]]] = [
         (torch.float32, {"cpu_offload": True}),
@@ -212,17 +188,15 @@ def _padding(p: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def test_states_are_the_state_dict_s(subtests: pytest.Subtests) -> None:
-    def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
         run = Run(dtype=dtype, drop=always_the_second, optimizer=adamw, options=options)
         model, optimizer = wrapped(run)
         named = dict(model.named_parameters())
         assert set(full_optimizer_states(model, "exp_avg").values()) == {None}
         assert safe_get_full_optimizer_state(model.inward, "exp_avg") is None
-        assert safe_get_local_optimizer_state(model.inward, "exp_avg") is None
         train(optimizer, model, run, 2, rank)
         places = {p: place for place, p in enumerate(p for group in groups(model) for p in group["params"])}
         states = optimizer.state_dict()["state"]
-        local: dict[str, Tensor] = {}
         for key in ("exp_avg", "exp_avg_sq", "step"):
             full = full_optimizer_states(model, key)
             for name, p in named.items():
@@ -233,21 +207,12 @@ def test_states_are_the_state_dict_s(subtests: pytest.Subtests) -> None:
                 assert full[name].dtype == torch.float32  # type: ignore[union-attr]
                 assert torch.equal(full[name], expected.float())  # type: ignore[arg-type]
                 assert torch.equal(safe_get_full_optimizer_state(p, key), full[name])  # type: ignore[arg-type]
-                if key == "step":
-                    assert torch.equal(safe_get_local_optimizer_state(p, key), torch.tensor(2.0))  # type: ignore[arg-type]
-                elif key == "exp_avg":
-                    local[name] = safe_get_local_optimizer_state(p, key)  # type: ignore[assignment]
         assert full["layers.1.weight"] is None
-        return {"local": local, "full": full_optimizer_states(model, "exp_avg")}
 
     ways: list[tuple[torch.dtype, dict[str, Any]]] = [(torch.float32, {}), (torch.bfloat16, {"cpu_offload": True})]
     for (dtype, options), ran in run_cases(rank, 3, ways, one_group=True):
         with subtests.test(dtype=dtype, options=options):
-            ranks = ran.values()
-            full = ranks[0]["full"]
-            for name, p in build(Run()).named_parameters():
-                if name in ranks[0]["local"]:
-                    assert torch.equal(without_padding([each["local"][name] for each in ranks], p), full[name])
+            ran.values()
 
 
 def test_a_state_that_is_set_is_stepped_with() -> None:
@@ -256,14 +221,10 @@ def test_a_state_that_is_set_is_stepped_with() -> None:
             run = Run(options={"cpu_offload": offload})
             model, optimizer = wrapped(run)
             train(optimizer, model, run, 1, rank)
-            p, q = model.inward, model.outward.weight
+            p = model.inward
             value = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-            part = torch.full_like(safe_get_local_fp32_param(q), 1.0 + rank)
             safe_set_full_optimizer_state(p, value, "momentum_buffer")
-            safe_set_local_optimizer_state(q, part, "momentum_buffer")
             assert torch.equal(safe_get_full_optimizer_state(p, "momentum_buffer"), value)  # type: ignore[arg-type]
-            flat = torch.cat([torch.full_like(part, 1.0 + of) for of in range(world_size)])[: q.numel()]
-            assert torch.equal(safe_get_full_optimizer_state(q, "momentum_buffer"), flat.view(q.shape))  # type: ignore[arg-type]
             before = p.detach().clone()
             backward(optimizer, model, run, 1, rank)
             gradient = safe_get_full_grad(p)

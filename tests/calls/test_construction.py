@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.loss_scaler import LossScaler
-from lowlevel_zero.options import ZeroOptions
+from lowlevel_zero import Communication, Diagnostics, LossScale, LowLevelZeroOptimizer
+from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.layout import layout_of
+from lowlevel_zero.options import GROUPS, abouts
+from tests.support.options import grouped
 from tests.support.ranks import run_cases_expecting, run_ranks
 
 
@@ -35,16 +37,22 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"cpu_offload": {"device": "cpu"}}, TypeError, "cpu_offload: expected True or False, got dict"),
     ({"reduce_bucket_size": "25MB"}, TypeError, "reduce_bucket_size: expected an int"),
     ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm: expected a number >= 0"),
-    ({"communication_dtype": "bf16"}, TypeError, "communication_dtype: expected a torch.dtype or None, got str"),
-    ({"forced_dtype": torch.int8}, ValueError, "forced_dtype: expected float16, .* got torch.int8"),
-    ({"initial_scale": "dynamic"}, ValueError, "initial_scale .* got 'dynamic'"),
+    ({"communication_dtype": "bf16"}, TypeError, "communication_dtype: expected a torch.dtype or None: .* got str"),
+    (
+        {"forced_dtype": torch.int8},
+        ValueError,
+        "forced_dtype: expected a torch.dtype .* got torch.int8",
+    ),
+    ({"initial_scale": "dynamic"}, TypeError, "initial_scale: expected a number above 0 .* got str 'dynamic'"),
     ({"backward_context": "fp8"}, TypeError, "backward_context: expected a callable"),
-    ({"fp8_min_numel": -1}, ValueError, "fp8_min_numel: expected 0 or more"),
-    ({"gradient_predivide_factor": 0}, ValueError, "gradient_predivide_factor: expected a finite number above 0"),
-    ({"max_skipped_steps": -1}, ValueError, "max_skipped_steps: expected at least 0 steps"),
+    ({"max_skipped_steps": -1}, ValueError, "loss_scale.max_skipped_steps: expected an int of at least 0 steps"),
     ({"dp_process_group": [0, 1]}, TypeError, "dp_process_group.* expected process groups, got int 0"),
     ({"pg_to_param_list": {"experts": []}}, TypeError, "pg_to_param_list: expected process groups"),
-    ({"reduce_bucket_size": 0}, ValueError, "reduce_bucket_size: expected at least 1 element, got 0"),
+    (
+        {"reduce_bucket_size": 0},
+        ValueError,
+        "reduce_bucket_size: expected an int of at least 1 element, .* got 0",
+    ),
     ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm"),
     ({"communication_dtype": torch.int32}, ValueError, "communication_dtype"),
     ({"initial_scale": 2.0, "min_scale": 4.0}, ValueError, "min_scale"),
@@ -53,13 +61,48 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"backoff_factor": 1.0}, ValueError, "backoff_factor"),
     ({"growth_interval": 0}, ValueError, "growth_interval"),
     ({"hysteresis": -1}, ValueError, "hysteresis"),
-    ({"stall_timeout": float("inf")}, ValueError, "stall_timeout"),
-    ({"verify_every": -1}, ValueError, "verify_every: expected at least 0 steps"),
-    ({"verify_every": True}, TypeError, "verify_every: expected an int"),
-    ({"max_skipped_steps": 2.5}, TypeError, "max_skipped_steps: expected an int"),
-    ({"slice_multiple": 0}, ValueError, "slice_multiple: expected at least 1 element"),
-    ({"fp8_min_numel": 1e6}, TypeError, "fp8_min_numel: expected an int"),
-    ({"reduce_scatter_with_fp32_accumulation": True}, ValueError, "pass partition_grad=True or reduce_scatter=True"),
+    ({"stall_timeout": float("inf")}, ValueError, "diagnostics.stall_timeout: expected a number of seconds >= 0"),
+    ({"verify_every": -1}, ValueError, "diagnostics.verify_every: expected an int of at least 0 steps"),
+    ({"verify_every": True}, TypeError, "diagnostics.verify_every: expected an int"),
+    ({"max_skipped_steps": 2.5}, TypeError, "loss_scale.max_skipped_steps: expected an int"),
+    ({"reduce_scatter_with_fp32_accumulation": True}, ValueError, "expected stage 2, .* pass stage=2 too"),
+    (
+        {"bucket_size": 0},
+        ValueError,
+        "communication.bucket_size: expected an int of at least 1 element",
+    ),
+    (
+        {"dtype": torch.int8},
+        ValueError,
+        "communication.dtype: expected a torch.dtype .* got torch.int8",
+    ),
+    ({"communication": {"fp8": True}}, TypeError, "communication: expected a lowlevel_zero.Communication, got dict"),
+    ({"diagnostics": True}, TypeError, "diagnostics: expected a lowlevel_zero.Diagnostics, got bool True"),
+    ({"loss_scale": 8.0}, TypeError, "loss_scale: expected a lowlevel_zero.LossScale, got float 8.0"),
+    (
+        {"loss_scale": LossScale(initial_scale=2.0, min_scale=4.0)},
+        ValueError,
+        "loss_scale: expected min_scale <= initi",
+    ),
+    ({"stage": 3}, ValueError, "stage: expected 1 or 2, got 3"),
+    ({"stage": "2"}, TypeError, "stage: expected 1 or 2, got str '2'"),
+    ({"stage": True}, TypeError, "stage: expected 1 or 2, got bool True"),
+    ({"stage": 1, "partition_grad": True}, ValueError, "stage=1, partition_grad=True: expected one stage, got two"),
+    (
+        {"reduce_bucket_size": 5, "communication": Communication(bucket_size=6)},
+        ValueError,
+        "reduce_bucket_size=5, communication.bucket_size=6: expected one of the two",
+    ),
+    (
+        {"verbose": True, "diagnostics": Diagnostics(verbose=True)},
+        ValueError,
+        "verbose=True, diagnostics.verbose=True: expected one of the two",
+    ),
+    (
+        {"initial_scale": 4.0, "loss_scale": LossScale(initial_scale=8.0)},
+        ValueError,
+        "initial_scale=4.0, loss_scale.initial_scale=8.0: expected one of the two",
+    ),
 ]
 
 
@@ -70,7 +113,7 @@ def test_a_bad_option() -> None:
         for options, error, says in BAD_OPTIONS:
             model = net()
             with pytest.raises(error, match=says):
-                LowLevelZeroOptimizer(adam(model), model=model, **options)
+                LowLevelZeroOptimizer(adam(model), **{"model": model, **grouped(options)})
             assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
     run_ranks(rank, 2)
@@ -171,28 +214,88 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-def test_every_option_is_a_documented_keyword_with_the_same_default() -> None:
+COLOSSALAIS = [
+    *("optimizer", "pg_to_param_list", "initial_scale", "min_scale", "growth_factor", "backoff_factor"),
+    *("growth_interval", "hysteresis", "max_scale", "clip_grad_norm", "verbose", "reduce_bucket_size"),
+    *("communication_dtype", "overlap_communication", "partition_grad", "cpu_offload", "dp_process_group"),
+    *("extra_dp_group", "forced_dtype", "master_weights", "overlap_allgather", "fp8_communication", "backward_context"),
+]
+
+
+def test_colossalai_s_keywords_come_first_and_each_keyword_is_documented() -> None:
     keywords = inspect.signature(LowLevelZeroOptimizer).parameters
+    assert list(keywords)[: len(COLOSSALAIS)] == COLOSSALAIS
     documented = LowLevelZeroOptimizer.__doc__ or ""
-    for option in fields(ZeroOptions):
-        assert keywords[option.name].default == option.default, option.name
-        assert f"        {option.name}: " in documented
-    scale = inspect.signature(LossScaler).parameters
-    for name in LossScaler.chosen({name: each.default for name, each in keywords.items()}):
-        assert keywords[name].default == scale[name].default, name
+    for name in keywords:
+        assert documented.count(f"\n    {name}: ") == 1, name
+    for group in GROUPS.values():
+        for option in fields(group):
+            assert (group.__doc__ or "").count(f"\n    {option.name}: ") == 1, option.name
+
+
+def test_each_of_colossalai_s_keywords_fills_a_field() -> None:
+    """Its default is the field's, and its value becomes the field's."""
+    keywords = inspect.signature(LowLevelZeroOptimizer).parameters
+    others = {
+        **{"initial_scale": 4.0, "min_scale": 2.0, "growth_factor": 3.0, "backoff_factor": 0.25, "max_scale": 2.0**20},
+        **{"growth_interval": 7, "hysteresis": 3, "reduce_bucket_size": 5, "communication_dtype": torch.bfloat16},
+        **{"overlap_communication": False, "overlap_allgather": True, "fp8_communication": True, "verbose": True},
+    }
+    filled = {about.keyword: (name, at) for name, group in GROUPS.items() for at, about in abouts(group).items()}
+    filled.pop("")
+
+    def work(rank: int, world_size: int) -> None:
+        for keyword, (name, at) in filled.items():
+            default, other = keywords[keyword].default, others[keyword]
+            assert default == getattr(GROUPS[name](), at), keyword
+            assert getattr(getattr(wrap(net(), **{keyword: other}).options, name), at) == other != default, keyword
+
+    assert filled.keys() == others.keys()
+    run_ranks(work, 1)
+
+
+def test_a_keyword_and_a_group_s_other_fields_are_both_taken() -> None:
+    def work(rank: int, world_size: int) -> None:
+        chosen = wrap(
+            net(), reduce_bucket_size=7, communication=Communication(reduction="sum", bucket_size=None)
+        ).options
+        assert chosen.communication == Communication(bucket_size=7, reduction="sum")
+        assert wrap(net(), stage=2).options.stage == wrap(net(), partition_grad=True, stage=2).options.stage == 2
+        assert wrap(net()).options.stage == wrap(net(), stage=1).options.stage == 1
+
+    run_ranks(work, 2)
+
+
+def test_a_module_in_the_second_place_is_the_model() -> None:
+    def work(rank: int, world_size: int) -> list[str]:
+        model = net()
+        model.register_buffer("seen", torch.full((2,), float(rank)))
+        optimizer = LowLevelZeroOptimizer(adam(model), model)
+        assert optimizer.model is model
+        assert model.seen.tolist() == [0.0, 0.0]
+        with pytest.raises(
+            TypeError, match="pg_to_param_list: expected a dict of lists by process group, got Sequential"
+        ):
+            LowLevelZeroOptimizer(adam(model), model, model=model)
+        return [record.name for record in optimizer.sharded_parameters]
+
+    assert run_ranks(work, 2) == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
 
 
 def test_buckets_are_larger_on_a_gpu_unless_they_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [ZeroOptions().bucket_size(kind) for kind in ("cpu", "cuda")] == [2**20, 12 * 2**20]
-    assert ZeroOptions(reduce_bucket_size=5).bucket_size("cuda") == 5
+    def sizes(rank: int, world_size: int) -> list[int]:
+        group = ShardGroup()
+        return [group.bucket_size(torch.device(kind)) for kind in ("cpu", "cuda")]
+
+    assert run_ranks(sizes, 1) == [[2**20, 12 * 2**20]]
 
     def work(rank: int, world_size: int) -> int:
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
         optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-        return len(optimizer.layout().buckets)
+        return len(layout_of(optimizer).buckets)
 
     assert run_ranks(work, 1) == [1]
-    monkeypatch.setattr(ZeroOptions, "bucket_size", lambda self, kind: {"cpu": 1}[kind])  # its parameters' device
+    monkeypatch.setattr(ShardGroup, "bucket_size", lambda self, device: {"cpu": 1}[device.type])
     assert run_ranks(work, 1) == [4]
 
 

@@ -101,7 +101,7 @@ def test_no_device_is_asked_how_far_it_is_unless_the_host_would_wait(
     if blocks is not None:
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", blocks)
     work = Native(handle).all_reduce(torch.zeros(1).as_subclass(OnOther))  # type: ignore[arg-type]
-    assert work.done() == (not asked)
+    assert work.ready() == (not asked)
     assert handle.questions == asked
 
 

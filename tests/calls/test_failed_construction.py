@@ -107,7 +107,7 @@ def test_all_ranks_raise_and_may_try_again() -> None:
             model, inner = build(fault)
             fault.armed = rank == ODD
             with pytest.raises(type(error) if rank == ODD else RuntimeError) as caught:
-                LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True)
+                LowLevelZeroOptimizer(inner, model=model, split="elements")
             if rank != ODD:
                 told = f"rank {ODD} could not construct its LowLevelZeroOptimizer: {type(error).__name__}: {error}"
                 assert str(caught.value) == told
@@ -115,7 +115,7 @@ def test_all_ranks_raise_and_may_try_again() -> None:
             assert not fault.armed, where
 
             inner = Sgd(model.parameters(), lr=0.05, momentum=0.9)
-            optimizer = LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True)
+            optimizer = LowLevelZeroOptimizer(inner, model=model, split="elements")
             train_as_alone(model, optimizer, rank, world_size)
 
     run_ranks(work, 2)
@@ -127,7 +127,7 @@ def test_a_group_that_one_rank_can_not_add() -> None:
     def work(rank: int, world_size: int) -> None:
         fault = Fault("state", FAULTS["state"])
         model, inner = build(fault)
-        optimizer = LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True)
+        optimizer = LowLevelZeroOptimizer(inner, model=model, split="elements")
         fault.armed = rank == ODD
         with pytest.raises(AttributeError if rank == ODD else RuntimeError) as caught:
             optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
@@ -136,7 +136,7 @@ def test_a_group_that_one_rank_can_not_add() -> None:
         assert len(optimizer.param_groups) == 1
         train_as_alone(model, optimizer, rank, world_size)
 
-        optimizer = LowLevelZeroOptimizer(Sgd([nn.Parameter(torch.ones(3))], lr=0.1), assume_elementwise=True)
+        optimizer = LowLevelZeroOptimizer(Sgd([nn.Parameter(torch.ones(3))], lr=0.1), split="elements")
         late = Weight(torch.ones(3))
         late.fault = Fault("hook", FAULTS["hook"])
         late.fault.armed = rank == ODD

@@ -1,21 +1,24 @@
-"""Logging: through one logger, one line at the start, and never a print."""
+"""Logging: through one logger, one line at the start, which is seen by default, and never a print."""
 
 from __future__ import annotations
 
 import ast
+import io
 import logging
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import LowLevelZeroOptimizer, start_line
 from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[2] / "lowlevel_zero"
 # Programs, which talk to who has started them.
-PROGRAMS = ("__main__.py", "planning/commands.py", "planning/plan_command.py")
+PROGRAMS = ("__main__.py", "planning/plan_command.py")
 
 
 def prints(source: str) -> list[int]:
@@ -81,12 +84,55 @@ def test_one_line_at_the_start_on_rank_zero_and_another_where_fp8_costs_time() -
     assert second == []
 
 
-def test_nothing_is_written_where_nobody_has_set_up_logging(capfd: pytest.CaptureFixture[str]) -> None:
-    def live(rank: int, world_size: int) -> None:
+LINE = (
+    "lowlevel_zero: ZeRO stage 2: 15 elements in 2 parameters over 2 ranks, 1 bucket by {}, 96 B a rank beside the "
+    "optimizer's states\n"
+)
+
+
+def shown(rank: int, world_size: int, set_up: Callable[[], object]) -> str:
+    """What a rank writes to stderr whose program has set up logging by ``set_up`` alone."""
+    logging.root.handlers.clear()  # pytest's
+    with redirect_stderr(io.StringIO()) as written:
+        set_up()
         model = nn.Linear(4, 3)
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=2)
         optimizer.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
+    assert logging.getLogger("lowlevel_zero").handlers == []
+    return written.getvalue()
 
-    run_ranks(live, 2)
-    assert capfd.readouterr() == ("", "")
+
+def by_environment(level: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWLEVEL_ZERO_LOG", level)
+        start_line.set_level()
+
+
+def test_the_start_line_is_seen_where_nobody_has_set_up_logging() -> None:
+    first, second = run_ranks(shown, 2, lambda: None)
+    assert first == LINE.format("shared memory of one host")
+    assert second == ""
+
+
+SET_UPS: dict[str, tuple[Callable[[], object], bool]] = {
+    "a level in the environment": (lambda: by_environment("warning"), False),
+    "a level that shows it": (lambda: by_environment("INFO"), True),
+    "a level of the logger": (lambda: logging.getLogger("lowlevel_zero").setLevel(logging.ERROR), False),
+    "warnings alone": (lambda: logging.basicConfig(level=logging.WARNING), False),
+    "everything": (lambda: logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s"), True),
+    "nothing": (lambda: logging.disable(logging.INFO), False),
+}
+
+
+def test_whoever_sets_up_logging_decides_about_the_start_line(subtests: pytest.Subtests) -> None:
+    for name, (set_up, is_seen) in SET_UPS.items():
+        with subtests.test(name):
+            first, second = run_ranks(shown, 2, set_up)
+            assert first == (LINE.format("shared memory of one host") if is_seen else "")
+            assert second == ""
+
+
+def test_a_level_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="LOWLEVEL_ZERO_LOG: expected one of debug, .* got 'loud'"):
+        by_environment("loud")

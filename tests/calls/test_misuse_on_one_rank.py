@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import safe_get_full_fp32_param
-from lowlevel_zero.checkpoint import save_checkpoint
+from lowlevel_zero import Communication, LowLevelZeroOptimizer
+from lowlevel_zero.deepspeed import safe_get_full_fp32_param
 from tests.support.misuse import (
     Doing,
     Refused,
@@ -21,7 +20,6 @@ from tests.support.misuse import (
     Work,
     Wrong,
     adam,
-    momentum,
     net,
     nothing,
     one_step,
@@ -37,11 +35,6 @@ def instead(call: Callable[[Work], Any], others: Callable[[Work], Any] = lambda 
         (call if work.odd else others)(work)
 
     return do
-
-
-def different(theirs: str) -> Refused:
-    """All are told that the last rank came to another call than to step."""
-    return Refused(RuntimeError, f"rank 0 to step; rank 1 to {theirs}: ")
 
 
 def thaw_alone(work: Work) -> None:
@@ -113,7 +106,7 @@ def refuse_a_warning_alone(work: Work) -> None:
 
 def construct_by_a_bad_option(work: Work) -> None:
     own = net()
-    LowLevelZeroOptimizer(adam(own), model=own, reduction="max" if work.odd else "mean")
+    LowLevelZeroOptimizer(adam(own), model=own, communication=Communication(reduction="max" if work.odd else "mean"))
 
 
 def load_otherwise(work: Work) -> None:
@@ -134,16 +127,6 @@ RANKS = [
     Wrong("inputs that are no tensors on one rank", backward_by_wrong_inputs_alone, Right(nothing)),
     Wrong("a warning that one rank refuses", refuse_a_warning_alone, Right(one_step)),
     Wrong(
-        "get_param_grad for step",
-        instead(lambda work: work.optimizer.get_param_grad(work.model[0].weight)),
-        different("get_param_grad of 0.weight"),
-    ),
-    Wrong(
-        "load_state_dict for step",
-        instead(lambda work: work.optimizer.load_state_dict(momentum(work.model).state_dict())),
-        different("load_state_dict"),
-    ),
-    Wrong(
         "verify with buffers for verify",
         instead(lambda work: work.optimizer.verify(buffers=True), lambda work: work.optimizer.verify()),
         Refused(RuntimeError, "rank 0 to verify; rank 1 to verify buffers: "),
@@ -152,11 +135,6 @@ RANKS = [
         "an accessor on one rank",
         lambda work: safe_get_full_fp32_param(work.model[0].bias) if work.odd else work.optimizer.zero_grad(),
         Refused(RuntimeError, "rank 0 to zero_grad; rank 1 to call safe_get_full_fp32_param of 0.bias: "),
-    ),
-    Wrong(
-        "a save on one rank",
-        lambda work: save_checkpoint("nowhere", work.model, work.optimizer) if work.odd else work.optimizer.zero_grad(),
-        Refused(RuntimeError, "rank 0 to zero_grad; rank 1 to save a checkpoint to nowhere: "),
     ),
     Wrong(
         "a parameter that is unfrozen on one rank",
@@ -182,7 +160,11 @@ RANKS = [
     Wrong(
         "a bad option on one rank",
         construct_by_a_bad_option,
-        Refused(ValueError, "reduction: expected", "rank 1 could not construct .*ValueError: reduction: expected"),
+        Refused(
+            ValueError,
+            "reduction: expected",
+            "rank 1 could not construct .*ValueError: communication.reduction: expected",
+        ),
     ),
     Wrong(
         "a state dict that only the first rank has whole",

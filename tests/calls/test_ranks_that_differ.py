@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,9 +17,10 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import full_fp32_params, full_grads, full_optimizer_states
 from lowlevel_zero.bookkeeping.parameter_store import ParameterStore
-from lowlevel_zero.options import ZeroOptions
+from lowlevel_zero.deepspeed import full_fp32_params, full_grads, full_optimizer_states
+from lowlevel_zero.options import GROUPS, ZeroOptions, abouts
+from tests.support.options import grouped
 from tests.support.oracle import Run, build, groups, loss_of
 from tests.support.ranks import run_ranks
 
@@ -219,7 +220,7 @@ def wrap(
     model: nn.Module | None = None, make: Callable[..., Optimizer] = AdamW, given: bool = True, **options: Any
 ) -> LowLevelZeroOptimizer:
     model = net() if model is None else model
-    options = {"partition_grad": True, **options}
+    options = {"stage": 2, **options}
     return LowLevelZeroOptimizer(make(model.parameters()), model=model if given else None, **options)
 
 
@@ -231,16 +232,10 @@ def stepped(params: Any) -> Optimizer:
     return optimizer
 
 
-def wrap_in(environment_of: dict[str, str]) -> Any:
-    with environment(**environment_of):
-        return wrap()
-
-
 OTHER_OPTIONS: dict[str, Any] = {
-    "partition_grad": False,
-    "reduce_bucket_size": 50,
-    "communication_dtype": torch.bfloat16,
-    "debug": True,
+    "stage": 1,
+    "bucket_size": 50,
+    "dtype": torch.bfloat16,
     "initial_scale": 2.0,
     "hysteresis": 3,
 }
@@ -258,10 +253,9 @@ class Refused(NamedTuple):
 
 REFUSED: dict[str, Refused] = {
     **{
-        name: Refused(lambda option=(name, value): wrap(**dict([option])), wrap, (name, str(value)))
+        name: Refused(lambda option=(name, value): wrap(**grouped(dict([option]))), wrap, (name, str(value)))
         for name, value in OTHER_OPTIONS.items()
     },
-    "LOWLEVEL_ZERO_DEBUG": Refused(lambda: wrap_in({"LOWLEVEL_ZERO_DEBUG": "1"}), wrap, ("LOWLEVEL_ZERO_DEBUG",)),
     "another class": Refused(lambda: wrap(make=Mine), wrap, ("optimizer", "AdamW", "Mine")),
     "a class of no other settings": Refused(
         lambda: wrap(make=lambda params: torch.optim.SGD(params, lr=1e-3)), wrap, ("AdamW", "SGD")
@@ -285,7 +279,8 @@ REFUSED: dict[str, Refused] = {
 
 def test_all_options_but_those_that_have_no_effect_are_compared() -> None:
     compared = {line.partition("=")[0] for line in ZeroOptions().alike()}
-    assert {option.name for option in fields(ZeroOptions)} - compared == {"verbose", "backward_context"}
+    groups = {f"{name}.{option}" for name, group in GROUPS.items() for option in abouts(group)}
+    assert {*groups, *abouts(ZeroOptions)} - compared == {"diagnostics.verbose", "backward_context"}
 
 
 def test_all_ranks_refuse_it_and_say_what_differs_and_where() -> None:

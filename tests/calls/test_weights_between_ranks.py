@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.ranks import run_cases, run_ranks
 
 RANKS, ODD = 3, 1
@@ -116,74 +113,10 @@ def test_all_ranks_refuse_the_step_by_name(subtests: pytest.Subtests) -> None:
 
 
 @torch.no_grad()
-def broadcast(model: nn.Module, rank: int, saved: list[Tensor]) -> None:
-    for p in model.parameters():
-        dist.broadcast(p.data, ODD)
-
-
-@torch.no_grad()
 def undo(model: nn.Module, rank: int, saved: list[Tensor]) -> None:
     for p, value in zip(model.parameters(), saved, strict=True):
         if rank == ODD:
             p.copy_(value)
-
-
-WAYS_OUT: dict[str, tuple[Callable[[nn.Module, int, list[Tensor]], None], bool]] = {
-    "broadcast": (broadcast, True),  # and whether all have what the one rank wrote afterwards
-    "undone": (undo, False),
-}
-
-
-def test_after_it_training_goes_on(subtests: pytest.Subtests) -> None:
-    """The same gradients are stepped, and all ranks end as if all had written, or none."""
-
-    def live(rank: int, world_size: int, way: str) -> tuple[list[Tensor], list[Tensor]]:
-        get_out, written = WAYS_OUT[way]
-        ends = []
-        for refused in (True, False):
-            model = net()
-            optimizer = wrap(model)
-            train(optimizer, model, rank, 0)
-            saved = [p.detach().clone() for p in model.parameters()]
-            backward(optimizer, model, rank, 1)
-            if refused:
-                load(model, optimizer, rank == ODD)
-                with pytest.raises(RuntimeError, match="0.weight: expected weights"):
-                    optimizer.step()
-                get_out(model, rank, saved)
-            else:
-                load(model, optimizer, written)
-            optimizer.step()
-            optimizer.zero_grad()
-            train(optimizer, model, rank, 2)
-            optimizer.verify()
-            ends.append(everything(model, optimizer))
-        return ends[0], ends[1]
-
-    for (way,), ran in run_cases(live, RANKS, [(way,) for way in WAYS_OUT], one_group=True):
-        with subtests.test(way):
-            for got, expected in ran.values():
-                assert all(map(torch.equal, got, expected))
-
-
-def test_a_checkpoint_that_is_loaded_restores_the_run(tmp_path: Path) -> None:
-    def live(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-        model = net()
-        optimizer = wrap(model)
-        train(optimizer, model, rank, 0)
-        save_checkpoint(tmp_path / "saved", model, optimizer)
-        train(optimizer, model, rank, 1)
-        expected = everything(model, optimizer)
-        load(model, optimizer, rank == ODD)
-        backward(optimizer, model, rank, 2)
-        with pytest.raises(RuntimeError, match="0.weight: expected weights"):
-            optimizer.step()
-        load_checkpoint(tmp_path / "saved", model, optimizer)
-        train(optimizer, model, rank, 1)
-        return everything(model, optimizer), expected
-
-    for got, expected in run_ranks(live, RANKS):
-        assert all(map(torch.equal, got, expected))
 
 
 # ---- what isn't refused ----
@@ -208,19 +141,3 @@ def test_weights_that_one_rank_exchanges_and_puts_back_are_no_difference() -> No
 
     for got, expected in run_ranks(live, 2):
         assert all(map(torch.equal, got, expected))
-
-
-def test_a_frozen_layer_that_is_written_on_all_ranks_and_frozen_on_one() -> None:
-    def live(rank: int, world_size: int) -> list[Tensor]:
-        model = net()
-        optimizer = wrap(model)
-        train(optimizer, model, rank, 0)
-        model[0].requires_grad_(rank != ODD)
-        for at in range(1, 3):
-            load(model, optimizer, True)
-            train(optimizer, model, rank, at)
-        optimizer.verify()
-        return [p.detach() for p in model.parameters()]
-
-    first, *others = run_ranks(live, RANKS)
-    assert all(torch.equal(*pair) for each in others for pair in zip(first, each, strict=True))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import safe_get_full_fp32_param
 from lowlevel_zero.checkpoint import save_checkpoint
+from lowlevel_zero.deepspeed import safe_get_full_fp32_param
 from tests.support.misuse import Doing, Refused, Right, Work, Wrong, adam, net, nothing, try_out
 
 

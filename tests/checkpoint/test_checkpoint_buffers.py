@@ -246,3 +246,32 @@ def test_tensors_among_extra_states_are_the_first_rank_s_for_torch_s_tools(tmp_p
 
     run_ranks(save, 3)
     assert run_ranks(read, 1) == [[0.0] * 4]
+
+
+def test_tensors_among_extra_states_may_lie_in_any_memory_order(tmp_path: Path) -> None:
+    values = {
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "with gaps": torch.arange(12).view(3, 4)[:, ::2],
+        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3),
+        "nested": [torch.arange(4).view(2, 2).t(), {"empty": {}, "list": []}],
+    }
+
+    class Keeping(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return self.kept
+
+        def set_extra_state(self, state: Any) -> None:
+            self.kept = state
+
+    def save_and_load(rank: int, world_size: int) -> list[str]:
+        pairs = []
+        for kept in (values, {}):
+            model = Keeping(2, 2)
+            model.kept = kept
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            pairs.append((model, LowLevelZeroOptimizer(inner, model=model)))
+        save_checkpoint(tmp_path / "a", *pairs[0])
+        load_checkpoint(tmp_path / "a", *pairs[1])
+        return differences(values, pairs[1][0].kept)
+
+    assert run_ranks(save_and_load, 2) == [[]] * 2

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, saving, storage
+from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -229,13 +228,13 @@ def test_what_an_asynchronous_save_writes_is_the_state_at_the_call(tmp_path: Pat
 
     def save(rank: int, world_size: int) -> tuple[bool, list[str]]:
         goes_on = threading.Event()
-        write = storage.CommittingWriter.write_data
+        write = storage.CheckpointWriter.write_share
 
-        def held(writer: Any, plan: Any, planner: Any) -> Any:
+        def held(writer: Any, claimed: Any) -> Any:
             assert goes_on.wait(20)
-            return write(writer, plan, planner)
+            return write(writer, claimed)
 
-        patch_rank(storage.CommittingWriter, "write_data", held)
+        patch_rank(storage.CheckpointWriter, "write_share", held)
         pair = Training(dtype=torch.bfloat16).start().train(BEFORE, rank, world_size)
         saving = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
         at_call = pair.whole()
@@ -254,13 +253,13 @@ def test_what_an_asynchronous_save_writes_is_the_state_at_the_call(tmp_path: Pat
 def test_further_saves_and_loads_wait_for_an_asynchronous_one(tmp_path: Path) -> None:
     def save(rank: int, world_size: int) -> Any:
         pair = Training().start()
-        write = storage.CommittingWriter.write_data
+        write = storage.CheckpointWriter.write_share
 
-        def slow(writer: Any, plan: Any, planner: Any) -> Any:
+        def slow(writer: Any, claimed: Any) -> Any:
             time.sleep(0.3)
-            return write(writer, plan, planner)
+            return write(writer, claimed)
 
-        patch_rank(storage.CommittingWriter, "write_data", slow)
+        patch_rank(storage.CheckpointWriter, "write_share", slow)
         first = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra=1, async_save=True)
         second = save_checkpoint(tmp_path / "b", pair.model, pair.optimizer, extra=2, async_save=True)
         done = first.done()
@@ -278,8 +277,8 @@ from lowlevel_zero.checkpoint import save_checkpoint, storage
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 model = torch.nn.Linear(2, 2)
 optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-write = storage.CommittingWriter.write_data
-storage.CommittingWriter.write_data = lambda *args: (time.sleep(0.5), write(*args))[1]
+write = storage.CheckpointWriter.write_share
+storage.CheckpointWriter.write_share = lambda *args: (time.sleep(0.5), write(*args))[1]
 save_checkpoint("{tmp_path}/a", model, optimizer, extra="there", async_save=True)
 print("the end")
 """
@@ -297,22 +296,20 @@ def test_destroying_the_group_under_an_asynchronous_save_never_leaves_half_a_che
 ) -> None:
     def save(rank: int, world_size: int) -> tuple[str, Any]:
         goes_on, planned = threading.Event(), threading.Event()
-        dcp_save = saving.dcp_save
-        write = storage.CommittingWriter.write_data
+        begin = storage.CheckpointWriter.write
+        write = storage.CheckpointWriter.write_share
 
-        def late(tensors: Any, **options: Any) -> Any:
+        def late(writer: Any) -> Any:
             assert started or goes_on.wait(20)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch's: "assuming the intent is a single process"
-                return dcp_save(tensors, **options)
+            return begin(writer)
 
-        def held(writer: Any, plan: Any, planner: Any) -> Any:
+        def held(writer: Any, claimed: Any) -> Any:
             planned.set()
             assert goes_on.wait(20)
-            return write(writer, plan, planner)
+            return write(writer, claimed)
 
-        patch_rank(saving, "dcp_save", late)
-        patch_rank(storage.CommittingWriter, "write_data", held)
+        patch_rank(storage.CheckpointWriter, "write", late)
+        patch_rank(storage.CheckpointWriter, "write_share", held)
         pair = Training().start().train(BEFORE, rank, world_size)
         under_way = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
         assert not started or planned.wait(20)
@@ -344,7 +341,7 @@ def failing_save(folder: Path, unlucky: int, rank: int) -> Any:
         def fail(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch_rank(storage.CommittingWriter, "write_data", fail)
+        patch_rank(storage.CheckpointWriter, "write_share", fail)
     return save_checkpoint(folder / "lost", *pair, async_save=True), pair
 
 
@@ -354,13 +351,13 @@ def test_a_failed_asynchronous_save_raises_in_the_next_call_and_only_there(
 ) -> None:
     def run(rank: int, world_size: int) -> list[str]:
         save_checkpoint(tmp_path / "there", *start(0))
-        write = storage.CommittingWriter.write_data
+        write = storage.CheckpointWriter.write_share
         saving, pair = failing_save(tmp_path, unlucky, rank)
         name = "next" if call is save_checkpoint else "there"
         with pytest.raises(RuntimeError) as caught:
             call(tmp_path / name, *pair)
         assert saving.done()
-        patch_rank(storage.CommittingWriter, "write_data", write)
+        patch_rank(storage.CheckpointWriter, "write_share", write)
         call(tmp_path / name, *pair)
         return str(caught.value)
 
@@ -371,14 +368,14 @@ def test_a_failed_asynchronous_save_raises_in_the_next_call_and_only_there(
 @pytest.mark.parametrize("told_on", [(0, 1), (0,)])
 def test_a_failure_that_one_has_waited_for_is_raised_to_the_others(told_on: tuple[int, ...], tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> None:
-        write = storage.CommittingWriter.write_data
+        write = storage.CheckpointWriter.write_share
         saving, pair = failing_save(tmp_path, 1, rank)
         if rank in told_on:
             with pytest.raises(RuntimeError, match="No space left"):
                 saving.wait()
         while not saving.done():
             time.sleep(0.01)
-        patch_rank(storage.CommittingWriter, "write_data", write)
+        patch_rank(storage.CheckpointWriter, "write_share", write)
         raises = pytest.raises(RuntimeError, match="No space left")
         with raises if len(told_on) < world_size else nullcontext():
             save_checkpoint(tmp_path / "next", *pair)
@@ -393,7 +390,7 @@ from lowlevel_zero.checkpoint import save_checkpoint, storage
 dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
 model = torch.nn.Linear(2, 2)
 optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-storage.CommittingWriter.write_data = lambda *args: open("/nowhere/to/be/found")
+storage.CheckpointWriter.write_share = lambda *args: open("/nowhere/to/be/found")
 saving = save_checkpoint("{folder}/a", model, optimizer, async_save=True)
 if {waits}:
     try:

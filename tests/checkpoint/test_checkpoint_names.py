@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, save_checkpoint, state_dict_for
+from lowlevel_zero.layout import layout_of
 from tests.support.checkpoints import differences
 from tests.support.ranks import run_ranks
 
@@ -161,7 +162,7 @@ def test_names_of_slices_and_of_messages_are_the_model_s_own() -> None:
     def slices(rank: int, world_size: int) -> Any:
         model, optimizer = start("both", seed=0)
         train(model, optimizer)
-        return set(Sharded(optimizer).state_dict()["state"]), {p.name for p in optimizer.layout().parameters}
+        return set(Sharded(optimizer).state_dict()["state"]), {p.name for p in layout_of(optimizer).parameters}
 
     trained = {name for name in OWN if "mask" not in name and "frozen" not in name}
     assert run_ranks(slices, 2) == [(trained, trained)] * 2

@@ -18,6 +18,7 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
+from tests.support.checkpoints import wait_for_pruning
 from tests.support.ranks import run_ranks
 
 
@@ -40,9 +41,11 @@ def test_each_run_keeps_its_own(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             save_checkpoint(folder / f"step-{step}", *one, keep=2)
             save_checkpoint(folder / f"other {step}", *other, keep=1)
+        wait_for_pruning()
         assert names_in(folder) == {"step-2", "step-3", "other 3"}
         stranger = start()
         save_checkpoint(folder / "step-4", *stranger, keep=1)
+        wait_for_pruning()
         assert names_in(folder) == {"step-2", "step-3", "step-4", "other 3"}
 
     def resumed(rank: int, world_size: int) -> None:
@@ -50,12 +53,15 @@ def test_each_run_keeps_its_own(tmp_path: Path) -> None:
         for pair in (one, fork):
             load_checkpoint(folder / "step-3", *pair)
         save_checkpoint(folder / "best", *one, keep=2)
+        wait_for_pruning()
         assert names_in(folder) == {"step-3", "best", "step-4", "other 3"}
         save_checkpoint(folder / "fork 1", *fork, keep=1)  # what both come from is each one's own
+        wait_for_pruning()
         assert names_in(folder) == {"best", "fork 1", "step-4", "other 3"}
         save_checkpoint(folder / "last", *one, keep=1)
         load_checkpoint(folder / "step-4", *one)
         save_checkpoint(folder / "after step 4", *one, keep=1)
+        wait_for_pruning()
         assert names_in(folder) == {"after step 4", "fork 1", "other 3"}
 
     run_ranks(runs, 2)
@@ -68,21 +74,21 @@ def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.Mon
     def save(rank: int, world_size: int) -> list[Any]:
         pairs, reader = [start(dist.new_group([0, 1])) for _ in range(2)], start()
         goes_on, planned = threading.Event(), threading.Event()
-        write = storage.CommittingWriter.write_data
+        write = storage.CheckpointWriter.write_share
 
-        def held(writer: Any, plan: Any, planner: Any) -> Any:
+        def held(writer: Any, claimed: Any) -> Any:
             planned.set()
             assert goes_on.wait(20)
-            return write(writer, plan, planner)
+            return write(writer, claimed)
 
         by_hand = tmp_path / "of another tool.0123456789abcdef.tmp"
         by_hand.mkdir(exist_ok=True)
         (by_hand / "part").write_text("half of it")
         told = []
-        monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
+        monkeypatch.setattr(storage.CheckpointWriter, "write_share", held)
         slow = save_checkpoint(tmp_path / "there", *pairs[0], extra="slow", async_save=True)
         assert planned.wait(20)
-        monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
+        monkeypatch.setattr(storage.CheckpointWriter, "write_share", write)
         for name in ("one", "two"):
             save_checkpoint(tmp_path / name, *pairs[1], extra=name, keep=1)
         told.append(load_checkpoint(tmp_path, *reader))
@@ -101,17 +107,17 @@ def test_the_first_of_two_saves_to_one_place_stays(tmp_path: Path, monkeypatch: 
     def save(rank: int, world_size: int) -> Any:
         pairs = [start(dist.new_group([0, 1])) for _ in range(2)]
         goes_on, planned = threading.Event(), threading.Event()
-        write = storage.CommittingWriter.write_data
+        write = storage.CheckpointWriter.write_share
 
-        def held(writer: Any, plan: Any, planner: Any) -> Any:
+        def held(writer: Any, claimed: Any) -> Any:
             planned.set()
             assert goes_on.wait(20)
-            return write(writer, plan, planner)
+            return write(writer, claimed)
 
-        monkeypatch.setattr(storage.CommittingWriter, "write_data", held)
+        monkeypatch.setattr(storage.CheckpointWriter, "write_share", held)
         slow = save_checkpoint(tmp_path / "here", *pairs[0], extra="slow", async_save=True)
         assert planned.wait(20)
-        monkeypatch.setattr(storage.CommittingWriter, "write_data", write)
+        monkeypatch.setattr(storage.CheckpointWriter, "write_share", write)
         save_checkpoint(tmp_path / "here", *pairs[1], extra="quick")
         goes_on.set()
         with pytest.raises(RuntimeError, match="rank 0: FileExistsError: .*here: expected nothing there"):

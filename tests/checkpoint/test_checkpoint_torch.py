@@ -246,7 +246,7 @@ def test_states_that_are_no_tensors_travel_too(tmp_path: Path) -> None:
     def start(seed: int) -> tuple[Net, LowLevelZeroOptimizer]:
         model = Net(seed)
         inner = Counting(model.parameters(), lr=0.1, momentum=0.5)
-        return model, LowLevelZeroOptimizer(inner, model=model, assume_elementwise=True)
+        return model, LowLevelZeroOptimizer(inner, model=model, split="elements")
 
     def save_and_load(rank: int, world_size: int) -> list[str]:
         model, optimizer = start(0)
@@ -269,7 +269,7 @@ class Secretive(torch.optim.Adam):
 
 def secretive(seed: int, steps: int) -> tuple[Net, LowLevelZeroOptimizer]:
     model = Net(seed)
-    optimizer = LowLevelZeroOptimizer(Secretive(model.parameters(), "a"), model=model, assume_elementwise=True)
+    optimizer = LowLevelZeroOptimizer(Secretive(model.parameters(), "a"), model=model, split="elements")
     for at in range(steps):
         step(model, optimizer, at)
     return model, optimizer

@@ -90,8 +90,8 @@ def test_what_comes_to_its_place_while_it_is_written_stays(tmp_path: Path) -> No
     def save(rank: int, world_size: int) -> str:
         pair = start()
         goes_on = threading.Event()
-        write = storage.CommittingWriter.write_data
-        patch_rank(storage.CommittingWriter, "write_data", lambda *args: (goes_on.wait(20), write(*args))[1])
+        write = storage.CheckpointWriter.write_share
+        patch_rank(storage.CheckpointWriter, "write_share", lambda *args: (goes_on.wait(20), write(*args))[1])
         saving = save_checkpoint(tmp_path / "a", *pair, async_save=True)
         if rank == 0:
             (tmp_path / "a").mkdir()

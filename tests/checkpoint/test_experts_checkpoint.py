@@ -331,7 +331,7 @@ def test_several_kinds_of_groups(tmp_path: Path) -> None:
         apart = [dist.new_group([at, at + 2]) for at in range(2)][rank % 2]
         near = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
         experts = {near: list(model["near"].parameters()), apart: list(model["apart"].parameters())}
-        return model, LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), experts, model=model, debug=True)
+        return model, LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), experts, model=model)
 
     def rank(rank: int, world_size: int) -> list[str]:
         model, optimizer = start(rank, seed=rank)

@@ -12,12 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import full_fp32_params
+from lowlevel_zero import Communication, LowLevelZeroOptimizer
+from lowlevel_zero import options as options_of_zero
 from lowlevel_zero.checkpoint import Sharded
 from lowlevel_zero.communication import shard_group
 from lowlevel_zero.communication.fp8 import BLOCK, decode, encode, encoded_size
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.deepspeed import full_fp32_params
 from tests.support.judging import off_the_way
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -300,7 +301,8 @@ def _start(case: Case) -> dict[str, Tensor]:
 def test_gradients_are_within_their_bounds_and_small_parameters_untouched() -> None:
     def work(rank: int, world_size: int) -> None:
         grads: list[dict[str, Tensor]] = []
-        for options in (FP8, {}, {**FP8, "fp8_min_numel": 10**6}):
+        for options, least in ((FP8, 2048), ({}, 2048), (FP8, 10**6)):
+            patch_rank(options_of_zero, "FP8_MIN_NUMEL", least)
             model, optimizer = build(Case(torch.float32, STAGE_2), **options)
             x = torch.randn(16, 31, generator=torch.Generator().manual_seed(rank))
             optimizer.backward(model(x).square().mean())
@@ -382,7 +384,8 @@ def test_what_a_run_sent_is_saved_with_its_state(fp8: bool, tmp_path: Path) -> N
         return model, LowLevelZeroOptimizer(inner, model=model, partition_grad=True, **options)
 
     def work(rank: int, world_size: int) -> None:
-        model, optimizer = built(0, fp8_communication=fp8, fp8_min_numel=1)
+        patch_rank(options_of_zero, "FP8_MIN_NUMEL", 1)
+        model, optimizer = built(0, fp8_communication=fp8)
         for _ in range(3):
             optimizer.backward(sum((p.float() * torch.randn(p.shape)).sum() for p in model.parameters()))
             optimizer.step()
@@ -461,7 +464,8 @@ def test_a_backend_s_own_reduce_scatters_sum_in_fp32() -> None:
 def test_training_with_sums_in_fp32_is_what_gloo_s_wires_make_of_it() -> None:
     def work(rank: int, world_size: int) -> None:
         messages = run(Case(options=STAGE_2, way="messages"), rank).values
-        native = run(Case(options=STAGE_2, way="native"), rank, reduce_scatter_with_fp32_accumulation=True).values
+        sums = Communication(reduce_scatter_with_fp32_accumulation=True)
+        native = run(Case(options=STAGE_2, way="native"), rank, communication=sums).values
         for one, other in zip(messages, native, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -1,4 +1,4 @@
-"""What an optimizer over two levels of ranks leaves behind: no thread."""
+"""What an optimizer with hybrid sharding leaves behind: no thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 
 def test_threads_end_with_their_optimizer() -> None:
     def train(rank: int, world_size: int) -> list[str]:
-        run = replace(Run(world_size), steps=2).with_options(**Grid.of(rank, (2, 2)).options("pair"))
+        run = replace(Run(world_size), steps=2).with_options(**Grid.of(rank, (2, 2)).options("hybrid"))
         train_sharded(rank, world_size, run)
         deadline = time.monotonic() + 10
         while threading.active_count() > 1 and time.monotonic() < deadline:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import full_grads
+from lowlevel_zero import Communication, LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication import process_groups
 from lowlevel_zero.communication.process_groups import side_group
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.deepspeed import full_grads
 from tests.support.ranks import run_ranks
 
 
@@ -89,7 +87,7 @@ def everything(rank: int, world_size: int, folder: Path, counts: tuple[int, ...]
         {"partition_grad": True, "overlap_allgather": True},
         {"dp_process_group": part, "partition_grad": True},
         {"dp_process_group": levels, "partition_grad": True},
-        {"dp_process_group": levels[1], "extra_dp_group": levels[0], "hybrid_shard": True},
+        {"dp_process_group": levels[1], "extra_dp_group": levels[0], "communication": Communication(hybrid_shard=True)},
     ]
     kept = []
     for number, options in enumerate(choices):
@@ -120,37 +118,6 @@ def test_what_some_ranks_alone_have_made_does_not_matter(tmp_path: Path, monkeyp
         found.append(run_ranks(everything, 4, folder, counts, timeout=100))
     for ours, expected in zip(*found, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
-
-
-def test_a_level_of_part_of_the_ranks_does_not_mind_either_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Four of five ranks are a grid, for which they make a group of their own."""
-
-    def construct(rank: int) -> list[int]:
-        groups = [dist.new_group(ranks) for ranks in ([1, 2], [3, 4], [1, 3], [2, 4])]
-        Gossips(rank, (2, 1, 0, 0, 3))()
-        if rank == 0:
-            return []
-        inner, outer = (next(g for g in pair if dist.get_rank(g) >= 0) for pair in (groups[:2], groups[2:]))
-        model = net()
-        optimizer = made(model, dp_process_group=(outer, inner))
-        train(model, optimizer, rank)
-        return optimizer.shard_group.all_reduce_max([rank])
-
-    def come_and_go(rank: int, world_size: int) -> tuple[list[int], int]:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        before = sockets()
-        dist.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=rank, world_size=world_size)
-        agreed = construct(rank)
-        dist.barrier()
-        dist.destroy_process_group()
-        gc.collect()
-        deadline = time.monotonic() + 20
-        while sockets() > before and time.monotonic() < deadline:  # the watchdog has yet to say that it leaves
-            time.sleep(0.01)
-            gc.collect()
-        return agreed, sockets() - before
-
-    assert run_ranks(come_and_go, 5, init=False) == [([], 0), *[([4], 0)] * 4]
 
 
 def test_torch_gives_a_side_group_to_nobody_who_asks_for_one_of_its_ranks() -> None:
@@ -211,7 +178,10 @@ def test_there_is_one_beside_each_of_the_callers_however_many_use_it(tmp_path: P
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         levels = mesh.get_group("outer"), mesh.get_group("inner")
         seen = []
-        for name, options in (("flat", {}), ("two levels", {"dp_process_group": levels})):
+        for name, options in (
+            ("flat", {}),
+            ("hybrid", {"dp_process_group": levels, "communication": Communication(hybrid_shard=True)}),
+        ):
             before = groups()
             counts = [(groups(), sockets()) for _ in users(tmp_path / name, rank, partition_grad=True, **options)]
             assert counts[1:] == counts[:-1], counts
@@ -287,7 +257,7 @@ def test_one_communicator_serves_all_optimizers_and_trains_unless_it_is_given_up
         for own in (False, True):
             before, models = groups(), [net() for _ in range(3)]
             used.clear()
-            optimizers = [made(model, own_communicator=own) for model in models]
+            optimizers = [made(model, communication=Communication(own_communicator=own)) for model in models]
             # The first one's tensors come at construction, where all ranks are: NCCL would begin in a backward else.
             assert len(set(used)) == 1
             values = [train(model, optimizer, rank)[0] for model, optimizer in zip(models, optimizers, strict=True)]

@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication import runtime
 from lowlevel_zero.communication.backends import memory_pool, shared_memory
+from lowlevel_zero.communication.backends.backend import Trade
 from lowlevel_zero.communication.backends.control_pipe import ControlPipe, PeerPipe
 from lowlevel_zero.communication.backends.memory_pool import Memory
 from lowlevel_zero.communication.backends.pairwise import Pairwise
+from lowlevel_zero.communication.backends.shared_memory import SharedMemory
 from lowlevel_zero.communication.memory_file import map_of
 from lowlevel_zero.communication.processes import own_process
 from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.layout import memory_held
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -38,7 +41,7 @@ FEW = 2**15
 
 
 def is_shared(group: ShardGroup) -> bool:
-    return group.hosts.shares_memory
+    return group.host_backend.shares_memory
 
 
 def group_with_wires(shared: bool = True) -> ShardGroup:
@@ -52,6 +55,52 @@ def group_with_wires(shared: bool = True) -> ShardGroup:
 def seen_by_another(own: Memory, **changed: Any) -> None:
     """Memory of this process as if it were another's, under an address that may be wrong."""
     map_of(own.address.memory._replace(**changed))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_an_all_reduce_reads_no_more_with_more_ranks(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reads at most two buffers' worth, and ends with the exact sum, also where a peer lags."""
+
+    def reduce(rank: int, world_size: int) -> tuple[int, Tensor]:
+        group = group_with_wires()
+        read: list[int] = []
+        trade = SharedMemory.trade
+
+        def noted(self: SharedMemory, what: Trade, act: Any) -> Any:
+            read.append(sum(what.coming) - what.coming[rank])
+            return trade(self, what, act)
+
+        monkeypatch.setattr(SharedMemory, "trade", noted)
+        works = []
+        for number in range(3):
+            buffer = group.new_buffer(5, torch.bfloat16, CPU)
+            buffer.copy_(torch.arange(5 * world_size).view(world_size, 5) + rank + number)
+            works.append(group.all_reduce(buffer))
+            time.sleep(0.05 * rank)
+        return sum(read), torch.stack([work.wait() for work in works])
+
+    numel = 5 * world_size
+    for read, totals in run_ranks(reduce, world_size):
+        assert read <= 3 * 2 * numel
+        for number, total in enumerate(totals):
+            exact = sum(torch.arange(numel).view(world_size, 5) + rank + number for rank in range(world_size))
+            assert torch.equal(total, torch.as_tensor(exact).to(torch.bfloat16))
+
+
+def test_a_rank_without_memory_still_hands_on_the_row_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an all-reduce needs is allocated when it starts."""
+
+    def reduce(rank: int, world_size: int) -> Tensor:
+        group = group_with_wires()
+        work = group.all_reduce(group.new_buffer(2, torch.float32, CPU).fill_(rank))
+        if rank == 1:
+            monkeypatch.setattr(Memory, "take", refuse_memory)
+        return work.wait()
+
+    def refuse_memory(*_: object) -> Any:
+        raise MemoryError
+
+    assert all(torch.equal(total, torch.full((4, 2), 6.0)) for total in run_ranks(reduce, 4, timeout=30))
 
 
 def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +313,7 @@ def test_the_first_line_says_how_wires_travel_and_why() -> None:
     first, second = run_ranks(construct, 2)
     assert second == []
     for line, (_, way) in zip(first, WAYS.values(), strict=True):
-        assert line.startswith("ZeRO stage 1: 12 elements in 2 parameters over 2 ranks, 1 buckets, ")
+        assert line.startswith("ZeRO stage 1: 12 elements in 2 parameters over 2 ranks, 1 bucket by ")
         assert way in line
 
 
@@ -353,7 +402,7 @@ def test_eighty_steps_take_no_more_than_twenty() -> None:
                 time.sleep(pause.random() * 0.002)
                 step_once(model, optimizer)
             seen.append((descriptors(), mappings()))
-        return seen[0], seen[1], optimizer.memory_held()["bucket_buffers"]
+        return seen[0], seen[1], memory_held(optimizer).bucket_buffers
 
     for early, late, held in run_ranks(run, 3):
         assert early == late

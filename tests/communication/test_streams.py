@@ -16,11 +16,9 @@ from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
-from lowlevel_zero.communication.backends.backend import Alone
 from lowlevel_zero.communication.backends.shared_memory import SharedMemory
-from lowlevel_zero.communication.hierarchical import Replicated
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.communication.work import OnStream, Work
+from lowlevel_zero.communication.work import Work
 from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
@@ -394,56 +392,6 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch
         assert all(arrived.query() for arrived in copied)
 
     run_ranks(work, 2)
-
-
-class Level(Alone):
-    """A group of ranks, whose communicator does what it is given in this order."""
-
-    def __init__(self, api: Api, size: int, log: list[tuple[str, Point, dict[Line, int]]]) -> None:
-        super().__init__(0, size)
-        self.api = api
-        self.log = log
-        self.line = Line()
-
-    def _do(self, what: str, result: Any) -> Work[Any]:
-        point, over = self.line.take(self.api.now)
-        self.log.append((what, point, over.seen))
-        return Work(_first(lambda: self.api.now.wait_event(over), lambda: result))
-
-    def reduce_scatter(self, buffer: Tensor) -> Work[Tensor]:
-        return self._do("scatter", buffer[0])
-
-    def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        return self._do("across", buffer)
-
-    def gather(self, own: Any, rows: Any, row: int) -> Work[None]:
-        return self._do("spread", None)
-
-
-def test_one_buffer_goes_within_while_another_goes_across() -> None:
-    """Stage 1 over two levels: a group's last part of one buffer doesn't keep its first part of the next waiting."""
-    api, log = Api(), []
-    home = api.now
-    inner, outer = Level(api, 2, log), Level(api, 2, log)
-    chain = OnStream(Simulated(torch.device("cpu"), api))
-    levels = Replicated(outer, inner, chain, 0, 2)
-    works = []
-    for _ in range(4):
-        home.work()
-        works.append(levels.all_reduce(torch.zeros(2, 3)))
-        # What can be waited for now may be waited for, or not: the order of collectives doesn't change.
-        assert [work.done() for work in works] == [True] * (len(works) - 1) + [False]
-    chain.go_on()
-    assert all(work.done() for work in works)
-    assert [what for what, *_ in log] == ["scatter", "across", *(["scatter", "spread", "across"] * 3), "spread"]
-    scattered, across, spread = ([each for each in log if each[0] == what] for what in ("scatter", "across", "spread"))
-    for before, (_, _, seen) in zip(across, scattered[1:], strict=False):
-        line, at = before[1]
-        assert seen.get(line, 0) < at
-    assert home.seen.keys() == {home}  # the stream that computes has waited for nothing
-    for work, (_, point, _) in zip(works, spread, strict=True):
-        work.wait()
-        assert home.comes_after(point)
 
 
 def test_the_host_has_no_streams() -> None:

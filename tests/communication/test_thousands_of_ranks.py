@@ -24,11 +24,11 @@ from benchmarks.gpt import GPT
 from benchmarks.gpt import SIZES as SIZES_OF_GPT
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.bucket_plan import Item, make_plan
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint, saving
-from lowlevel_zero.communication import failed_ranks, process_groups, shard_group
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint, storage
+from lowlevel_zero.communication import process_groups, shard_group
 from lowlevel_zero.communication.backends import native
+from lowlevel_zero.communication.backends.backend import HOST_BUCKET
 from lowlevel_zero.communication.backends.pairwise import Pairwise
-from lowlevel_zero.options import ZeroOptions
 from lowlevel_zero.partition import EvenSplit, alignment_of
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -86,8 +86,7 @@ def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
         patch.setattr(dist, "get_backend", lambda group=None: backend)
         for module in (process_groups, shard_group):
             patch.setattr(module, "backends_by_device", lambda group: {"cpu": backend})
-        for asks in (failed_ranks, process_groups):
-            patch.setattr(asks, "store_of", store_of)
+        patch.setattr(process_groups, "store_of", store_of)
         patch.setattr(Pairwise, "send_and_receive", echo)
         patch.setattr(native, "_reduce_scatter_single", own_row)
         yield counts
@@ -132,7 +131,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
         save_checkpoint(folder / "alone", model, LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters())))
 
     def count(rank: int, world_size: int) -> Counts:
-        patch_rank(saving, "dcp_save", lambda *args, **options: None)  # which meets twice, by torch's collectives
+        patch_rank(storage.CheckpointWriter, "write", lambda writer: None)  # which meets twice, by torch's collectives
         return {
             "gloo": {size: counted(size, "gloo", folder) for size in SIZES[:2]},
             "nccl": {size: counted(size, "nccl", folder) for size in SIZES},
@@ -182,5 +181,5 @@ def test_a_gpt_of_25_million_is_padded_by_less_than_2_percent(ranks: int, dtype:
     numel = sum(split.numel for split in splits)
     assert sum(split.padding for split in splits) <= 0.02 * numel
     items = [Item(split, dtype, whole=True, alignment=alignment_of(dtype)) for split in splits]
-    buckets = make_plan(items, list(reversed(range(len(items)))), ZeroOptions().bucket_size()).buckets
+    buckets = make_plan(items, list(reversed(range(len(items)))), HOST_BUCKET).buckets
     assert ranks * sum(bucket.row - bucket.body for bucket in buckets) <= 0.02 * numel

@@ -93,8 +93,8 @@ MADE_ONCE = [
             Change(
                 BUCKETS,
                 "        except BaseException as error:\n            self._start(bucket)  # with zeros for what "
-                "was taken of its gradients: other ranks wait for it\n            self._state.defer(error)\n      "
-                "  finally:\n            if bucket.state is BucketState.REDUCING:\n                "
+                "was taken of its gradients: other ranks wait for it\n            self._state.failure.defer(error)\n"
+                "        finally:\n            if bucket.state is BucketState.REDUCING:\n                "
                 "self.waiting.popleft()\n",
                 "        finally:\n            self.waiting.popleft()\n            if bucket.state is "
                 "BucketState.REDUCING:\n",
@@ -117,8 +117,8 @@ MADE_ONCE = [
         (
             Change(
                 REDUCER,
-                "if self._number > 0 or not self._state.is_alone or self._put_off:",
-                "if self._number > 0 or self._put_off:",
+                "not self._state.is_alone or self._shares_order or self._put_off:",
+                "self._put_off:",
             ),
         ),
         136,
@@ -155,6 +155,7 @@ MADE_ONCE = [
     Mistake(
         "others' rows of a sum are held after a step in stage 1",
         (Change(BUCKETS, "self.row = self.row.clone()", "pass"),),
+        3,
     ),
 ]
 
@@ -195,8 +196,8 @@ DRAWN = [
         "a step is taken with what an error has left of the gradients",
         (
             Change(
-                REDUCER,
-                "        if self._state.lost and not self._state.undefined and call.error is None:",
+                "bookkeeping/step_state.py",
+                "        if uses_gradients and Damage.GRADIENTS in self.damage:",
                 "        if False:",
             ),
         ),
@@ -259,15 +260,8 @@ DRAWN = [
         48,
     ),
     Mistake(
-        "a gradient that its caller has given a slice after synchronize isn't stepped",
-        (
-            Change(
-                SUMS,
-                "                    record.worked = True\n                    record.p.grad = record.shown = "
-                "record.handle\n",
-                "                    record.p.grad = record.shown = record.handle\n",
-            ),
-        ),
+        "a gradient that its caller has assigned to a slice isn't stepped",
+        (Change(REDUCER, "            self._assign(assigned)\n", ""),),
     ),
     Mistake(
         "gathers that readers wait for are forgotten at the end of a step",
@@ -284,8 +278,8 @@ DRAWN = [
         (
             Change(
                 GATHERS,
-                "if room <= 0 or parts[-1][0].kind != record.kind:",
-                "if room <= 0:",
+                "if part and (elements >= PART or kind != before):",
+                "if part and elements >= PART:",
             ),
         ),
     ),
@@ -304,11 +298,9 @@ DRAWN = [
         (
             Change(
                 STEPPER,
-                "            self._optim.step()\n        finally:\n            for group, all_of_it in "
-                "zip(groups, whole, "
-                "strict=True):\n                group",
+                "            self._optim.step()\n        finally:\n            self._optim.param_groups = groups\n",
                 "            self._optim.step()\n        except MemoryError:\n            raise\n        else:\n"
-                "            for group, all_of_it in zip(groups, whole, strict=True):\n                group",
+                "            self._optim.param_groups = groups\n",
             ),
         ),
     ),
@@ -339,16 +331,6 @@ DRAWN = [
                 SHARD_GROUP,
                 "            worker.submit(partial(_finish, list(works.values()), self))",
                 "            worker.submit(partial(_finish, [], self))",
-            ),
-        ),
-    ),
-    Mistake(
-        "second parts of two-level reductions never start",
-        (
-            Change(
-                SHARD_GROUP,
-                "        for chain in self._chains.values():\n            chain.go_on()",
-                "        return",
             ),
         ),
     ),

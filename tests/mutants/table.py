@@ -31,7 +31,7 @@ RECORDS, WHOLE = "bookkeeping/sharded_parameter.py", "state/whole.py"
 FLAT, FP8 = "communication/flat_buffers.py", "communication/fp8.py"
 BACKEND = "communication/backends/backend.py"
 PAIRS, MEMORY = "communication/backends/pairwise.py", "communication/backends/shared_memory.py"
-LEVELS, FOLDERS = "communication/hierarchical.py", "checkpoint/folders.py"
+LEVELS, FOLDERS = "communication/backends/hybrid.py", "checkpoint/folders.py"
 
 NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/numbers/test_layer_drop.py"
 RECOMPUTATION = "tests/numbers/test_recomputation.py"
@@ -56,6 +56,34 @@ MUTANTS = [
         "min(start + self.slice_size, self.numel)",
         "start + self.slice_size",
         "tests/numbers/test_partition.py",
+    ),
+    Mutant(
+        "owners are dealt out in turn, whatever they have",
+        SPLIT,
+        "(load + costs[place], rank)",
+        "(load + 1, rank)",
+        "tests/numbers/test_partition.py",
+    ),
+    Mutant(
+        "every rank takes a whole parameter for its own",
+        SPLIT,
+        "return (0, self.numel) if rank == self.owner else (0, 0)",
+        "return 0, self.numel",
+        "tests/numbers/test_partition.py",
+    ),
+    Mutant(
+        "whole parameters begin anywhere in a bucket",
+        SPLIT,
+        "return -(-self.numel // _ROUND) * _ROUND",
+        "return self.numel",
+        "tests/numbers/test_partition.py",
+    ),
+    Mutant(
+        "parts are cut by what this rank has of them",
+        STEPPER,
+        "bucket.records[0].kind, bucket.planned.body, bucket",
+        "bucket.records[0].kind, bucket.row.numel(), bucket",
+        "tests/numbers/test_whole_parameters.py",
     ),
     Mutant(
         "rows aren't aligned",
@@ -199,10 +227,17 @@ MUTANTS = [
         COLLECTIVES,
     ),
     Mutant(
+        "an all-reduce lacks this rank's row of the sum",
+        BACKEND,
+        "keep_own([row], [total], self.rank)",
+        "pass",
+        COLLECTIVES,
+    ),
+    Mutant(
         "an outer level isn't summed",
         LEVELS,
-        "return self._outer.all_reduce(block)",
-        "return Work(lambda: block)",
+        "self._inner.reduce_scatter(buffer), self._outer.all_reduce)",
+        "self._inner.reduce_scatter(buffer), Work.over)",
         "tests/communication/test_two_levels.py",
     ),
     Mutant(
@@ -279,15 +314,15 @@ MUTANTS = [
     Mutant(
         "param groups are left in parts",
         STEPPER,
-        '                group["params"] = all_of_it',
-        "                pass",
+        'for group, all_of_it, _ in stepped:\n                group["params"] = all_of_it',
+        "for group, all_of_it, _ in stepped:\n                pass",
         STEPPING,
     ),
     Mutant(
         "old gradients are stepped again",
         SUMS,
-        "        self.buckets.clear()\n        self._bucket_of.clear()\n        for record in self._records:",
-        "        self._bucket_of.clear()\n        for record in self._records:",
+        "        self.buckets.clear()\n        self._bucket_of.clear()\n        clear_gradients(",
+        "        self._bucket_of.clear()\n        clear_gradients(",
         NUMBERS,
     ),
     # p.grad after backward
@@ -315,8 +350,8 @@ MUTANTS = [
     Mutant(
         "model.zero_grad() drops nothing",
         REDUCER,
-        "hide_cleared(in_flight)",
-        "hide_cleared(in_flight)[:0]",
+        "hide_cleared(self._gradients.touched() if touched is None else touched, in_flight)",
+        "hide_cleared(self._gradients.touched() if touched is None else touched, in_flight)[:0]",
         HANDLES,
     ),
     Mutant(
@@ -365,8 +400,8 @@ MUTANTS = [
     Mutant(
         "the oldest checkpoint counts as the newest",
         FOLDERS,
-        "return max(whole",
-        "return min(whole",
+        "key=lambda pair: pair[0], reverse=True",
+        "key=lambda pair: pair[0]",
         "tests/checkpoint/test_checkpoint.py",
     ),
 ]

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Communication, LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.layout import traffic_of
 from lowlevel_zero.partition import ROW_BYTES, WIDE_ROW, Alignment, alignment_of
 from tests.support.judging import check_run
 from tests.support.numbers import trained
+from tests.support.options import grouped
 from tests.support.oracle import Run, train_sharded
 from tests.support.ranks import run_ranks
 
@@ -76,16 +78,19 @@ def test_alignment_changes_no_bit(world_size: int, stage: str, request: pytest.F
 
 WIDER: dict[str, dict[str, Any]] = {
     "rows": {"pad_buckets_for_high_nccl_busbw": True, "reduce_bucket_size": 300, "partition_grad": True},
-    "slices": {"slice_multiple": 7, "overlap_allgather": True},
-    "slices on the host": {"slice_multiple": 40, "cpu_offload": True, "partition_grad": True},
-    "slices that are scattered": {"slice_multiple": 3, "reduce_scatter": True, "gradient_predivide_factor": 2.0},
+    "slices": {"overlap_allgather": True},
+    "slices on the host": {"cpu_offload": True, "partition_grad": True},
+    "slices that are scattered": {"partition_grad": True, "gradient_predivide_factor": 2.0},
 }
 
 
 def test_wider_rows_and_slices_change_no_number(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
-    """Wide rows are of a multiple of 64 elements here, in place of 65,536."""
+    """Wide rows are of a multiple of 64 elements here, in place of 65,536, and slices of a multiple of 7."""
     monkeypatch.setattr("lowlevel_zero.partition.WIDE_ROW", 64)
-    cases = {name: of_each_kind(3).with_options(**{"reduce_bucket_size": 60, **own}) for name, own in WIDER.items()}
+    monkeypatch.setattr("lowlevel_zero.construction.slice_multiple", lambda optimizer, numel, world_size: 7)
+    cases = {
+        name: of_each_kind(3).with_options(**grouped({"reduce_bucket_size": 60, **own})) for name, own in WIDER.items()
+    }
     for name, run, ran in trained(cases):
         with subtests.test(name):
             check_run(run, ran.values())
@@ -98,10 +103,10 @@ def test_rows_are_as_wide_as_wanted() -> None:
         optimizer = LowLevelZeroOptimizer(sgd, model=model, partition_grad=True, **options)
         optimizer.backward(model(torch.ones(1, 400)).sum())
         optimizer.step()
-        return optimizer.traffic()
+        return traffic_of(optimizer)
 
     elements = 400 * 300 + 300 + 300 * 200 + 200
-    for sent in run_ranks(lambda *of: train(*of, pad_buckets_for_high_nccl_busbw=True), 2):
+    for sent in run_ranks(lambda *of: train(*of, communication=Communication(pad_buckets_for_high_nccl_busbw=True)), 2):
         assert sent == {"reduce": 2 * WIDE_ROW * 4, "gather": 2 * WIDE_ROW * 4}
     for sent in run_ranks(train, 2):
         assert all(elements // 2 * 4 <= nbytes < (elements // 2 + 100) * 4 for nbytes in sent.values())

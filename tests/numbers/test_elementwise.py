@@ -1,4 +1,4 @@
-"""Which optimizers may be stepped on slices: torch's own, those known by name, and strangers."""
+"""How parameters are split for an optimizer: torch's own, those known by name, and strangers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowlevel_zero.optim.elementwise import check_elementwise
+from lowlevel_zero.optim.splits import choose_splits
 from tests.support.strangers import (
     AdamByHand,
     Noisy,
@@ -21,6 +21,7 @@ from tests.support.strangers import (
     Stranger,
     adam,
     average,
+    check_elementwise,
     matrix,
 )
 
@@ -28,8 +29,8 @@ ACCEPTED = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
-TOGETHER = ("Muon",)  # by the ranks together, exactly
-REFUSED = ("Adafactor", "LBFGS", "SparseAdam")
+WHOLE = ("Adafactor", "Muon")
+REFUSED = ("LBFGS", "SparseAdam")
 FUSED_ON_CPU = ("Adagrad", "Adam", "AdamW", "SGD")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Adam": [{"amsgrad": True, "weight_decay": 0.1}],
@@ -161,16 +162,18 @@ class ClippedByLargeGlobalNorm(ClippedByGlobalNorm):
 @pytest.mark.parametrize("name", TORCH_CLASSES)
 def test_torch_optim(name: str) -> None:
     optimizer = getattr(torch.optim, name)(matrix())
-    if name in ACCEPTED + TOGETHER:
-        check_elementwise(optimizer)
+    if name in ACCEPTED:
+        assert choose_splits(optimizer) == ["elements"]
+    elif name in WHOLE:
+        assert choose_splits(optimizer) == ["parameters"]
     elif name in REFUSED:
-        with pytest.raises(TypeError, match=rf"{name} cannot be stepped on slices"):
-            check_elementwise(optimizer)
+        with pytest.raises(TypeError, match=rf"{name} cannot be sharded"):
+            choose_splits(optimizer)
     else:  # a newer torch's: the probe decides, and decides cleanly
         try:
-            check_elementwise(optimizer)
+            choose_splits(optimizer)
         except TypeError as error:
-            assert "cannot be stepped on slices" in str(error)  # noqa: PT017
+            assert "cannot be sharded" in str(error)  # noqa: PT017
 
 
 def test_torch_optim_is_all_there() -> None:
@@ -180,7 +183,7 @@ def test_torch_optim_is_all_there() -> None:
 @pytest.mark.parametrize(("name", "way"), EVERY_WAY)
 def test_a_probe_agrees_with_the_table(name: str, way: dict[str, Any]) -> None:
     subclass = type("Renamed", (getattr(torch.optim, name),), {})
-    check_elementwise(subclass(matrix(), **way))
+    assert choose_splits(subclass(matrix(), **way)) == ["elements"]
 
 
 class SparesTheWeightsDirection(Stranger):
@@ -196,9 +199,10 @@ class SparesTheWeightsDirection(Stranger):
 
 @pytest.mark.parametrize("cls", [Lion, AdamByHand, CautiousByElement, WritesIntoGradients])
 def test_strangers_that_are_elementwise(cls: type[Stranger]) -> None:
-    check_elementwise(cls(matrix()))
+    assert choose_splits(cls(matrix())) == ["elements"]
 
 
+THAT_LOOK_AROUND = (ClippedByGlobalNorm, ClippedByLargeGlobalNorm, Noisy, NoisyInPython)
 STRANGERS_THAT_ARE_NOT = [
     *(ScaledByNorms, RowsAndColumns, OrthogonalMatrices, Quantised, QuantisedOf2048),
     *(QuantisedWhereDivisible, QuantisedWhereDivisibleBy128, LargeAreScaled),
@@ -211,9 +215,54 @@ STRANGERS_THAT_ARE_NOT = [
 @pytest.mark.parametrize("cls", STRANGERS_THAT_ARE_NOT)
 def test_strangers_that_are_not(cls: type[Stranger]) -> None:
     optimizer = cls(matrix())
-    with pytest.raises(TypeError, match=rf"{cls.__name__} cannot .* flat slices differ by .* in a probe"):
+    with pytest.raises(TypeError, match=r"flat slices differ by .* in a probe"):
         check_elementwise(optimizer)
-    check_elementwise(optimizer, assume_elementwise=True)
+    if cls in THAT_LOOK_AROUND:
+        with pytest.raises(TypeError, match=rf"{cls.__name__} cannot .* beside others and without them differs by"):
+            choose_splits(optimizer)
+    else:
+        assert choose_splits(optimizer) == ["parameters"]
+    assert choose_splits(optimizer, "elements") == ["elements"]
+    assert choose_splits(optimizer, "parameters") == ["parameters"]
+
+
+class HoldsAndScales(ScaledByNorms):
+    """Steps the parameters that it was made with, which a rank's own aren't."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr=lr)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for p in self.all:
+            if p.grad is not None:
+                p.sub_(1e-3 * self.direction(p, p.grad, self.state[p], {}))
+
+
+class CountsBusySteps(ScaledByNorms):
+    """Its rate falls with the steps in which some parameter had a gradient: a rank may own none that had."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        group = self.param_groups[0]
+        group["busy"] = group.get("busy", 0) + any(p.grad is not None for p in group["params"])
+        for p in (each for each in group["params"] if each.grad is not None):
+            p.sub_(group["lr"] / group["busy"] * self.direction(p, p.grad, self.state[p], group))
+
+
+@pytest.mark.parametrize("cls", [HoldsAndScales, CountsBusySteps])
+def test_what_no_rank_can_step_alone(cls: type[Stranger]) -> None:
+    with pytest.raises(TypeError, match=f"{cls.__name__} cannot be sharded"):
+        choose_splits(cls(matrix()))
+
+
+def test_groups_may_differ() -> None:
+    groups = [{"params": matrix(), "split": "elements"}, {"params": matrix(), "split": "parameters"}]
+    assert choose_splits(AdamByHand([*groups, {"params": matrix()}])) == ["elements", "parameters", "elements"]
+    assert choose_splits(AdamByHand([*groups, {"params": matrix()}]), "parameters")[2] == "parameters"
+    with pytest.raises(ValueError, match="split of param group 0: expected None, 'elements' or 'parameters', got 'ro"):
+        choose_splits(AdamByHand([{"params": matrix(), "split": "rows"}]))
 
 
 @pytest.mark.parametrize("lr", [2e-5, 5e-7, 0.0, 1.0, torch.tensor(0.0), torch.tensor(0.01)])
@@ -231,50 +280,55 @@ def test_every_learning_rate(cls: type[Stranger], elementwise: bool, lr: float |
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "split", "reason"),
     [
-        ("FusedLAMB", "norms of the whole tensor"),
-        ("Lars", "norms of the whole tensor"),
-        ("Prodigy", "the whole model"),
-        ("DAdaptAdam", "the whole model"),
-        ("DistributedShampoo", "preconditions"),
-        ("SOAP", "preconditions"),
-        ("GaLoreAdamW", "low rank"),
-        ("CAME", "factors"),
-        ("SM3", "factors"),
-        ("MuonWithAuxAdam", "orthogonalises"),
-        ("AdamW8bit", "blocks of elements"),
-        ("Adahessian", "one second moment"),
+        ("FusedLAMB", "parameters", "norms of the whole tensor"),
+        ("Lars", "parameters", "norms of the whole tensor"),
+        ("Prodigy", "", "the whole model"),
+        ("DAdaptAdam", "", "the whole model"),
+        ("SWATS", "", "late in a run"),
+        ("DistributedShampoo", "parameters", "preconditions"),
+        ("SOAP", "parameters", "preconditions"),
+        ("GaLoreAdamW", "parameters", "low rank"),
+        ("CAME", "parameters", "factors"),
+        ("SM3", "parameters", "factors"),
+        ("MuonWithAuxAdam", "parameters", "orthogonalises"),
+        ("AdamW8bit", "parameters", "blocks of elements"),
     ],
 )
-def test_known_by_name(name: str, reason: str) -> None:
+def test_known_by_name(name: str, split: str, reason: str) -> None:
     cls = type(name, (Stranger,), {})  # elementwise in truth: the name alone decides
-    with pytest.raises(TypeError, match=rf"{name} cannot .*{reason}.*assume_elementwise=True"):
-        check_elementwise(cls(matrix()))
-    with pytest.raises(TypeError, match=rf"Mine cannot .*it is a {name}, and .*{reason}"):
-        check_elementwise(type("Mine", (cls,), {})(matrix()))
-    check_elementwise(cls(matrix()), assume_elementwise=True)
+    mine = type("Mine", (cls,), {})
+    if split:
+        assert choose_splits(cls(matrix())) == choose_splits(mine(matrix())) == [split]
+    else:
+        with pytest.raises(TypeError, match=rf"{name} cannot .*{reason}.*split='elements'"):
+            choose_splits(cls(matrix()))
+        with pytest.raises(TypeError, match=rf"Mine cannot .*it is a {name}, and .*{reason}"):
+            choose_splits(mine(matrix()))
+    assert choose_splits(cls(matrix()), "elements") == ["elements"]
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_what_no_assumption_helps(name: str) -> None:
+@pytest.mark.parametrize("chosen", ["elements", "parameters"])
+def test_what_no_choice_helps(name: str, chosen: str) -> None:
     for cls in (getattr(torch.optim, name), type("Mine", (getattr(torch.optim, name),), {})):
-        with pytest.raises(TypeError, match="cannot be stepped on slices") as caught:
-            check_elementwise(cls(matrix()), assume_elementwise=True)
-        assert "assume_elementwise" not in str(caught.value)
+        with pytest.raises(TypeError, match="cannot be sharded") as caught:
+            choose_splits(cls(matrix()), chosen)
+        assert "split=" not in str(caught.value)
 
 
 def test_an_optimizer_that_shards() -> None:
     cls = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
     with pytest.raises(TypeError, match="wrap the optimizer inside"):
-        check_elementwise(cls(matrix()), assume_elementwise=True)
+        choose_splits(cls(matrix()), "elements")
 
 
 def test_differentiable() -> None:
     with pytest.raises(TypeError, match=r"AdamW cannot .*differentiable=True"):
-        check_elementwise(torch.optim.AdamW(matrix(), differentiable=True))
+        choose_splits(torch.optim.AdamW(matrix(), differentiable=True))
 
 
 def test_no_optimizer() -> None:
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):
-        check_elementwise(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+        choose_splits(torch.nn.Linear(1, 1))  # type: ignore[arg-type]

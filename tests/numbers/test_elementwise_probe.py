@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from lowlevel_zero.optim.elementwise import check_elementwise
+from lowlevel_zero.optim.splits import choose_splits
 from tests.support.strangers import (
     AdamByHand,
     Noisy,
@@ -21,6 +21,7 @@ from tests.support.strangers import (
     ScaledByNorms,
     Stranger,
     adam,
+    check_elementwise,
     matrix,
 )
 
@@ -78,7 +79,7 @@ class OddConstructor(Stranger):
 def test_an_odd_constructor() -> None:
     with pytest.raises(
         TypeError,
-        match=r"could not be tried .*got tag, centralise, which neither .* record.*assume_elementwise",
+        match=r"could not be tried .*got tag, centralise, which neither .* record",
     ):
         check_elementwise(OddConstructor("a", matrix(), centralise=False))
 
@@ -151,8 +152,8 @@ class FlagsInState(Stranger):
 
 
 def test_flags_in_state_are_not_overlooked() -> None:
-    with pytest.raises(TypeError, match="cannot be stepped on slices"):
-        check_elementwise(FlagsInState(matrix()))
+    with pytest.raises(TypeError, match="could not be tried"):
+        choose_splits(FlagsInState(matrix()))
 
 
 def test_a_hook_of_its_own_belongs_to_an_optimizer() -> None:
@@ -230,10 +231,11 @@ class NeedsClosure(Stranger):
 def test_what_cannot_be_tried(cls: type[Stranger], told: str) -> None:
     optimizer = cls(matrix())
     with pytest.raises(
-        TypeError, match=rf"{cls.__name__} cannot .*could not be tried .*{told}.*assume_elementwise=True"
+        TypeError, match=rf"{cls.__name__} cannot .*could not be tried .*{told}.*pass split='elements' or"
     ):
-        check_elementwise(optimizer)
-    check_elementwise(optimizer, assume_elementwise=True)
+        choose_splits(optimizer)
+    assert choose_splits(optimizer, "elements") == ["elements"]
+    assert choose_splits(optimizer, "parameters") == ["parameters"]
 
 
 # What a probe leaves alone

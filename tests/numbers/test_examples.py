@@ -6,7 +6,6 @@ import os
 import runpy
 import shutil
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.covering import covering
 from tests.support.oracle import Run, build, check_close, loss_of, train_alone, train_sharded
 from tests.support.ranks import run_cases, run_ranks
 from zero_in_one_file import ZeroOptimizer
@@ -64,7 +64,7 @@ def train(rank: int, world_size: int, optimizer: str, stage: int, bucket_size: i
 def test_one_file_trains_as_the_package_and_as_one_process(subtests: pytest.Subtests) -> None:
     world_size = 3
     alone = {name: train_alone(run_of(name, world_size))[0] for name in OPTIMIZERS}
-    cases = product(OPTIMIZERS, STAGES, BUCKET_SIZES)
+    cases = covering(OPTIMIZERS, STAGES, BUCKET_SIZES)
     for (name, stage, bucket_size), ran in run_cases(train, world_size, cases, one_group=True):
         with subtests.test(optimizer=name, stage=stage, bucket_size=bucket_size):
             own, packaged = zip(*ran.values(), strict=True)

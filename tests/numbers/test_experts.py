@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import full_grads, safe_get_full_grad
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.deepspeed import full_grads, safe_get_full_grad
+from lowlevel_zero.layout import traffic_of
 from tests.support.experts import (
-    TOKENS,
     Mixture,
     Run,
     judge,
     lay_out,
-    loss_of,
     prepare,
     sgd,
     train_spread,
@@ -67,7 +66,7 @@ def test_experts_without_twins_send_nothing() -> None:
         train_step(trained, run, 0, rank)
         trained.optimizer.step()
         dense, experts = (group.group.traffic() for group in trained.optimizer.sharded_groups)
-        return [trained.optimizer.traffic(), dense, experts]
+        return [traffic_of(trained.optimizer), dense, experts]
 
     for both, dense, experts in run_ranks(rank, 2):
         assert both == dense
@@ -104,44 +103,6 @@ def test_on_a_device_groups_take_turns(subtests: pytest.Subtests) -> None:
 
 
 # ---- state ----
-
-
-def test_state_dicts_go_on_where_they_were() -> None:
-    """Also with the order of buckets that the first steps taught; each rank's are its own experts'."""
-
-    def rank(rank: int, world_size: int) -> None:
-        adamw = lambda params: torch.optim.AdamW(params, lr=1e-2)  # noqa: E731
-        run = Run(4, 2, drop=drops, optimizer=adamw, options={"partition_grad": True})
-        trained = prepare(rank, run)
-        for step in range(2):
-            _whole_step(trained, run, step, rank)
-        values, state = trained.model.state_dict(), trained.optimizer.state_dict()
-        values = {name: value.clone() for name, value in values.items()}
-        model = Mixture(trained.layout)
-        model.load_state_dict(values)
-        again = trained._replace(model=model, optimizer=wrap(run, model, trained.layout))
-        again.optimizer.load_state_dict(state)
-        plain = adamw([p for p in model.parameters() if p.requires_grad])
-        plain.load_state_dict(state)
-        for p, held in plain.state.items():
-            assert held["exp_avg"].shape == p.shape
-        for step in range(2, 5):
-            _whole_step(trained, run, step, rank)
-            _whole_step(again, run, step, rank)
-        for p, other in zip(trained.model.parameters(), model.parameters(), strict=True):
-            assert torch.equal(p, other)
-        orders = [group.reducer.plan.whole.buckets for group in trained.optimizer.sharded_groups]
-        assert orders == [group.reducer.plan.whole.buckets for group in again.optimizer.sharded_groups]
-        alone = trained.optimizer.state_dict(only_on_master=True)["state"]
-        assert sum(bool(each) for each in alone.values()) == (len(alone) if rank == 0 else 8 if rank == 1 else 0)
-
-    run_ranks(rank, 4)
-
-
-def _whole_step(trained: Any, run: Run, step: int, rank: int) -> None:
-    train_step(trained, run, step, rank)
-    trained.optimizer.step()
-    trained.optimizer.zero_grad()
 
 
 # ---- who is started alike ----
@@ -187,36 +148,6 @@ def test_experts_may_have_names_of_their_own_and_other_shapes() -> None:
 
 
 # ---- later groups ----
-
-
-def test_groups_that_come_later() -> None:
-    """Of dense parameters and of experts that were frozen before."""
-
-    def rank(rank: int, world_size: int) -> list[Tensor]:
-        layout = lay_out(rank, 2, 2)
-        model = Mixture(layout)
-        late = model.experts[1]
-        late.requires_grad_(False)
-        model.outward.requires_grad_(False)
-        optimizer = LowLevelZeroOptimizer(
-            sgd([p for p in model.parameters() if p.requires_grad]),
-            model=model,
-            pg_to_param_list={layout.twins: list(model.experts.parameters())},
-        )
-        _first = loss_of(model, Run(2, 2, route=lambda *_: torch.zeros(TOKENS, dtype=torch.int64)), 0, 0, rank)
-        optimizer.backward(_first)
-        optimizer.step()
-        optimizer.zero_grad()
-        late.up.requires_grad_(True)
-        model.outward.requires_grad_(True)
-        optimizer.add_param_group({"params": [*late.up.parameters(), *model.outward.parameters()]})
-        optimizer.backward(loss_of(model, Run(2, 2), 0, 0, rank))
-        optimizer.step()
-        assert [record.shard_group for record in optimizer.sharded_parameters if record.group == 1] == [1, 1, 0, 0]
-        return [p.detach().clone() for p in model.outward.parameters()]
-
-    one, other = run_ranks(rank, 2)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # ---- what is refused ----

@@ -32,7 +32,7 @@ def test_a_bucket_of_several_has_all_their_places() -> None:
     assert bucket.body == 2**32 + 16
     assert 0 <= bucket.row - bucket.body < alignment.short
     assert bucket.row % alignment.short == 0
-    options = ZeroOptions(partition_grad=True)
+    options = ZeroOptions(stage=2)
     parameters = [parameter_layout(f"{at}", (NUMEL,), torch.bfloat16, 0, (0, 1), split, options, 8) for at in range(4)]
     layout = with_buckets([(parameters, make_plan(items, [3, 2, 1, 0], 2**40))], stage=2)
     assert [p.offset for p in layout.parameters] == [3 * (2**30 + 4), 2 * (2**30 + 4), 2**30 + 4, 0]

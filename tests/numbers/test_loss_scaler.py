@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlevel_zero.loss_scaler import LossScaler
+from lowlevel_zero.options import LossScale, ZeroOptions
 
 
 class ForbidHostReads(TorchDispatchMode):
@@ -62,14 +63,14 @@ def scales(scaler: LossScaler, overflows: str) -> list[float]:
     ],
 )
 def test_tables(hysteresis: int, overflows: str, expected: list[float]) -> None:
-    scaler = LossScaler(initial_scale=16, growth_interval=3, hysteresis=hysteresis, max_scale=64)
+    scaler = LossScaler(LossScale(initial_scale=16, growth_interval=3, hysteresis=hysteresis, max_scale=64))
     assert scales(scaler, overflows) == expected
     in_a_row = len(overflows) - len(overflows.rstrip("x"))
     assert (int(scaler.skipped), int(scaler.skipped_in_a_row)) == (overflows.count("x"), in_a_row)
 
 
 def test_bounds_that_no_power_reaches() -> None:
-    scaler = LossScaler(initial_scale=16, min_scale=6, max_scale=30, growth_interval=1, hysteresis=1)
+    scaler = LossScaler(LossScale(initial_scale=16, min_scale=6, max_scale=30, growth_interval=1, hysteresis=1))
     assert scales(scaler, "xxx..") == [8, 6, 6, 12, 24]
     assert scales(scaler, "..") == [30, 30]
 
@@ -88,7 +89,7 @@ def test_bounds_that_no_power_reaches() -> None:
     ],
 )
 def test_every_kind_of_flag(found_inf: Tensor) -> None:
-    scaler = LossScaler(initial_scale=16, hysteresis=1)
+    scaler = LossScaler(LossScale(initial_scale=16, hysteresis=1))
     scaler.update(found_inf)
     assert scaler.loss_scale == 8
     scaler.update(torch.zeros_like(found_inf))
@@ -96,7 +97,7 @@ def test_every_kind_of_flag(found_inf: Tensor) -> None:
 
 
 def test_defaults_are_colossalai_s() -> None:
-    scaler = LossScaler()
+    scaler = LossScaler(LossScale())
     assert scaler.loss_scale == 2**16
     assert (scaler.min_scale, scaler.max_scale) == (1, 2**24)
     assert (scaler.growth_factor, scaler.backoff_factor) == (2, 0.5)
@@ -107,7 +108,7 @@ def test_defaults_are_colossalai_s() -> None:
 def test_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     try:
-        scaler = LossScaler(initial_scale=1000, growth_interval=1, growth_factor=1.1)
+        scaler = LossScaler(LossScale(initial_scale=1000, growth_interval=1, growth_factor=1.1))
         scaler.update(flag(False))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -116,7 +117,7 @@ def test_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
 
 
 def test_update_reads_nothing_on_the_host() -> None:
-    scaler = LossScaler()
+    scaler = LossScaler(LossScale())
     overflow, clean = flag(True), torch.zeros(())
     with ForbidHostReads() as forbid:
         scaler.update(overflow)
@@ -125,7 +126,7 @@ def test_update_reads_nothing_on_the_host() -> None:
 
 
 def test_a_scale_between_equal_bounds_is_static() -> None:
-    scaler = LossScaler(initial_scale=128, min_scale=128, max_scale=128, growth_interval=2)
+    scaler = LossScaler(LossScale(initial_scale=128, min_scale=128, max_scale=128, growth_interval=2))
     assert scales(scaler, "xx.x...x") == [128.0] * 8
     assert (int(scaler.skipped), int(scaler.skipped_in_a_row)) == (4, 1)
 
@@ -133,31 +134,31 @@ def test_a_scale_between_equal_bounds_is_static() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"min_scale": 0}, "min_scale.*positive.*got 0"),
+        ({"min_scale": 0}, "loss_scale.min_scale: expected a number above 0.*got 0"),
         ({"min_scale": -1.0}, "min_scale.*got -1.0"),
         ({"initial_scale": float("nan")}, "initial_scale.*got nan"),
-        ({"initial_scale": "big"}, "initial_scale.*got 'big'"),
+        ({"initial_scale": "big"}, "initial_scale.*got str 'big'"),
         ({"max_scale": float("inf")}, "max_scale.*got inf"),
         ({"max_scale": 1e39}, "max_scale.*float32"),
         ({"min_scale": 1e-60}, "min_scale.*float32"),
         ({"initial_scale": 0.5}, "min_scale <= initial_scale <= max_scale.*initial_scale=0.5"),
         ({"initial_scale": 2**25}, "initial_scale=33554432, max_scale=16777216"),
-        ({"growth_factor": 1.0}, "growth_factor > 1, got 1.0"),
-        ({"growth_factor": True}, "growth_factor.*got True"),
+        ({"growth_factor": 1.0}, "growth_factor: expected a number above 1.*got 1.0"),
+        ({"growth_factor": True}, "growth_factor.*got bool True"),
         ({"backoff_factor": 0.0}, "backoff_factor.*got 0.0"),
-        ({"backoff_factor": 1.0}, "0 < backoff_factor < 1, got 1.0"),
-        ({"growth_interval": 0}, "growth_interval.*at least 1, got 0"),
-        ({"growth_interval": 10.0}, "growth_interval.*integer.*got 10.0"),
-        ({"hysteresis": -1}, "hysteresis.*at least 0, got -1"),
+        ({"backoff_factor": 1.0}, "backoff_factor: expected a number between 0 and 1, got 1.0"),
+        ({"growth_interval": 0}, "growth_interval: expected an int of at least 1 step, got 0"),
+        ({"growth_interval": 10.0}, "growth_interval: expected an int.*got float 10.0"),
+        ({"hysteresis": -1}, "hysteresis: expected an int of at least 0 overflows, got -1"),
     ],
 )
 def test_bad_keywords(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LossScaler(**keywords)
+    with pytest.raises((ValueError, TypeError), match=message):
+        ZeroOptions(loss_scale=LossScale(**keywords))
 
 
 def make(**keywords: Any) -> LossScaler:
-    return LossScaler(initial_scale=256, growth_interval=3, **keywords)
+    return LossScaler(LossScale(initial_scale=256, growth_interval=3, **keywords))
 
 
 @pytest.mark.parametrize("before", ["", "x", "x..", "xx", "..", "xxx.xx"])
@@ -200,13 +201,13 @@ def test_a_loaded_scale_is_moved_into_the_bounds() -> None:
     [
         ({"scale": float("nan")}, "scale.*got nan"),
         ({"scale": torch.tensor(0.0)}, "scale.*got 0.0"),
-        ({"scale": None}, "scale.*got None"),
-        ({"scale": torch.ones(2)}, "scale.*got tensor"),
-        ({"growth_factor": 0.5}, "growth_factor > 1, got 0.5"),
+        ({"scale": None}, "scale.*got NoneType None"),
+        ({"scale": torch.ones(2)}, "scale.*got Tensor tensor"),
+        ({"growth_factor": 0.5}, "growth_factor.*expected a number above 1.*got 0.5"),
         ({"backoff_factor": 2.0}, "backoff_factor"),
-        ({"hysteresis": 1.5}, "hysteresis.*got 1.5"),
+        ({"hysteresis": 1.5}, "hysteresis.*got float 1.5"),
         ({"skipped": torch.tensor(-1)}, "skipped.*got -1"),
-        ({"growth_step": 0.5}, "growth_step.*got 0.5"),
+        ({"growth_step": 0.5}, "growth_step.*got float 0.5"),
         ({"tracker": 1}, r"unknown: \['tracker'\]"),
     ],
 )
@@ -214,7 +215,7 @@ def test_a_bad_state_changes_nothing(change: dict[str, Any], message: str) -> No
     scaler = make()
     scaler.update(flag(True))
     before = scaler.state_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         scaler.load_state_dict({**before, "skipped": 7, **change})
     assert scaler.state_dict() == before
 

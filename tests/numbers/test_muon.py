@@ -1,4 +1,4 @@
-"""Muon over slices: each matrix is orthogonalised whole, by one rank, and the numbers are one process's."""
+"""torch's Muon: one rank owns a matrix and orthogonalises it, and the numbers are one process's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint
-from lowlevel_zero.optim import muon
 from tests.support.grid import Grid
 from tests.support.judging import check_run
 from tests.support.numbers import DROPS, STAGES, check_masters, masters_of, trained
@@ -23,6 +22,8 @@ from tests.support.ranks import run_ranks, run_ranks_expecting
 
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("torch has Muon from 2.9 on", allow_module_level=True)
+
+from torch.optim import _muon
 
 
 class Matrices(nn.Module):
@@ -81,7 +82,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def test_all_settings_on_any_number_of_ranks_and_all_ways_to_get_gradients(subtests: pytest.Subtests) -> None:
     def of(world_size: int, settings: str) -> Run:
-        stage = list(STAGES)[(world_size + len(settings)) % 3]
+        stage = list(STAGES)[(world_size + len(settings)) % len(STAGES)]
         run = replace(run_of(world_size, drop=DROPS["different"]), optimizer=muon_of(**SETTINGS[settings]))
         return run.with_options(**STAGES[stage])
 
@@ -106,19 +107,15 @@ def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
             check_masters(run, ran.values(), 1e-2)
 
 
-def test_small_batches_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(3, drop=DROPS["different"])
-    monkeypatch.setattr(muon, "MOST", 1)
-    check(run, run_ranks(train_sharded, 3, run))
-
-
 # ---- what stays, and who works ----
 
 
 def test_every_matrix_is_orthogonalised_once_and_by_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, world_size: int) -> list[int]:
         taken: list[tuple[int, int]] = []
-        monkeypatch.setattr(muon, "orthogonalise", lambda x, *settings: (taken.append(tuple(x.shape)), x)[1])
+        monkeypatch.setattr(
+            _muon, "_zeropower_via_newtonschulz", lambda x, *settings: (taken.append(tuple(x.shape)), x)[1]
+        )
         model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
         optimizer = LowLevelZeroOptimizer(torch.optim.Muon(model.parameters()), model=model)
         counts = []
@@ -128,8 +125,6 @@ def test_every_matrix_is_orthogonalised_once_and_by_all_ranks_alike(monkeypatch:
             optimizer.step()
             optimizer.zero_grad()
             counts.append(len(taken))
-        traffic = optimizer.traffic()["step"]
-        assert traffic == 2 * 2 * (8 + 4) * 256 * 3 // 16  # there and back, 2 bytes, of matrices shared by 4
         return counts
 
     assert run_ranks(work, 4) == [[2, 1]] * 4
@@ -226,7 +221,7 @@ def test_hooks_on_its_steps_run_once_a_step() -> None:
     run_ranks(work, 2)
 
 
-def test_what_is_no_matrix_is_refused_by_name() -> None:
+def test_what_is_no_matrix_is_refused() -> None:
     def wrap(rank: int, world_size: int) -> None:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.Muon([model.weight])
@@ -234,8 +229,8 @@ def test_what_is_no_matrix_is_refused_by_name() -> None:
         LowLevelZeroOptimizer(optimizer, model=model)
 
     for raised in run_ranks_expecting(wrap, 2):
-        assert raised.type == "ValueError"
-        assert raised.message.startswith("bias: expected a matrix, which Muon steps, got shape (2,)")
+        assert raised.type == "TypeError"
+        assert "Muon only supports 2D parameters" in raised.message
 
 
 # ---- two levels of ranks ----

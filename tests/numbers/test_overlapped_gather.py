@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lowlevel_zero import LowLevelZeroOptimizer, stepper
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping import gather_store
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.sharded_parameter import ShardedParameter
 from tests.support.ranks import run_cases, run_ranks
@@ -22,7 +23,7 @@ from tests.support.ranks import run_cases, run_ranks
 @pytest.fixture(autouse=True)
 def every_bucket_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is: else these models would be stepped, and gathered, in one."""
-    monkeypatch.setattr(stepper, "PART", 1)
+    monkeypatch.setattr(gather_store, "PART", 1)
 
 
 class Odd(nn.Module):

@@ -20,7 +20,6 @@ from tests.support.scripts import (
     Case,
     Script,
     check_each,
-    in_both,
     loss_at,
     momentum,
 )
@@ -86,7 +85,7 @@ SEGMENTS = {
 
 @nested_warns
 def test_checkpointing_with_a_weight_shared_by_segments(subtests: pytest.Subtests) -> None:
-    check_each({f"{kind}, {way}": Case(SEGMENTS[kind], BOTH[way], 3) for kind, way in in_both(SEGMENTS)}, subtests)
+    check_each({kind: Case(SEGMENTS[kind], BOTH[way], 3) for kind, way in zip(SEGMENTS, BOTH, strict=True)}, subtests)
 
 
 def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on() -> None:

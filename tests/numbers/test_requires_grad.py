@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,34 +37,6 @@ def two(model: Two) -> LowLevelZeroOptimizer:
     groups = [{"params": list(model.first.parameters())}, {"params": list(model.second.parameters())}]
     adam = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     return LowLevelZeroOptimizer(adam, model=model, partition_grad=True, reduce_bucket_size=4)
-
-
-def test_a_frozen_group_is_a_dropped_layer(subtests: pytest.Subtests) -> None:
-    """On all ranks, or on some: as if the loss hadn't touched it there. Also once unused parameters are detected."""
-
-    def work(rank: int, world_size: int, run_back: Callable[[Any, Tensor], None]) -> None:
-        frozen, dropped = Two(), Two()
-        optimizers = two(frozen), two(dropped)
-        everywhere, somewhere, none = {0, 1}, {1}, set[int]()
-        for step, where in enumerate((none, everywhere, everywhere, somewhere, none, somewhere, everywhere)):
-            before = [p.detach().clone() for p in frozen.second.parameters()]
-            for p in optimizers[0].param_groups[1]["params"]:
-                p.requires_grad_(rank not in where)
-            for at in range(2):
-                run_back(optimizers[0], frozen.loss(4 * step + 2 * at + rank))
-                run_back(optimizers[1], dropped.loss(4 * step + 2 * at + rank, second=rank not in where))
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
-            still = all(map(torch.equal, before, frozen.second.parameters()))
-            assert still is (where == everywhere), step
-            for p, q in zip(frozen.parameters(), dropped.parameters(), strict=True):
-                assert torch.equal(p, q), step
-        assert all(p.requires_grad for p in frozen.parameters())
-
-    for (run_back,), ran in run_cases(work, 2, [(by_itself,), (through_it,)]):
-        with subtests.test(run_back.__name__):
-            ran.values()
 
 
 def test_a_gradient_that_was_cleared_is_no_earlier_one() -> None:

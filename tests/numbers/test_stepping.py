@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lowlevel_zero import LowLevelZeroOptimizer, stepper
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping import gather_store
 from lowlevel_zero.stepper import steps_in_parts
 from tests.support.ranks import run_cases, run_ranks
 
@@ -20,7 +21,7 @@ from tests.support.ranks import run_cases, run_ranks
 @pytest.fixture(autouse=True)
 def every_bucket_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is: else these models would be stepped, and gathered, in one."""
-    monkeypatch.setattr(stepper, "PART", 1)
+    monkeypatch.setattr(gather_store, "PART", 1)
 
 
 class OwnAdamW(AdamW):
@@ -78,6 +79,32 @@ def test_groups_are_whole_again_after_an_error() -> None:
         assert all(one is other for one, other in zip(kept, members, strict=True))
 
     run_ranks(work, 1)
+
+
+def test_a_part_is_stepped_with_the_param_groups_that_it_has_members_of() -> None:
+    """A step of many small groups would else take each group's loop for each part."""
+
+    def work(rank: int, world_size: int) -> tuple[list[list[float]], int]:
+        model = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        groups = [{"params": list(layer.parameters()), "lr": 0.1 * (1 + at)} for at, layer in enumerate(model)]
+        optimizer = LowLevelZeroOptimizer(AdamW(groups), reduce_bucket_size=42, partition_grad=True)
+        rates: list[list[float]] = []
+        step = optimizer.optim.step
+        optimizer.optim.step = lambda: (  # type: ignore[method-assign]
+            rates.append([round(group["lr"], 1) for group in optimizer.optim.param_groups]),
+            step(),
+        )
+        x = torch.ones(2, 6)
+        for at, layer in enumerate(model):
+            if at != 2:
+                x = layer(x)
+        optimizer.backward(x.sum())
+        optimizer.step()
+        return rates, len(optimizer.param_groups)
+
+    for rates, groups in run_ranks(work, 2):
+        assert sorted(rates) == [[0.1], [0.2], [0.4]]
+        assert groups == 4
 
 
 def test_only_what_torch_counts_by_parameter_is_stepped_in_parts() -> None:
@@ -165,9 +192,9 @@ def test_an_overflow_leaves_everything_as_it_is(make: Callable[[Any], Optimizer]
 
 def test_small_buckets_are_stepped_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(_rank: int, _size: int) -> None:
-        monkeypatch.setattr(stepper, "PART", 45)
+        monkeypatch.setattr(gather_store, "PART", 45)
         together, calls, _ = train(AdamW)
-        monkeypatch.setattr(stepper, "PART", 1)
+        monkeypatch.setattr(gather_store, "PART", 1)
         one_by_one, more_calls, _ = train(AdamW)
         assert all(map(torch.equal, together, one_by_one))
         assert sum(calls) == sum(more_calls)

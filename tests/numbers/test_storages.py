@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.layout import memory_held
 from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
@@ -280,7 +281,7 @@ def test_storages_are_exactly_their_parameters_bytes(tmp_path: Path) -> None:
         trained_ones = [p for p in model.parameters() if p.requires_grad]
         optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model)
         trained(trained_ones, optimizer, rank)
-        assert optimizer.memory_held()["parameters"] == sum(
+        assert memory_held(optimizer).parameters == sum(
             -(-p.numel() // world_size) * world_size * p.element_size() if p.requires_grad else p.nbytes
             for p in model.parameters()
         )

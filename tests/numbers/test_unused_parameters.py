@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from tests.support.tower import (
     detection_of,
     draw,
     everything,
-    in_stages,
     judge,
     random_kept,
     sharded,
@@ -96,7 +94,7 @@ def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(subtests:
     def until_all_have_announced(optimizer: LowLevelZeroOptimizer) -> None:
         """What they will use: before that no bucket can start."""
         announced, deadline = optimizer.sharded_groups[0].reducer._announced, time.monotonic() + TIMEOUT
-        while announced is not None and not announced.done() and time.monotonic() < deadline:
+        while announced is not None and not announced.ready() and time.monotonic() < deadline:
             time.sleep(0.001)
 
     all_but_one = 2 * (2 + 3) - 1  # weights and biases of the first, the last and three layers
@@ -151,45 +149,7 @@ def test_a_run_without_drops_never_walks_the_graph(monkeypatch: pytest.MonkeyPat
                 assert len(set(map(sum, seen.reduced))) == 1
 
 
-def test_plain_backwards_alone_carry_everything(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
-    """However many each rank runs: who has run fewer joins with zeros."""
-    no_walks(monkeypatch)
-    kept = random_kept(3, nothing=0.4)
-    runs = in_stages(Training(kept, 3, 6, 3, call=lambda *_: "bare"))
-    syncs = [[sum(kept(step, at, rank) is not None for at in range(3)) for rank in range(3)] for step in range(6)]
-    assert any(len(set(by_rank)) > 1 for by_rank in syncs)
-    travelling = len(list(Tower().parameters()))
-    for name, run, ran in trained(runs, sharded, timeout=TIMEOUT):
-        with subtests.test(name):
-            for seen in judge(run, ran.values(), 5e-6):
-                assert not any(seen.detecting)
-                assert [len(reduced) for reduced in seen.reduced] == [max(by_rank) * travelling for by_rank in syncs]
-
-
 # Whatever may be called, in whatever mixture
-
-
-def random_calls(seed: int, names: list[str]) -> Callable[[int, int, int], str]:
-    return lambda step, at, rank: draw(seed, step, at, rank, 5).choice(names)
-
-
-def test_any_mixture_of_calls_on_any_rank(forecasting: None, subtests: pytest.Subtests) -> None:
-    """Driven here, bare there, under no_sync or not at all elsewhere; buckets are small, and waited for in stage 2."""
-
-    def of(world_size: int, stage: str) -> Training:
-        calls = random_calls(world_size, ["driven", "bare", "no_sync", "none"])
-        kept = random_kept(world_size, nothing=0.2)
-
-        def kept_if_called(step: int, at: int, rank: int) -> set[int] | None:
-            return None if calls(step, at, rank) == "none" else kept(step, at, rank)
-
-        def call(step: int, at: int, rank: int) -> str:
-            return "bare" if calls(step, at, rank) == "none" else calls(step, at, rank)
-
-        return Training(kept_if_called, world_size, backwards=3, call=call, options=STAGES[stage])
-
-    cases = zip((2, 3, 4), cycle(STAGES))
-    check_each({f"{size} ranks, {stage}": of(size, stage) for size, stage in cases}, subtests, 5e-6)
 
 
 # What the graph hides, or shows in vain

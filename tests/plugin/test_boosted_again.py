@@ -15,8 +15,6 @@ from tests.support.boosting import adamw, batch, check_close, check_equal, model
 from tests.support.judging import off_the_way
 from tests.support.ranks import run_cases, run_ranks
 
-Boost = Callable[..., Any]
-
 
 class Side:
     """One rank with the plugin, or plain torch on the shares of two."""

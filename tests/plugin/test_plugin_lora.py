@@ -52,11 +52,10 @@ def adapters(model: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in named if p.requires_grad}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_it_trains_as_under_ddp(stage: int) -> None:
+def test_it_trains_as_under_ddp() -> None:
     def rank(rank: int, world_size: int) -> None:
         results = []
-        for plugin in (ddp(), ours(stage=stage, precision="fp32")):
+        for plugin in (ddp(), ours(stage=2, precision="fp32")):
             booster = Booster(plugin=plugin)
             torch.manual_seed(1)
             model = llama()
@@ -80,12 +79,11 @@ def test_it_trains_as_under_ddp(stage: int) -> None:
     run_ranks(rank, 2)
 
 
-@pytest.mark.parametrize(("precision", "shard"), [("fp32", False), ("bf16", True)])
-def test_adapters_and_optimizer_come_back(tmp_path: Path, precision: str, shard: bool) -> None:
+def test_adapters_and_optimizer_come_back(tmp_path: Path) -> None:
     folder, state = str(tmp_path / "adapters"), str(tmp_path / "optimizer")
 
     def rank(rank: int, world_size: int) -> None:
-        booster, again = (Booster(plugin=ours(stage=2, precision=precision)) for _ in range(2))
+        booster, again = (Booster(plugin=ours(stage=2, precision="bf16")) for _ in range(2))
         model = llama()
         twin = copy.deepcopy(model)
         optimizer, other = adamw(groups_of(model)), adamw(groups_of(twin))
@@ -93,7 +91,7 @@ def test_adapters_and_optimizer_come_back(tmp_path: Path, precision: str, shard:
         boosted, optimizer, *_ = booster.boost(booster.enable_lora(model, lora_config=lora()), optimizer)
         train(booster, boosted, optimizer, rank, 0, 3)
         booster.save_lora_as_pretrained(boosted, folder)
-        booster.save_optimizer(optimizer, state, shard=shard)
+        booster.save_optimizer(optimizer, state, shard=True)
         dist.barrier()
         loaded, other, *_ = again.boost(again.enable_lora(twin, pretrained_dir=folder, lora_config=lora()), other)
         again.load_optimizer(other, state)

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(1)
     if options.seed is not None:
-        return _replay(options.seed, options.carrier)
+        return _replay(options.seed, options.carrier, options.split)
     tally = _all(options)
     print("\n".join(tally.lines()))
     problems = 0 if options.seeds else sweep(list(points()), options.processes, FAULTS_SHARE * options.minutes)
@@ -115,15 +115,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--carrier", choices=CARRIERS, help="one kind of network alone")
+    parser.add_argument("--split", choices=("elements", "parameters"), help="of the replayed seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--coverage", type=int, default=200, help="seeds that coverage is measured of; 0: none")
     return parser.parse_args(arguments)
 
 
-def _replay(seed: int, carrier: Carrier | None) -> int:
+def _replay(seed: int, carrier: Carrier | None, split: str | None) -> int:
     """Print what a seed draws, and its failure shrunk."""
-    print(draw(seed, carrier))
-    verdict = run(draw(seed, carrier))
+    print(draw(seed, carrier, split))
+    verdict = run(draw(seed, carrier, split))
     print(f"trace {verdict.outcome.trace}, {verdict.outcome.hand_overs} hand-overs")
     if verdict.failure is None:
         print("right")
@@ -178,7 +179,8 @@ def _work(counter: Any, last: int | None, until: float, carrier: Carrier | None,
             break
         tally = Tally()
         for seed in seeds:
-            tally.add(seed, run(draw(seed, carrier)))
+            for split in (None, "parameters") if seed % 3 == 0 else (None,):
+                tally.add(seed, run(draw(seed, carrier, split)))
         results.put(tally)
         gc.collect()
     results.put(None)

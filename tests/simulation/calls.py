@@ -24,7 +24,11 @@ class Kind(NamedTuple):
 BACKWARDS = ("backward", "plain", "no_sync", "plain in no_sync", "pass", "nan", "raising")
 BOTH = ("through", "plain through", "nested")  # backwards through the models of both parts
 
+OF_ONE_OPTIMIZER = ("backward", "pass", "nan", "raising", "through", "nested", "closure")  # begun by optimizer.backward
+
 WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct")
+
+SAVE = "save a checkpoint to"
 
 EDITS = ("scale", "scale twice", "add", "copy")  # of one weight's p.grad
 
@@ -33,7 +37,7 @@ CALLS: dict[str, Kind] = {
     "step": Kind("step"),
     "closure": Kind("step"),
     "zero_grad": Kind("zero_grad"),
-    "zero_grad to zeros": Kind("zero_grad"),
+    "zero_grad to zeros": Kind("zero_grad(set_to_none=False)"),
     "clip": Kind("clip_grad_norm_"),
     "torch's clip": Kind("take norms of p.grad", quiet=True),
     "norm": Kind("take norms of p.grad", quiet=True),
@@ -42,7 +46,7 @@ CALLS: dict[str, Kind] = {
     "gradient": Kind("get_param_grad"),
     "verify": Kind("verify", completes=False),
     "reload": Kind("state_dict", completes=False),
-    "save": Kind("save a checkpoint to", completes=False),
+    "save": Kind(SAVE, completes=False),
     "load": Kind("load the checkpoint"),
     "load raising": Kind("load the checkpoint"),
     "add group": Kind("add_param_group", completes=False),

@@ -99,6 +99,8 @@ class Slot(Pending):
         """Move the data, after that of all before it."""
         if self.over:
             return
+        if self.broken:
+            raise RuntimeError(self.broken)
         self.over = True
         if self._before is not None:
             self._before.finish()

@@ -79,6 +79,12 @@ LESSONS: dict[str, Lesson] = {
     "stage 2 on a device": Lesson(options=STAGE_2, carrier="nccl"),
     "overlapped gathers": Lesson(options={"overlap_allgather": True, **STAGE_2}, carrier="memory"),
     "on the host": Lesson(options={"cpu_offload": True, **STAGE_2}, optimizer="adam"),
+    "whole parameters": Lesson(
+        ("model(...)", "backward", "step", "zero_grad", "state_dict", "load_state_dict", "save_checkpoint"),
+        optimizer="adam",
+        options={"split": "parameters", **STAGE_2},
+        carrier="memory",
+    ),
     "fp16": Lesson(half=True, optimizer="fused adam", options={"initial_scale": 2.0**8}),
     "layers dropped": Lesson(drops=True, options={"reduce_bucket_size": 12}),
     "plain backwards": Lesson(
@@ -97,7 +103,7 @@ LESSONS: dict[str, Lesson] = {
     "modes": Lesson(
         ("train", "model(...)", "backward", "step", "zero_grad", "eval"),
         optimizer="with modes",
-        options={"assume_elementwise": True},
+        options={"split": "elements"},
         carrier="memory",
     ),
     "one more group": Lesson(first=("add_param_group",), options={"overlap_allgather": True}),

@@ -34,6 +34,7 @@ class Entry:
     Attributes:
         place: the row of the program, or a place of the closing behind the last one.
         told: what the call returned, if that is compared.
+        held: after a step, the bytes of gradients that this rank holds.
         absent: the call wasn't made, since it had nothing to do: no sharded gradient stood in ``p.grad``, say.
         error: what left the call.
     """
@@ -41,6 +42,7 @@ class Entry:
     place: int
     call: Call
     told: Tensor | None = None
+    held: int = 0
     absent: bool = False
     error: Error | None = None
 

@@ -45,6 +45,7 @@ class Network:
 
     def fail(self, why: str) -> None:
         """End the simulation: ranks have given each other what doesn't belong together."""
-        self.mismatch = self.mismatch or why
+        if not self.dead:  # else they have lost a rank, or will hear of it
+            self.mismatch = self.mismatch or why
         self.scheduler.ending = True
         raise SimulationEnded

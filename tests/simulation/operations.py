@@ -24,6 +24,7 @@ _TORCHS_OBJECTS = "torch.distributed.distributed_c10d"  # gathered and scattered
 _PACKS_BROADCAST = "_broadcast", "aten.cat.default"
 # Functions that make messages of a few bytes, by module, and kinds of collectives that carry them.
 _FEW = {
+    "lowlevel_zero.checkpoint.storage": {"_gather", "_outcome"},
     "lowlevel_zero.unused_parameters": {"_exchange"},
     "lowlevel_zero.communication.shard_group": {"all_gather_object", "all_reduce_max"},
     "lowlevel_zero.communication.backends.backend": {"all_gather_object", "exchange"},

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.communication.failed_ranks import LostRank
+from lowlevel_zero.layout.held import memory_held
 from tests.simulation import net
 from tests.simulation.calls import BACKWARDS, BOTH, EDITS, all_calls, written
 from tests.simulation.log import Entry, Error, Log
 from tests.simulation.net import Batches, Net, loss_of, run_layers
 from tests.simulation.program import Part, Program
+from tests.support.options import grouped
 
 TRIES = 6  # how often a rank may begin anew
 
@@ -48,13 +51,16 @@ class Rank:
 
     def play(self) -> Log:
         calls, at, tries = all_calls(self.program, self.rank), 0, 0
-        while at < len(calls) and tries < TRIES:
-            call = calls[at]
-            if call is None or self._did(Entry(at, call)):
-                at += 1
-            else:
-                tries += 1
-                at = len(self.program.rows)
+        try:
+            while at < len(calls) and tries < TRIES:
+                call = calls[at]
+                if call is None or self._did(Entry(at, call)):
+                    at += 1
+                else:
+                    tries += 1
+                    at = len(self.program.rows)
+        except LostRank:  # ends a process
+            return self.log
         self._take_stock()
         return self.log
 
@@ -65,6 +71,8 @@ class Rank:
             _DO[entry.call.name](self, entry)
         except Exception as error:
             entry.error = Error(type(error).__name__, str(error), tuple(_package(error)))
+            if isinstance(error, LostRank):
+                raise
             return False
         return True
 
@@ -126,7 +134,9 @@ class Rank:
                 twice.backward()
 
     def step(self, entry: Entry) -> None:
-        self.optimizers[entry.call.of].step()
+        optimizer = self.optimizers[entry.call.of]
+        optimizer.step()
+        entry.held = memory_held(optimizer).gradients
 
     def closure(self, entry: Entry) -> None:
         optimizer = self.optimizers[entry.call.of]
@@ -223,7 +233,9 @@ class Rank:
         optimizer.synchronize()
         for group in optimizer.param_groups:
             for p32 in group["params"]:
-                if p32.grad is not None:
+                if p32.grad is not None and entry.place % 2:
+                    p32.grad = p32.grad * entry.call.amount
+                elif p32.grad is not None:
                     p32.grad.mul_(entry.call.amount)
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -282,11 +294,13 @@ class Rank:
                 start, stop = record.split.span(record.rank)
                 state = optimizer.optim.state.get(record.p32, {})
                 held = {"master": record.p32, **state}
+                if not record.owns_some:  # another rank has all of it
+                    continue
                 self.log.starts[key] = start
                 self.log.slices[key] = {
-                    name: value.detach()[: stop - start].clone()
+                    name: record.flat_slice(value.detach())[: stop - start].clone()
                     for name, value in held.items()
-                    if isinstance(value, Tensor) and value.dim() == 1
+                    if isinstance(value, Tensor) and value.shape == record.p32.shape and name != "step"
                 }
 
 
@@ -360,4 +374,4 @@ def _keywords(part: Part, model: Net, groups: dict[str, Any]) -> dict[str, Any]:
     experts = [p for p, weight in zip(model.weights, part.weights, strict=True) if weight.expert]
     if experts:
         keywords["pg_to_param_list"] = {groups["twins"]: experts}
-    return keywords
+    return grouped(keywords)

@@ -61,6 +61,7 @@ class PartReference:
         self.optimizer = net.OPTIMIZERS[self.part.optimizer]([self._of_masters(group) for group in groups])
         self.rates: list[list[float]] = [[] for _ in range(self.ranks)]
         self.written: list[list[int]] = [[] for _ in range(self.ranks)]  # weights, since the last step
+        self.unlike: set[Key] = set()  # weights that ranks have written, each in its own way or at its own time
         self.saved: Any = None
         self.forget()
 
@@ -101,6 +102,7 @@ class PartReference:
         self.own: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
         self.local: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
         self.edited_apart = False
+        self.is_mixed = False  # gradients follow from weights that ranks have written each in its own way
         self.forget_drops()
 
     def forget_drops(self) -> None:
@@ -156,6 +158,11 @@ class PartReference:
         )
         same = all(dropped == self.dropped[0] for dropped in (*self.dropped, *self.maybe_dropped))
         return must and self.aligned, must or not self.aligned or (not same)
+
+    def dropped_apart(self) -> list[set[tuple[Key, int]]]:
+        """By rank, what it has dropped and another one hasn't."""
+        either = [one | other for one, other in zip(self.dropped, self.maybe_dropped, strict=True)]
+        return [{each for each in own if any(each not in either[r] for r in self.sharers(each[0]))} for own in either]
 
     def finish(self, with_local: bool = True) -> None:
         """Complete all gradients: what all ranks have dropped is gone, and what each has added is summed.
@@ -242,6 +249,8 @@ class PartReference:
         """``add_param_group``."""
         if self.part.late and not self.joined:
             self.joined = True
+            if not self.rates_differ():
+                self._set_rates()
             for at in self.part.late:
                 self.weights[at, 0].requires_grad_(True)
             self.optimizer.add_param_group(
@@ -253,6 +262,15 @@ class PartReference:
         keys = {self.key(at, rank) for rank, written in enumerate(self.written) for at in written}
         apart = {key for key in keys if len({self.written[rank].count(key[0]) for rank in self.sharers(key)}) > 1}
         return {key[0] for key in apart if not seen or self._changes(key[0])}
+
+    def written_by_some(self) -> set[int]:
+        """Weights that some ranks have written, and others haven't, where that has changed values."""
+        apart = self.written_apart(seen=True)
+        return {at for at in apart if any(self._lacks(key) for key in self.weights if key[0] == at)}
+
+    def _lacks(self, key: Key) -> bool:
+        wrote = {key[0] in self.written[rank] for rank in self.sharers(key)}
+        return len(wrote) > 1
 
     def sharers(self, key: Key) -> list[int]:
         """The ranks that have a weight, or half of an expert, in common."""
@@ -286,15 +304,20 @@ class PartReference:
 
     def follow(self) -> None:
         """Take the learning rates that all ranks have set, and the weights that they have written."""
+        self._set_rates()
+        self.written = [[] for _ in range(self.ranks)]
+        self.unlike.clear()
+
+    def _set_rates(self) -> None:
         for group in self.optimizer.param_groups:
             for factor in self.rates[0]:
                 group["lr"] *= factor
         self.rates = [[] for _ in range(self.ranks)]
-        self.written = [[] for _ in range(self.ranks)]
 
     def repair(self, rank: int) -> None:
         """One rank makes its settings and weights what all ranks make them."""
         self.rates[rank], self.written[rank] = [], []
+        self.unlike.clear()
         if rank == 0:
             for at, group in enumerate(self.optimizer.param_groups):
                 group["lr"] = net.rate_of(self.part, at)

@@ -54,8 +54,44 @@ REGRESSIONS: dict[str, Program] = {
         TWO_LAYERS,
         TWO_LAYERS,
     ),
+    "one of two optimizers runs a backward on one rank alone": _program(
+        [(Call("backward", of=1), None), *_both(BACKWARD, STEP, Call("step", of=1))], TWO_LAYERS, TWO_LAYERS
+    ),
+    "backwards of two optimizers are nested on one rank alone": _program(
+        [(Call("nested"), BACKWARD), (None, Call("backward", of=1)), *_both(STEP, Call("step", of=1))],
+        TWO_LAYERS,
+        TWO_LAYERS,
+    ),
     "another optimizer is constructed after a backward on one rank alone": _program(
         [*_both(BACKWARD, STEP, ZERO), (BACKWARD, None), *_both(Call("construct"), STEP, ZERO)]
+    ),
+    "a gradient is dropped on one rank before all become zeros": _program(
+        [*_both(BACKWARD), (None, Call("grad = None", at=1)), *_both(Call("zero_grad to zeros"), STEP, ZERO)]
+    ),
+    "a rank that has run fewer backwards clips by torch's function": _program(
+        [
+            *_both(BACKWARD, STEP, ZERO),
+            (Call("backward", drops=2), None),
+            (BACKWARD, Call("backward", drops=2)),
+            *_both(Call("torch's clip"), STEP, ZERO),
+        ],
+        Part((Weight(), Weight(), Weight()), ((2,), (0,))),
+    ),
+    "a gradient of a plain backward is dropped behind a look at parameters, with two optimizers": _program(
+        _both(*(Call(name, of=1) for name in ("plain", "verify", "grad = None", "backward", "step"))),
+        TWO_LAYERS,
+        TWO_LAYERS,
+    ),
+    "a rank that left a plain backward out runs one of its optimizer's, and another optimizer was there": _program(
+        [
+            *_both(BACKWARD, Call("construct"), STEP),
+            (Call("plain", drops=NOTHING), Call("plain")),
+            *_both(BACKWARD, STEP, ZERO),
+        ],
+        Part((Weight(), Weight()), ((1,),)),
+    ),
+    "a rank saves a checkpoint while another constructs an optimizer": _program(
+        [(None, Call("save")), *_both(Call("construct"))]
     ),
     "a loss touches nothing on one rank": _program([(Call("plain"), Call("plain", drops=NOTHING)), *_both(STEP, ZERO)]),
 }

@@ -95,7 +95,7 @@ def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
     if outcome.mismatch is not None:
         raise Failure("mismatch", outcome.mismatch)
     if program.fault is not None and isinstance(outcome.errors.get(program.fault.rank), SimulationEnded):
-        _judge_death(outcome, program.fault.rank)
+        _judge_death(outcome)
         return 0
     if outcome.errors:
         told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in outcome.errors.items())
@@ -107,10 +107,11 @@ def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
     return judge.refused
 
 
-def _judge_death(outcome: Outcome[Log], died: int) -> None:
+def _judge_death(outcome: Outcome[Log]) -> None:
     """Raise ``Failure`` unless all that ranks have raised tells that one was lost, or refuses a call."""
-    told = [(rank, f"{type(error).__name__}: {error}") for rank, error in outcome.errors.items() if rank != died]
+    raised = {rank: error for rank, error in outcome.errors.items() if not isinstance(error, SimulationEnded)}
+    told = [(rank, f"{type(error).__name__}: {error}") for rank, error in raised.items()]
     told += [(rank, str(entry.error)) for rank, log in outcome.results.items() for entry in log.errors]
     for rank, error in told:
-        if not re.search(r"\bexpected\b|Connection closed", error):
+        if not re.search(r"\bexpected\b|Connection closed|UserError", error):
             raise Failure("death untold", f"rank {rank}: {error}")

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from weakref import finalize
 
 import torch
-from torch.distributed import ProcessGroup
 
 from lowlevel_zero.communication.memory_file import MemoryAddress, OwnMemory
 from lowlevel_zero.communication.pipes import OthersPipe, OwnPipe
@@ -95,18 +94,24 @@ def _carry_out_all(scheduler: Scheduler, actor: Actor, todo: deque[Callable[[], 
 
 
 class SimulatedLock:
-    """A lock among the actors of a rank."""
+    """A lock among the actors of a rank, which take it in the order in which they come."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._is_held = False
+        self._queue: deque[object] = deque()
 
     def acquire(self, blocking: bool = True) -> bool:
         """Take it, when nobody else has it; whether it has been taken."""
-        if self._is_held and not blocking:
-            return False
-        if self._is_held:
-            self._scheduler.wait(lambda: not self._is_held)
+        if self._is_held or self._queue:
+            if not blocking:
+                return False
+            turn = object()
+            self._queue.append(turn)
+            try:
+                self._scheduler.wait(lambda: not self._is_held and self._queue[0] is turn)
+            finally:  # of a rank that dies meanwhile, too
+                self._queue.remove(turn)
         self._is_held = True
         return True
 
@@ -149,9 +154,6 @@ class SimulatedRuntime(Runtime):
     def own_process(self) -> Process:
         """The rank."""
         return SimulatedProcess("simulated", 0, str(self._rank.number))
-
-    def when_left(self, group: ProcessGroup, tell: Callable[[], object]) -> None:
-        """Ranks are killed, or come to the end together."""
 
     def own_memory(self, ranks: int) -> OwnMemory:
         """Memory that all ranks see, where the carrier is memory."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Diagnostics, LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.simulation.world import CARRIERS, Carrier, simulate
 
@@ -30,7 +30,7 @@ class Rank:
                 torch.optim.SGD(model.parameters(), lr=0.1),
                 partition_grad=stage == 2,
                 reduce_bucket_size=1,
-                stall_timeout=0.0,
+                diagnostics=Diagnostics(stall_timeout=0.0),
             )
             for model in self.models
         ]

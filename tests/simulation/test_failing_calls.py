@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_
+from lowlevel_zero import Diagnostics, LowLevelZeroOptimizer, clip_grad_norm_
 from tests.simulation.world import CARRIERS, Carrier, Fault, Outcome, SimulationEnded, simulate
 
 RANKS, STEPS, TRIES = 2, 2, 5
@@ -27,7 +27,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
         optim = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         self.optimizer = LowLevelZeroOptimizer(
-            optim, model=self.model, reduce_bucket_size=1, stall_timeout=0.0, **options
+            optim, model=self.model, reduce_bucket_size=1, diagnostics=Diagnostics(stall_timeout=0.0), **options
         )
         self.model_state = {name: each.clone() for name, each in self.model.state_dict().items()}
         self.state = self.optimizer.state_dict()
@@ -146,7 +146,7 @@ def test_a_step_that_fails_on_one_rank_refuses_all_that_follows_until_a_checkpoi
     def job(rank: int) -> list[str]:
         torch.manual_seed(0)
         model = nn.Linear(6, 3)
-        optimizer = LowLevelZeroOptimizer(FailingOnce(model.parameters(), lr=0.1), model=model, assume_elementwise=True)
+        optimizer = LowLevelZeroOptimizer(FailingOnce(model.parameters(), lr=0.1), model=model, split="elements")
         saved = {name: each.clone() for name, each in model.state_dict().items()}, optimizer.state_dict()
 
         def told(call: Callable[[], Any]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Diagnostics, LowLevelZeroOptimizer
 from tests.simulation.world import CARRIERS, Carrier, simulate
 
 RANKS = 2
@@ -31,7 +31,9 @@ def optim(model: nn.Module) -> torch.optim.SGD:
 
 def run(rank: int, backwards: int, clear: bool, **options: Any) -> list[Tensor]:
     both = models()
-    one, two = (LowLevelZeroOptimizer(optim(model), stall_timeout=0.0, **options) for model in both)
+    one, two = (
+        LowLevelZeroOptimizer(optim(model), diagnostics=Diagnostics(stall_timeout=0.0), **options) for model in both
+    )
     for at in range(backwards):
         one.backward(loss(both, at, rank))
     norm = torch.nn.utils.clip_grad_norm_(both[1].parameters(), 0.01)

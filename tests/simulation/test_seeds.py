@@ -19,3 +19,11 @@ def test_programs_of_seeds(first: int) -> None:
     for seed in SEEDS[first : first + EACH]:
         verdict = run(draw(seed))
         assert verdict.failure is None, told(seed, verdict)
+
+
+@pytest.mark.parametrize("first", range(0, 60, EACH))
+def test_programs_of_seeds_by_parameters(first: int) -> None:
+    """One rank owns a parameter whole, whatever its optimizer's class would have."""
+    for seed in range(first, first + EACH):
+        verdict = run(draw(seed, split="parameters"))
+        assert verdict.failure is None, told(seed, verdict)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Diagnostics, LowLevelZeroOptimizer
 from tests.simulation.world import Carrier, simulate
 
 RANKS = 2
@@ -84,7 +84,8 @@ WAYS = [plain, driven_by_one, driven_by_each, within_both, one_within_the_other]
 
 def train(rank: int, way: Callable[..., None], dropped: str, stage: int) -> Tensor:
     model = build()
-    options: dict[str, Any] = {"partition_grad": stage == 2, "reduce_bucket_size": 1, "stall_timeout": 0.0}
+    options: dict[str, Any] = {"partition_grad": stage == 2, "reduce_bucket_size": 1}
+    options["diagnostics"] = Diagnostics(stall_timeout=0.0)
     optimizers = [LowLevelZeroOptimizer(each, model=model, **options) for each in halves(model)]
     for at in range(3):
         way(*optimizers, lambda at: loss_of(model, at, rank, dropped), at)
@@ -119,3 +120,36 @@ def test_collectives_have_one_order_whatever_is_dropped(way: Callable[..., None]
         assert (outcome.mismatch, outcome.deadlock, outcome.errors) == (None, None, {})
         for trained in outcome.results.values():
             torch.testing.assert_close(trained, alone(drops), rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_on_one_rank_alone_is_refused_on_all_where_optimizers_share_an_order() -> None:
+    def job(rank: int) -> list[str]:
+        model, told = build(), []
+        one, two = (LowLevelZeroOptimizer(each, model=model, reduce_bucket_size=1) for each in halves(model))
+        for call in [lambda: one.backward(loss_of(model, 0, rank, ""))] * (rank == 0) + [
+            lambda: two.backward(loss_of(model, 1, rank, ""))
+        ]:
+            try:
+                call()
+            except RuntimeError as error:
+                told.append(str(error))
+        return told
+
+    outcome = simulate(job, RANKS, 0, "nccl")
+    assert (outcome.mismatch, outcome.deadlock) == (None, None)
+    expected = "rank 0 to run a backward of optimizer 1; rank 1 to run a backward of optimizer 2"
+    assert all(expected in outcome.results[rank][0] for rank in range(RANKS))
+
+
+def test_an_optimizer_that_has_retired_the_only_other_one_agrees_on_no_backward() -> None:
+    def job(rank: int) -> bool:
+        model = build()
+        for _ in range(2):
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = LowLevelZeroOptimizer(plain, model=model)
+        if rank == 0:
+            optimizer.backward(loss_of(model, 0, rank, ""))
+        optimizer.zero_grad()
+        return optimizer.shard_group.context.is_shared
+
+    assert simulate(job, RANKS, 0, "nccl").results == {0: False, 1: False}

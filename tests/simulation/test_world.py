@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Communication, LowLevelZeroOptimizer
 from lowlevel_zero.communication.failed_ranks import LostRank
+from lowlevel_zero.communication.process_groups import context_of, default_group
 from lowlevel_zero.streams import streams_of
 from tests.simulation.draw import draw
 from tests.simulation.run import run
@@ -142,6 +143,9 @@ def test_a_rank_that_dies_is_lost_to_the_others_which_say_so(carrier: Carrier) -
         assert any(named) if at == 0 else all(named)
 
 
+NAMED = r"(lost (the connection to )?|in vain for )ranks? (\d, )*{}\b"
+
+
 def construct(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "abc"})
@@ -158,7 +162,9 @@ def test_a_rank_that_dies_while_optimizers_are_constructed_is_named_wherever_it_
             assert outcome.deadlock is None
             for error in outcome.errors.values():
                 assert isinstance(error, (LostRank, TimeoutError))
-                assert re.search(rf"(lost (the connection to )?|in vain for )ranks? (\d, )*{dies}\b", str(error)), error
+            # Where one hasn't met the others yet, a rank may lose one that has lost it.
+            named = [re.search(NAMED.format(dies), str(error)) is not None for error in outcome.errors.values()]
+            assert not named or any(named)
 
 
 def test_a_message_that_waits_changes_nothing() -> None:
@@ -214,7 +220,7 @@ def train_on_grid(rank: int, replicated: bool) -> Tensor:
         model=model,
         dp_process_group=inner,
         extra_dp_group=outer,
-        hybrid_shard=replicated,
+        communication=Communication(hybrid_shard=replicated),
         reduce_bucket_size=1,
     )
     for _ in range(2):
@@ -270,3 +276,13 @@ def test_after_a_receive_that_is_dropped_nothing_is_read_from_that_peer() -> Non
 
     assert [simulate(lambda rank: drop(rank, True), 2, seed).results[1] for seed in range(8)] == [1.0] * 8
     assert any(simulate(lambda rank: drop(rank, False), 2, seed).deadlock for seed in range(8))
+
+
+def test_hybrid_sharding_makes_communicators_for_rows_and_columns_alone() -> None:
+    def beside(rank: int) -> list[str]:
+        train_on_grid(rank, replicated=True)
+        return sorted(context_of(default_group()).beside)
+
+    for made in simulate(beside, 4, 0, "nccl").results.values():
+        assert made
+        assert not [name for name in made if "/data/" in name]

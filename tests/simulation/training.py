@@ -15,6 +15,7 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
 from tests.simulation.aftermath import OF_CALL, UNCHANGED, Recovery
 from tests.simulation.lessons import BATCHES, OPTIMIZERS, Lesson, Model
+from tests.support.options import grouped
 
 STEPS = 3  # that a training takes
 TRIES = 8  # how often a rank may call the same again
@@ -167,7 +168,9 @@ class Training:
     def construct(self) -> None:
         trained = [p for p in self._model.parameters() if p.requires_grad]
         plain = OPTIMIZERS[self._lesson.optimizer](trained)
-        self._optimizer = LowLevelZeroOptimizer(plain, model=self._model, stall_timeout=0.0, **self._lesson.options)
+        self._optimizer = LowLevelZeroOptimizer(
+            plain, model=self._model, **grouped({"stall_timeout": 0.0, **self._lesson.options})
+        )
 
     def add_param_group(self) -> None:
         self._model.c.requires_grad_(True)

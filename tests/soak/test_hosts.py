@@ -90,7 +90,7 @@ def test_the_benchmark_counts_the_bytes_that_cross_and_half_of_them_do_with_repl
     out = tmp_path / "hosts.json"
     shape = ["--ranks", "2", "--rate", "10gbit", "--delay", "1", "--size", "6m"]
     turns = ["--rounds", "1", "--steps", "2", "--warm-up", "3", "--patience", "0"]
-    names = ["ours-1", "ours-2", "ours-2-bf16", "ours-2-levels", "ours-2-hybrid"]
+    names = ["ours-1", "ours-2", "ours-2-bf16", "ours-2-hybrid"]
     done = run("benchmarks.hosts", *shape, *turns, "--contestants", *names, "--out", str(out))
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["contestants"]

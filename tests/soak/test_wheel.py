@@ -91,6 +91,8 @@ def test_every_module_imports_but_the_plugin(site: Path) -> None:
 def test_the_command_line_plans(site: Path) -> None:
     told = output_of(start(site, "-m", "lowlevel_zero", "plan", "--params", "7B", "--world-size", "8"))
     assert "7,000,000,000 parameters" in told
+    script = output_of(start(site, str(site / "bin" / "lowlevel-zero"), "plan", "--params", "7B", "--world-size", "8"))
+    assert script == told
 
 
 def test_two_ranks_train(site: Path, tmp_path: Path) -> None:

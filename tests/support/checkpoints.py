@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor  # here once, not in every forked rank
 from torch import Tensor, nn
@@ -85,6 +87,14 @@ def differences(expected: Any, got: Any, tolerance: float = 0.0, at: str = "") -
         same = torch.allclose(expected, got, 0.0, tolerance) if alike and tolerance else torch.equal(expected, got)
         return [] if alike and same else [f"{at}: {expected} and {got}"]
     return [] if type(expected) is type(got) and expected == got else [f"{at}: {expected!r} and {got!r}"]
+
+
+def wait_for_pruning() -> None:
+    """Return when no thread of any rank removes older checkpoints any more. Every rank calls it."""
+    for thread in threading.enumerate():
+        if thread.name == "lowlevel_zero pruning":
+            thread.join()
+    dist.barrier()
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lowlevel_zero import Communication
+
 
 class Grid(NamedTuple):
     """The outer and the inner process group of a rank, of ``shape`` ``(outer, inner)``."""
@@ -29,7 +31,7 @@ class Grid(NamedTuple):
         if form == "pair":
             return {"dp_process_group": (self.outer, self.inner)}
         options = {"dp_process_group": self.inner, "extra_dp_group": self.outer}
-        return options | ({"hybrid_shard": True} if form == "hybrid" else {})
+        return options | ({"communication": Communication(hybrid_shard=True)} if form == "hybrid" else {})
 
 
 def group_among(ranks: list[int]) -> Any:

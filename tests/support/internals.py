@@ -61,7 +61,7 @@ def finish_late(patch: pytest.MonkeyPatch, done: bool = False) -> None:
 
         def begun(*args: Any, begin: Callable[..., Work[Any]] = begin) -> Work[Any]:
             work = begin(*args)
-            work.done = lambda: done
+            work.ready = lambda: done
             return work
 
         patch.setattr(ShardGroup, name, begun)

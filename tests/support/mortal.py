@@ -89,7 +89,7 @@ def die_at(place: str, times: int, model: nn.Sequential, inner: torch.optim.Opti
         if left == 0:
             die(agent)
 
-    middle, write = model[len(model) // 2], storage.CommittingWriter.write_data
+    middle, write = model[len(model) // 2], storage.CheckpointWriter.write_share
     if place == FORWARD:
         middle.register_forward_pre_hook(come)
     elif place == BACKWARD:
@@ -99,7 +99,7 @@ def die_at(place: str, times: int, model: nn.Sequential, inner: torch.optim.Opti
     elif place == GATHER:
         inner.register_step_post_hook(come)
     elif place == SAVE:
-        pytest.MonkeyPatch().setattr(storage.CommittingWriter, "write_data", lambda *args: (come(), write(*args))[1])
+        pytest.MonkeyPatch().setattr(storage.CheckpointWriter, "write_share", lambda *args: (come(), write(*args))[1])
 
 
 def _await_death(task: Task, start: int, model: nn.Sequential, inner: torch.optim.Optimizer) -> None:

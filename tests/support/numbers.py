@@ -14,7 +14,6 @@ from tests.support.ranks import Ran, run_cases, run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {
     "stage1": {},
-    "stage1-scatter": {"reduce_scatter": True},
     "stage2": {"partition_grad": True},
 }
 DROPS: dict[str, Drop] = {
@@ -64,10 +63,17 @@ def masters_of(rank: int, world_size: int, run: Run) -> Masters:
 def joined(slices: list[dict[str, Tensor]], like: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors of every rank's slices, in the shapes and strides of ``like``."""
     return {
-        name: torch.as_strided(torch.cat([each[name] for each in slices])[: of.numel()], of.shape, of.stride())
+        name: torch.as_strided(
+            torch.cat([_flat(each[name], of) for each in slices])[: of.numel()], of.shape, of.stride()
+        )
         for name, of in like.items()
         if name in slices[0]
     }
+
+
+def _flat(own: Tensor, of: Tensor) -> Tensor:
+    """Return a slice, or an owner's whole tensor, in memory order."""
+    return own.as_strided((own.numel(),), (1,)) if own.shape == of.shape else own
 
 
 def check_sixteen_bits(run: Run, share: float) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Diagnostics, LowLevelZeroOptimizer
 
 PAUSE = 0.1  # seconds of a step, at least
 GRACE = 5.0  # seconds in which the other rank of a host can tell its error: torchrun ends all when one ends
@@ -43,7 +43,7 @@ def train(steps: int, timeout: float, pause: float = PAUSE) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     optimizer = LowLevelZeroOptimizer(
-        torch.optim.AdamW(model.parameters()), model=model, partition_grad=True, stall_timeout=timeout / 3
+        torch.optim.AdamW(model.parameters()), model=model, stage=2, diagnostics=Diagnostics(stall_timeout=timeout / 3)
     )
     losses = []
     for step in range(steps):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.covering import covering
 from tests.support.internals import with_and_without_detection
 from tests.support.numbers import trained
 from tests.support.oracle import check_close
@@ -23,11 +22,6 @@ WAYS: dict[str, dict[str, Any]] = {"bare": {"bare": True}, "driven": {"bare": Fa
 BOTH: dict[str, dict[str, Any]] = {
     f"{stage}, {way}": {**STAGES[stage], **WAYS[way]} for stage, way in product(STAGES, WAYS)
 }
-
-
-def in_both(names: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Each with both stages, and with both ways to run backwards."""
-    return [(name, f"{stage}, {way}") for name, stage, way in covering(names, STAGES, WAYS)]
 
 
 TIMEOUT = 20.0

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowlevel_zero.optim.probe import probe_elements
+
 
 def matrix() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(4, 4))]
@@ -24,11 +26,18 @@ class Stranger(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (each for each in group["params"] if each.grad is not None):
                 p.sub_(group["lr"] * self.direction(p, p.grad, self.state[p], group))
 
     def direction(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         return g
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise ``TypeError`` unless a probe finds that slices are stepped as whole parameters are."""
+    difference = probe_elements(optimizer)
+    if difference is not None:
+        raise TypeError(difference)
 
 
 def average(state: dict[str, Any], key: str, value: Tensor, beta: float = 0.9) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -245,7 +245,3 @@ def random_kept(seed: int, nothing: float = 0.0) -> Kept:
         return None if rng.random() < nothing else {place for place in range(LAYERS) if rng.random() < 0.5}
 
     return kept
-
-
-def in_stages(run: Training) -> dict[str, Training]:
-    return {stage: replace(run, options=own) for stage, own in STAGES.items()}

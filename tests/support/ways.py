@@ -17,7 +17,7 @@ from .grid import Grid
 
 WAYS = ("messages", "shared memory", "native", "staged messages", "staged shared memory")
 # Of 2 x 2 ranks. Levels of native collectives are a device's, whose stream orders them.
-OF_FOUR = (*WAYS, *(f"{form} {way}" for form in ("nested", "replicated") for way in WAYS[:2]))
+OF_FOUR = (*WAYS, *(f"hybrid {way}" for way in WAYS[:2]))
 
 
 def ways_of(world_size: int) -> tuple[str, ...]:
@@ -35,11 +35,11 @@ def group_by(way: str) -> Iterator[ShardGroup]:
         if "staged" in way:
             patch.setattr(groups, "is_staged", lambda device: True)
         group = ShardGroup()
-        if "nested" in way or "replicated" in way:
+        if "hybrid" in way:
             outer, inner = Grid.of(dist.get_rank(), (2, 2))
-            group = shard_group(inner, outer, "replicated" in way)
+            group = shard_group(inner, outer, hybrid_shard=True)
         group.connect()
-        innermost = getattr(group, "inner", group)
-        assert innermost.hosts.shares_memory == ("shared memory" in way)
+        innermost = getattr(group, "_inner", group)
+        assert innermost.host_backend.shares_memory == ("shared memory" in way)
         assert innermost.on_gloo(torch.device("cpu")) == (way != "alone" and "native" not in way)
         yield group

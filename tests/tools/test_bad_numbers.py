@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Diagnostics, LossScale, LowLevelZeroOptimizer
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES = {"stage 1": {}, "stage 2": {"partition_grad": True}}
@@ -104,7 +104,7 @@ def test_a_sum_that_overflows_came_from_no_rank() -> None:
 
 def test_skipping_ends_when_the_scale_can_fall_no_further() -> None:
     def live(rank: int, world_size: int) -> None:
-        run = Run(rank, torch.float16, torch.optim.SGD, initial_scale=4.0, hysteresis=1, max_skipped_steps=4)
+        run = Run(rank, torch.float16, torch.optim.SGD, loss_scale=LossScale(4.0, hysteresis=1, max_skipped_steps=4))
         for count in range(10):
             assert count < 4, "skips for ever"
             run.train(math.inf)
@@ -118,7 +118,8 @@ def test_skipping_ends_when_the_scale_can_fall_no_further() -> None:
 @pytest.mark.parametrize(("limit", "scale"), [(0, 1.0), (3, 2.0**16)], ids=["no limit", "still falling"])
 def test_skipping_goes_on(limit: int, scale: float) -> None:
     def live(rank: int, world_size: int) -> list[bool]:
-        run = Run(rank, torch.float16, torch.optim.SGD, initial_scale=scale, hysteresis=1, max_skipped_steps=limit)
+        chosen = LossScale(scale, hysteresis=1, max_skipped_steps=limit)
+        run = Run(rank, torch.float16, torch.optim.SGD, loss_scale=chosen)
         before = run.model[0].weight.clone()
         for _ in range(6):
             run.train(math.inf)
@@ -148,7 +149,7 @@ def test_a_norm_that_is_not_finite_is_told_once_and_again_at_powers_of_two(optio
 
 def test_error_if_nonfinite_steps_nothing_and_training_goes_on() -> None:
     def live(rank: int, world_size: int) -> list[str]:
-        run = Run(rank, torch.bfloat16, torch.optim.AdamW, error_if_nonfinite=True)
+        run = Run(rank, torch.bfloat16, torch.optim.AdamW, diagnostics=Diagnostics(error_if_nonfinite=True))
         run.train()
         before = [p.detach().clone() for p in run.model.parameters()]
         with pytest.raises(RuntimeError) as caught:

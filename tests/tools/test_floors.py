@@ -55,4 +55,5 @@ def test_no_file_uses_another_s_private_attributes() -> None:
 
 def test_communication_alone_talks_to_other_ranks() -> None:
     talkers = {name.split("/")[0] for name, source in SOURCES.items() if TALK.search(source)}
-    assert talkers == {"communication"}
+    # A checkpoint is written by a thread, over a group of its own; testing starts ranks of its own, beside plain torch.
+    assert talkers == {"communication", "checkpoint", "testing.py"}

@@ -17,7 +17,8 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.checkpoint.saved import SavedCheckpoint
-from lowlevel_zero.layout import Held, Layout
+from lowlevel_zero.layout import Held, Layout, layout_of, memory_held
+from lowlevel_zero.layout.text import in_bytes
 from lowlevel_zero.planning.saved_layout import layout_in
 from tests.support.oracle import Odd, Run, groups, train_rank
 from tests.support.ranks import run_ranks
@@ -25,11 +26,11 @@ from tests.support.ranks import run_ranks
 RUN = Run(steps=2).with_options(reduce_bucket_size=50)
 
 
-def of_run(rank: int, world_size: int, run: Run) -> tuple[Layout, dict[str, int], dict[str, tuple[int, int]]]:
+def of_run(rank: int, world_size: int, run: Run) -> tuple[Layout, Held, dict[str, tuple[int, int]]]:
     """The layout after some steps, what is held then, and where each slice's gradient lies in its bucket's row."""
     model, optimizer, _ = train_rank(rank, world_size, run)
-    held = optimizer.memory_held()
-    layout = optimizer.layout()
+    held = memory_held(optimizer)
+    layout = layout_of(optimizer)
     optimizer.backward(model(torch.randn(3, 4).to(run.dtype), set()).sum())
     optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
     parts = {}
@@ -50,8 +51,8 @@ def test_it_is_what_ranks_hold_and_buckets_carry(world_size: int, stage: int, dt
     for rank, (layout, held, parts) in enumerate(ranks):
         assert (layout.world_size, layout.rank, layout.stage) == (world_size, rank, stage)
         assert {p.name for p in layout.parameters} == expected.keys()
-        assert layout.bytes.parameters + frozen == held["parameters"]
-        assert (layout.bytes.masters, layout.bytes.states) == (held["masters"], held["states"])
+        assert layout.bytes.parameters + frozen == held.parameters
+        assert (layout.bytes.masters, layout.bytes.states) == (held.masters, held.states)
         for p in layout.parameters:
             assert (p.shape, p.split.numel) == (expected[p.name].shape, expected[p.name].numel())
             assert p.dtype == dtype
@@ -67,13 +68,14 @@ def test_it_is_what_ranks_hold_and_buckets_carry(world_size: int, stage: int, dt
     assert all(replace(layout, rank=0) == ranks[0][0] for layout, *_ in ranks)
 
 
-def test_where_slices_lie_in_padded_rows_in_fp8() -> None:
+def test_where_slices_lie_in_padded_rows_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     run = replace(RUN, world_size=3, model=partial(Odd, 42))
-    run = run.with_options(reduce_bucket_size=10_000, fp8_communication=True, fp8_min_numel=50)
+    monkeypatch.setattr("lowlevel_zero.options.FP8_MIN_NUMEL", 50)
+    run = run.with_options(reduce_bucket_size=10_000, fp8_communication=True)
     layout, held, parts = run_ranks(of_run, 3, run)[1]
-    assert any(len(bucket.members) > 1 and bucket.row > bucket.body for bucket in layout.buckets)
+    assert any(len(bucket.members) > 1 and bucket.planned.row > bucket.planned.body for bucket in layout.buckets)
     assert {p.name: (p.offset, p.split.slice_size) for p in layout.parameters if p.name in parts} == parts
-    assert (layout.bytes.masters, layout.bytes.states) == (held["masters"], held["states"])
+    assert (layout.bytes.masters, layout.bytes.states) == (held.masters, held.states)
     check_buckets(layout)
 
 
@@ -88,9 +90,10 @@ def check_buckets(layout: Layout) -> None:
             assert by_name[name].bucket == at
             assert by_name[name].offset == end
             end += by_name[name].split.slice_size
-        assert end == bucket.body <= bucket.row
-        assert bucket.buffer_bytes == bucket.rows * bucket.row * bucket.dtype.itemsize
-    assert by_name["empty"].bucket is by_name["empty"].offset is None
+        assert end == bucket.planned.body <= bucket.planned.row
+        assert bucket.buffer_bytes == bucket.rows * bucket.planned.row * bucket.dtype.itemsize
+    if "empty" in by_name:
+        assert by_name["empty"].bucket is by_name["empty"].offset is None
 
 
 def test_before_a_step_and_in_a_group_of_some_ranks() -> None:
@@ -100,7 +103,7 @@ def test_before_a_step_and_in_a_group_of_some_ranks() -> None:
             return None
         model = Odd()
         optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(groups(model)), dp_process_group=group)
-        return optimizer.layout()
+        return layout_of(optimizer)
 
     _, first, second = run_ranks(work, 3)
     assert first.parameters[0].process_group == (1, 2)
@@ -117,7 +120,7 @@ def test_experts_that_fewer_ranks_share() -> None:
             crossing[rank % 2]: list(model["expert"].parameters()),
         }
         optimizer = torch.optim.AdamW(model.parameters())
-        return LowLevelZeroOptimizer(optimizer, members, model=model).layout()
+        return layout_of(LowLevelZeroOptimizer(optimizer, members, model=model))
 
     layout = run_ranks(work, 4)[3]
     groups_of = {p.name: (p.process_group, p.split.slice_size) for p in layout.parameters}
@@ -137,7 +140,7 @@ def simple() -> Layout:
         model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1, bias=False)).bfloat16()
         decayed, rest = [model[0].weight, model[1].weight], [model[0].bias]
         optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
-        return LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True, reduce_bucket_size=16).layout()
+        return layout_of(LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True, reduce_bucket_size=16))
 
     found: Layout = run_ranks(work, 3)[1]
     return found
@@ -167,7 +170,7 @@ def test_json_tells_every_rank_s_span() -> None:
     assert told == json.loads(json.dumps(layout.as_dict()))
     first = told["parameters"][0]
     assert (first["name"], first["spans"]) == ("0.weight", [[0, 7], [7, 14], [14, 20]])
-    assert Held(**first["bytes"]) == layout.parameters[0].bytes
+    assert Held(**first["bytes"]) == layout.parameters[0].bytes_on(1)
     assert told["buckets"][0]["members"] == ["0.bias", "1.weight"]
 
 
@@ -177,19 +180,19 @@ def test_json_tells_every_rank_s_span() -> None:
 def comparable(layout: Layout) -> dict[str, Any]:
     """What doesn't depend on who tells it; buckets, which are a run's, left out."""
     parameters = tuple(replace(p, bucket=None, offset=None) for p in layout.parameters)
-    return replace(layout, rank=None, parameters=parameters, buckets=()).as_dict()
+    return replace(layout, rank=0, parameters=parameters, buckets=()).as_dict()
 
 
 def saved(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
     trained = train_rank(rank, world_size, run)
     save_checkpoint(path, trained.model, trained.optimizer)
-    return comparable(trained.optimizer.layout())
+    return comparable(layout_of(trained.optimizer))
 
 
 def loaded(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
     trained = train_rank(rank, world_size, replace(run, steps=0))
     load_checkpoint(path, trained.model, trained.optimizer)
-    return comparable(trained.optimizer.layout())
+    return comparable(layout_of(trained.optimizer))
 
 
 @pytest.mark.parametrize(
@@ -197,11 +200,14 @@ def loaded(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
     [
         RUN.with_options(partition_grad=True),
         replace(RUN, dtype=torch.bfloat16, drop=lambda step, rank: {1}),
-        RUN.with_options(fp8_communication=True, fp8_min_numel=20),
+        RUN.with_options(fp8_communication=True),
     ],
     ids=["fp32, stage 2", "bf16, a dropped layer", "fp8 on the wire"],
 )
-def test_a_checkpoint_s_is_that_of_the_runs_that_saved_and_load_it(run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_s_is_that_of_the_runs_that_saved_and_load_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowlevel_zero.options.FP8_MIN_NUMEL", 20)
     path = tmp_path / "step-2"
     at_two = run_ranks(saved, 2, run, path)[0]
     assert comparable(layout_in(SavedCheckpoint(path))) == at_two
@@ -209,14 +215,51 @@ def test_a_checkpoint_s_is_that_of_the_runs_that_saved_and_load_it(run: Run, tmp
     assert comparable(layout_in(SavedCheckpoint(path), world_size=3)) == at_three
 
 
+def saved_whole(rank: int, world_size: int, path: Path) -> Layout:
+    model = nn.Sequential(*(nn.Linear(4, 5 + at, bias=False) for at in range(4)))
+    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model, stage=2, split="parameters")
+    optimizer.backward(sum(layer(torch.ones(1, 4)).sum() for layer in model))
+    optimizer.step()
+    save_checkpoint(path, model, optimizer)
+    return layout_of(optimizer)
+
+
+def test_parameters_that_one_rank_owns_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step-1"
+    ranks = run_ranks(saved_whole, 3, path)
+    layout = layout_in(SavedCheckpoint(path))
+    owners = [p.split.owner for p in layout.parameters]
+    assert set(owners) == {0, 1, 2}
+    for rank, own in enumerate(ranks):
+        assert [p.split.owner for p in own.parameters] == owners
+        assert [p.bytes_on(rank) for p in own.parameters] == [p.bytes_on(rank) for p in layout.parameters]
+        assert own.bytes == replace(layout, rank=rank).bytes
+        check_buckets(own)
+        spans = [line.split()[8] for line in own.table().splitlines()[3:7]]
+        assert [span == "nothing" for span in spans] == [owner != rank for owner in owners]
+    assert main(["inspect", str(path)]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert all(f"rank {owner}" in lines[p.name] for p, owner in zip(layout.parameters, owners, strict=True))
+    totals = [replace(layout, rank=rank).bytes.total for rank in range(3)]
+    expected = (
+        f"{in_bytes(max(totals))} at most, {in_bytes(min(totals))} at least, {in_bytes(sum(totals) // 3)} on average"
+    )
+    assert expected in lines["a"]
+    other = layout_in(SavedCheckpoint(path), world_size=2)
+    assert {p.split.owner for p in other.parameters} == {0, 1}
+
+
 def test_inspect_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "step-2"
     run_ranks(saved, 2, RUN, path)
     layout = layout_in(SavedCheckpoint(path))
     assert main(["inspect", str(path)]) == 0
-    assert capsys.readouterr().out.endswith(f"\n\n{layout.table()}\n")
-    assert "span" in layout.table()
-    assert "bucket" not in layout.table().splitlines()[0]
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    for p in (each for each in layout.parameters if each.split.numel):
+        padding, size, owners = lines[p.name][-7 if p.owners > 1 else -6 :][:3]  # a span of several has dots behind it
+        assert (padding, size, owners) == (str(p.split.padding), str(p.split.slice_size), str(p.owners))
+    trained = sum(p.split.numel for p in layout.parameters)
+    assert lines["layout"][1:7] == [str(trained), "elements", "in", str(len(layout.parameters)), "parameters", "over"]
 
     assert main(["inspect", str(path), "--world-size", "64", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakSet, finalize, ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.fake import _Done, fake_world
-from lowlevel_zero import LowLevelZeroOptimizer
+from benchmarks.fake import _Done, fake_world, make_finite
+from lowlevel_zero import Communication, LowLevelZeroOptimizer, reducer
 from lowlevel_zero.__main__ import main
+from lowlevel_zero.bookkeeping import gather_store
+from lowlevel_zero.bookkeeping.sharded_parameter import Handle
+from lowlevel_zero.communication.backends.memory_pool import Memory
 from lowlevel_zero.communication.backends.native import Native
-from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.layout import Held, memory_held
 from lowlevel_zero.layout.held import held_bytes
+from lowlevel_zero.layout.text import unit_of
 from lowlevel_zero.planning.memory import Estimate, estimate
-from lowlevel_zero.planning.state_sizes import NAMES, made_optimizer, state_bytes
+from lowlevel_zero.planning.state_sizes import NAMES, StateSizes, made_optimizer
 from tests.support.oracle import Odd
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -68,24 +74,22 @@ STAGE2 = {"partition_grad": True}
 CASES = (
     Case(),
     Case(options=STAGE2),
-    Case(options={"reduce_scatter": True}),
     Case(BF16, sgd, options=STAGE2),
     Case(BF16, momentum, 3, STAGE2),
     Case(BF16, torch.optim.Adagrad, 2),
     Case(FP16, torch.optim.Adam, options=STAGE2),
     Case(FP32, momentum, options={"cpu_offload": True}),
-    Case(BF16, options={"slice_multiple": 64, **STAGE2}),
     Case(BF16, torch.optim.RMSprop, 2, {"cpu_offload": True, **STAGE2}),
     Case(BF16, options={"master_weights": False, "cpu_offload": True}),
     Case(BF16, options={"communication_dtype": FP32, **STAGE2}),
     Case(FP32, options={"communication_dtype": BF16}),
-    Case(FP32, options={"fp8_communication": True, "fp8_min_numel": 300}),
-    Case(BF16, momentum, 2, {"fp8_communication": True, "fp8_min_numel": 0, **STAGE2}),
+    Case(FP32, options={"fp8_communication": True}),
+    Case(BF16, momentum, 2, {"fp8_communication": True, **STAGE2}),
     Case(FP32, sgd, options={"fp8_communication": True, "communication_dtype": BF16, "cpu_offload": True}),
 )
 
 
-def held_in(rank: int, case: Case) -> tuple[Estimate, dict[str, int], dict[str, int]]:
+def held_in(rank: int, case: Case) -> tuple[Estimate, Held, Held]:
     """An estimate before the run, and what it holds after a second backward, and when all is cleared: slices too."""
     torch.manual_seed(0)
     model = Net().to(case.dtype)
@@ -93,20 +97,21 @@ def held_in(rank: int, case: Case) -> tuple[Estimate, dict[str, int], dict[str, 
     world_size = torch.distributed.get_world_size()
     told = case.estimate(model, world_size, inner)
     optimizer = LowLevelZeroOptimizer(inner, model=model, reduce_bucket_size=3000, initial_scale=1.0, **case.options)
-    after_backward: dict[str, int] = {}
+    after_backward = Held()
     for _ in range(2):
         for _ in range(case.micro_batches):
             optimizer.backward(model(torch.randn(2, 4).to(case.dtype)).float().square().mean())
         optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
-        after_backward = optimizer.memory_held()
+        after_backward = memory_held(optimizer)
         optimizer.step()
-        assert all(p32.grad is None for p32 in optimizer.get_working_to_master_map().values())
+        assert all(isinstance(p32.grad, Handle | None) for p32 in optimizer.get_working_to_master_map().values())
         optimizer.zero_grad()
-    return told, after_backward, optimizer.memory_held()
+    return told, after_backward, memory_held(optimizer)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_it_is_what_runs_hold(world_size: int) -> None:
+def test_it_is_what_runs_hold(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlevel_zero.options.FP8_MIN_NUMEL", 300)
     cases = {1: CASES[::3], 3: CASES}[world_size]
 
     def work(rank: int, world_size: int) -> list[Any]:
@@ -117,12 +122,60 @@ def test_it_is_what_runs_hold(world_size: int) -> None:
             for owner in OWNERS:
                 # In stage 1 all rows are held, each padded to 128 bytes, of two buckets.
                 padding = 256 * (1 if case.options.get("partition_grad") else world_size)
-                assert getattr(told, owner) == pytest.approx(after_backward[owner], rel=0.01, abs=padding), (
+                assert getattr(told, owner) == pytest.approx(getattr(after_backward, owner), rel=0.01, abs=padding), (
                     case,
                     owner,
                 )
             for owner in OWNERS:
-                assert after_step[owner] == (0 if owner == "gradients" else after_backward[owner]), (case, owner)
+                left = 0 if owner == "gradients" else getattr(after_backward, owner)
+                assert getattr(after_step, owner) == left, (case, owner)
+
+
+class Rows(torch.optim.Optimizer):
+    """An optimizer that keeps one number a row, a column and a matrix' square, so that ranks own parameters whole."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "split": "parameters"})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                rows, columns = p.flatten(1).shape if p.dim() > 1 else (1, p.numel())
+                self.state[p] = {
+                    "rows": torch.zeros(rows),
+                    "square": torch.zeros(columns, columns),
+                    "step": p.new_ones(()),
+                }
+
+
+def held_whole(rank: int, world_size: int, optimizer: Callable[[Any], Any], options: dict[str, Any]) -> Held:
+    model = nn.Sequential(*(nn.Linear(180, 400 + at, bias=False).bfloat16() for at in range(5)))
+    sharded = LowLevelZeroOptimizer(optimizer(model.parameters()), model=model, **options)
+    for _ in range(2):
+        sharded.zero_grad()
+        sharded.backward(torch.cat([layer(torch.ones(1, 180, dtype=BF16)).float() for layer in model], 1).sum())
+        sharded.get_working_grads_by_group_id(0)
+        held = memory_held(sharded)
+        sharded.step()
+    return held
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, {"stage": 2, "cpu_offload": True}], ids=str)
+@pytest.mark.parametrize("optimizer", [torch.optim.Muon, Rows])
+def test_shares_of_ranks_that_own_parameters_whole(optimizer: Callable[[Any], Any], options: dict[str, Any]) -> None:
+    ranks = run_ranks(held_whole, 3, optimizer, options)
+    model = nn.Sequential(*(nn.Linear(180, 400 + at, bias=False) for at in range(5)))
+    of = (model, 3, options["stage"], "bf16", optimizer(model.parameters()))
+    told = estimate(*of, cpu_offload=options.get("cpu_offload", False))
+    totals = sorted(held.total - held.bucket_buffers for held in ranks)
+    assert totals[-1] > 1.1 * totals[0]
+    fullest = max(ranks, key=lambda held: held.total - held.bucket_buffers)
+    for owner in OWNERS:
+        assert getattr(told, owner) == pytest.approx(getattr(fullest, owner), rel=0.02), owner
+    assert told.total - told.bucket_buffers == pytest.approx(totals[-1], rel=0.02)
+    assert told.least - told.bucket_buffers == pytest.approx(totals[0], rel=0.02)
+    assert told.mean - told.bucket_buffers == pytest.approx(sum(totals) / 3, rel=0.02)
 
 
 def test_stage_0_is_ddp() -> None:
@@ -149,49 +202,132 @@ def test_stage_0_is_ddp() -> None:
         assert told.masters == told.bucket_buffers == told.host.total == 0
 
 
-class Alive:
-    """Counts buffers: how many bytes of them were alive at a time, at most."""
+class Buffers:
+    """Counts buffers: how many bytes of them, beside the model's own storages, were alive at a time, at most."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.most = 0
+        self._buffers: dict[int, ref[Tensor]] = {}
+        self._model = model
+
+    def watch(self, buffer: Tensor) -> None:
+        self._buffers[id(buffer)] = ref(buffer)
+        alive = {each.untyped_storage().data_ptr(): each.nbytes for each in self._alive()}
+        own = {p.untyped_storage().data_ptr() for p in self._model.parameters()}
+        self.most = max(self.most, sum(size for start, size in alive.items() if start not in own))
+
+    def _alive(self) -> list[Tensor]:
+        return [buffer for known in self._buffers.values() if (buffer := known()) is not None]
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make and that are still there."""
 
     def __init__(self) -> None:
-        self.most = 0
-        self._buffers: list[ref[Tensor]] = []
+        super().__init__()
+        self.bytes = 0
+        self._known: WeakSet[torch.UntypedStorage] = WeakSet()
 
-    def watch(self, buffer: Tensor) -> Tensor:
-        self._buffers.append(ref(buffer))
-        self.most = max(self.most, sum(each.nbytes for known in self._buffers if (each := known()) is not None))
-        return buffer
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(each, Tensor) and each.untyped_storage() not in self._known:
+                storage = each.untyped_storage()
+                self._known.add(storage)
+                self.bytes += storage.nbytes()
+                finalize(storage, self._gone, storage.nbytes()).atexit = False
+        return out
+
+    def _gone(self, nbytes: int) -> None:
+        self.bytes -= nbytes
 
 
-def test_bucket_buffers_under_way() -> None:
-    """On 8 ranks with a backend of its own, that isn't done before it is waited for."""
-    layer, layers = 64 * 64, 12
-    options: dict[str, Any] = {"reduce_bucket_size": 2 * layer, "communication_dtype": FP32}
+class Stack(nn.Module):
+    """Layers that fill buckets of ``LAYERS`` elements in many ways: several, one alone, and more than a bucket."""
 
-    def work(rank: int, world_size: int) -> tuple[float, float, int, int]:
-        """Estimates, and what was alive at most in a backward and in a step; in a process that nobody else uses."""
-        reduced, gathered = Alive(), Alive()
-        new_buffer, all_gather = ShardGroup.new_buffer, Native.all_gather
-        patch_rank(ShardGroup, "new_buffer", lambda *args: reduced.watch(new_buffer(*args)))
-        patch_rank(Native, "all_gather", lambda group, buffer: all_gather(group, gathered.watch(buffer)))
-        patch_rank(_Done, "is_completed", lambda work: False)
-        with fake_world(8):
-            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).bfloat16()
-            optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), partition_grad=True, **options)
-            optimizer.backward(model(torch.ones(1, 64, dtype=BF16)).float().sum())
-            in_backward = reduced.most
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(128, 128, bias=False) for _ in range(24)]
+        self.layers = nn.Sequential(*layers, nn.Linear(128, 1000), nn.Linear(1000, 130), nn.Linear(130, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+LAYERS = 3 * 128 * 128
+MEASURED = (
+    Case(),
+    Case(options=STAGE2),
+    Case(BF16),
+    Case(BF16, options=STAGE2),
+    Case(BF16, micro_batches=3),
+    Case(BF16, micro_batches=2, options=STAGE2),
+    Case(BF16, options={"cpu_offload": True}),
+    Case(BF16, options={"cpu_offload": True, **STAGE2}),
+    Case(FP32, options={"cpu_offload": True, **STAGE2}),
+    Case(BF16, options={"communication_dtype": FP32, **STAGE2}),
+    Case(BF16, options={"communication": Communication(reduce_scatter_with_fp32_accumulation=True), **STAGE2}),
+    Case(BF16, options={"communication": Communication(overlap_gathers=True)}),
+    Case(BF16, options={"communication": Communication(pad_buckets_for_high_nccl_busbw=True), **STAGE2}),
+    Case(BF16, sgd, options=STAGE2),
+)
+
+# Their buffers overlap on a device only: here further sums of stage 1, and gathers that wait for readers, end at once.
+AT_MOST = [case for case in MEASURED if case.micro_batches == 3 or "overlap_gathers=True" in repr(case)]
+
+
+def measured(rank: int, world_size: int, case: Case, part: int) -> tuple[Estimate, int, int]:
+    """An estimate, the bytes of everything after a backward, and the most bytes of buffers; on one of 8 fake ranks.
+
+    ``part``: the elements of slices that are gathered together.
+    """
+    patch_rank(gather_store, "PART", part)
+    options = {"reduce_bucket_size": LAYERS, **case.options}
+    with fake_world(8), Live() as live:
+        model = Stack().to(case.dtype)
+        buffers = Buffers(model)
+        optimizer = LowLevelZeroOptimizer(case.optimizer(model.parameters()), model=model, **options)
+        for name in ("reduce_scatter", "all_gather", "exchange_rows"):
+            patch_rank(Native, name, watching(getattr(Native, name), buffers))
+        if optimizer.options.stage == 2:  # else a host would let all buffers come, where a device lets few
+            patch_rank(_Done, "is_completed", lambda work: False)
+        before = 0
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(case.micro_batches):
+                optimizer.backward(model(torch.ones(1, 128, dtype=case.dtype)).float().sum())
+            optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
+            before = live.bytes
             optimizer.step()
-        told = [estimate(model, 8, stage, "bf16", **options).bucket_buffers for stage in (2, 1)]
-        return told[0], told[1], in_backward, gathered.most
+            make_finite(model)
+    stage = 2 if options.pop("partition_grad", False) else 1
+    of = (Stack(), 8, stage, case.dtype, case.optimizer)
+    told = estimate(*of, device="cuda", micro_batches=case.micro_batches, **options)
+    return told, before, buffers.most
 
-    ((stage2, stage1, in_backward, in_step),) = run_ranks(work, 1, init=False)
-    assert in_backward == pytest.approx(4 * 2 * layer * 4, rel=0.05)
-    assert in_step <= stage1 == stage2 == layers * layer * 2  # no more than there is
+
+def watching(act: Callable[..., Any], buffers: Buffers) -> Callable[..., Any]:
+    def watched(backend: Native, buffer: Tensor, *args: Any) -> Any:
+        for each in (buffer, *args):
+            if isinstance(each, Tensor) and each.dim():
+                buffers.watch(each)
+        work = act(backend, buffer, *args)
+        if act.__name__ == "exchange_rows":
+            buffers.watch(work.tensors[0])  # into which rows come
+        return work
+
+    return watched
 
 
-def test_bucket_buffers_of_a_large_model() -> None:
-    stage2, stage1 = (estimate(10**10, 64, stage, reduce_bucket_size=10**8) for stage in (2, 1))
-    assert stage2.bucket_buffers == 4 * 10**8 * 4
-    assert stage1.bucket_buffers == 3 * 64 * 2**19 * 4  # rows on their way back, which are fewer
+@pytest.mark.parametrize("part", [2**19, 2**11], ids=["gathers are larger", "reductions are larger"])
+@pytest.mark.parametrize("case", MEASURED, ids=range(len(MEASURED)))
+def test_it_is_the_memory_that_a_device_is_asked_for(case: Case, part: int) -> None:
+    ((told, held, buffers),) = run_ranks(measured, 1, case, part, init=False)
+    assert told.total - told.bucket_buffers == pytest.approx(held, rel=0.02)
+    assert buffers <= told.bucket_buffers, "at most"
+    if case not in AT_MOST:
+        assert told.bucket_buffers <= 1.02 * buffers
 
 
 # Formulas
@@ -217,11 +353,52 @@ def by_owner(told: Estimate) -> dict[str, int]:
 
 def test_what_lies_on_the_host() -> None:
     told = estimate(10**9, 8, 2, "bf16", "adamw", cpu_offload=True)
-    assert told.host.total == 10**9 // 8 * (2 + 4 + 8) + 4  # a step counter
+    assert told.host.total == 10**9 // 8 * (2 + 4 + 8) + 4 * 80  # step counters of 80 parameters that fill a bucket
     assert told.device == 2 * 10**9 + told.bucket_buffers
     assert by_owner(told) == by_owner(estimate(10**9, 8, 2, "bf16", "adamw"))
     alone = estimate(10**9, 8, 1, torch.float32, "adamw", cpu_offload=True)
     assert (alone.masters, alone.gradients) == (4 * 10**9 // 8, 4 * 10**9 + 4 * 10**9 // 8)
+
+
+def test_a_large_model_takes_seconds() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList(nn.Linear(2**12, 5_600 + at, bias=False) for at in range(300))
+    began = time.process_time()
+    told = estimate(model, 512, 2, "bf16")
+    assert told.parameters == pytest.approx(2 * 7e9, rel=0.02)
+    assert estimate(7e9, 4096, 1, "bf16").parameters == pytest.approx(2 * 7e9, rel=0.02)
+    assert time.process_time() - began < 3
+
+
+def at_once(rank: int, world_size: int, stage: int) -> tuple[int, int]:
+    """The most memory that shared blocks took on a rank of a host, where one rank is slow, and the estimate."""
+    held, take = [0], Memory.take
+
+    def taken(memory: Memory, *args: Any) -> Any:
+        found = take(memory, *args)
+        held.append(sum(block.nbytes for block in memory.held()))
+        return found
+
+    patch_rank(Memory, "take", taken)
+    patch_rank(reducer, "_PATIENCE", 60.0)  # a rank that waits in vain lets further buffers come
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(40)))
+    optimizer = LowLevelZeroOptimizer(
+        sgd(model.parameters()), model=model, stage=stage, reduce_bucket_size=2 * 128 * 128
+    )
+    for _ in range(3):
+        optimizer.backward(model(torch.ones(1, 128)).sum())
+        time.sleep(0.05 * rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(held), estimate(model, world_size, stage, None, sgd, reduce_bucket_size=2 * 128 * 128).bucket_buffers
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_of_one_host_hold_no_more_buffers_than_were_estimated(stage: int) -> None:
+    runs = [pair for _ in range(3) for pair in run_ranks(at_once, 2, stage)]
+    assert any(0 < held <= told for held, told in runs)
+    # A rank that gives up waiting for a slow one, as on a busy machine, has more buffers under way for a moment.
+    assert all(0 < held <= 2 * told for held, told in runs)
 
 
 def test_the_sum_is_the_total() -> None:
@@ -252,7 +429,8 @@ def test_a_model_without_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_what_its_optimizer_keeps(name: str) -> None:
-    (size,), (larger,) = (state_bytes(*made_optimizer(name), FP32, numel) for numel in (1000, 3000))
+    sizes = StateSizes(*made_optimizer(name))
+    (size,), (larger,) = (sizes.of_slice(FP32, numel) for numel in (1000, 3000))
     expected = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4, "adagrad": 4, "rmsprop": 4, "adadelta": 8}
     per_element = (larger - size) / 2000
     assert per_element == expected.get(name, per_element)
@@ -290,7 +468,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "half an element": (lambda: estimate(1.5, 2), ValueError, "got 1.5"),
     "no parameters": (lambda: estimate(nn.Tanh(), 2), ValueError, "expected at least one parameter"),
     "something else": (lambda: estimate(["weight"], 2), TypeError, "expected a model, parameters or a number, got str"),
-    "no ranks": (lambda: estimate(9, 0), ValueError, "world_size: expected at least 1, got 0"),
+    "no ranks": (lambda: estimate(9, 0), ValueError, "world_size: expected an int of at least 1, got 0"),
     # type: ignore[arg-type]
     "stage 3": (lambda: estimate(9, 2, 3), ValueError, "stage: expected 0 \\(DDP\\), 1 or 2, got 3"),
     "a strange dtype": (lambda: estimate(9, 2, 1, "int4"), ValueError, "dtype: expected one of fp32, bf16"),
@@ -302,8 +480,16 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no optimizer": (lambda: estimate(9, 2, 1, None, 3), TypeError, "expected an optimizer, its class"),  # type: ignore[arg-type]
     "one that needs more": (lambda: estimate(9, 2, 1, None, Huge), ValueError, "could not be made of parameters alone"),  # type: ignore[arg-type]
     "one that makes none": (lambda: estimate(9, 2, 1, None, list), TypeError, "to return a torch.optim.Optimizer"),  # type: ignore[arg-type]
-    "no micro-batches": (lambda: estimate(9, 2, micro_batches=0), ValueError, "micro_batches: expected at least 1"),
-    "no buckets": (lambda: estimate(9, 2, reduce_bucket_size=0), ValueError, "reduce_bucket_size: expected at least"),
+    "no micro-batches": (
+        lambda: estimate(9, 2, micro_batches=0),
+        ValueError,
+        "micro_batches: expected an int of at least 1",
+    ),
+    "no buckets": (
+        lambda: estimate(9, 2, reduce_bucket_size=0),
+        ValueError,
+        "reduce_bucket_size: expected an int of at least",
+    ),
 }
 
 
@@ -365,11 +551,18 @@ def test_the_plan_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert only == json.loads(json.dumps(expected.as_dict()))
 
 
-def test_the_plan_as_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "plan.png"
-    assert main(f"plan --params 125M --world-size 1 8 --picture {picture}".split()) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "125,000,000 parameters" in capsys.readouterr().out
+def test_the_plan_where_ranks_own_parameters_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan --params 100M --world-size 3 --stage 2 --no-offload --split parameters"
+    assert main(command.split()) == 0
+    told = capsys.readouterr().out
+    head, row = (told.splitlines()[at].split() for at in (2, 3))
+    assert head[-4:] == ["on", "host", "least", "mean"]
+    total, _, least, mean = (float(cell) if cell != "-" else 0.0 for cell in row[-4:])
+    expected = estimate(10**8, 3, 2, "bf16", split="parameters")
+    scale, _ = unit_of(expected.total)
+    assert [total, least, mean] == [round(each / scale, 2) for each in (expected.total, expected.least, expected.mean)]
+    assert least < mean < total
+    assert "emptiest rank" in told
 
 
 COMMANDS = {
@@ -380,7 +573,6 @@ COMMANDS = {
     "--params 7e9 --world-size 8 --stage 3": "--stage: expected 0 (DDP), 1 or 2, got '3'",
     "--params 7e9 --world-size 8 --optimizer muon": "optimizer: expected one of adadelta",
     "--params 7e9 --world-size 8 --bucket-size -1": "--bucket-size: expected a whole number, at least 1, got '-1'",
-    "--params 7e9 --world-size 8 --picture nowhere/at/all.png": "No such file or directory",
 }
 
 
@@ -404,7 +596,7 @@ def gradients_after_step(rank: int, world_size: int, dtype: torch.dtype, options
     optimizer.backward(model(torch.ones(2, 16, dtype=dtype)).float().sum())
     optimizer.step()
     own = sum(record.split.slice_size for record in optimizer.sharded_parameters)
-    return optimizer.memory_held()["gradients"], own * (2 if dtype == BF16 else 4)
+    return memory_held(optimizer).gradients, own * (2 if dtype == BF16 else 4)
 
 
 @pytest.mark.parametrize(("dtype", "options"), [(FP32, {"clip_grad_norm": 0.1}), (BF16, {"cpu_offload": True})])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import re
@@ -11,14 +10,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import rank_process, ranks
+from tests.support import rank_process
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
 
@@ -45,31 +43,6 @@ def test_tensors_come_back_in_any_dtype() -> None:
         for row, dtype in zip(result["rows"], dtypes, strict=True):
             assert row.dtype == dtype
             assert torch.equal(row, torch.arange(rank, 5).to(dtype))
-
-
-def test_large_results_do_not_block() -> None:
-    results = run_ranks(lambda rank, world_size: torch.full((2**21,), float(rank)), 2)
-    assert [result.mean().item() for result in results] == [0.0, 1.0]
-
-
-def test_ranks_leave_together(tmp_path: Path) -> None:
-    held = []
-
-    def done_early(rank: int, world_size: int) -> bool:
-        """Whether rank 0, done long ago, still lives: its end would release the lock."""
-        lock = (tmp_path / "lock").open("w")
-        held.append(lock)
-        if rank == 0:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        dist.barrier()
-        time.sleep(0.3 * rank)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return rank == 0
-
-    assert run_ranks(done_early, 2) == [True, True]
 
 
 def test_failing_rank_is_named_with_its_traceback() -> None:
@@ -123,19 +96,6 @@ def test_hang_is_reported_in_time() -> None:
     assert len(re.findall(r"rank [02] was at:\n.*?in hang", str(caught.value), re.DOTALL)) == 2
 
 
-def test_hung_ranks_are_killed(tmp_path: Path) -> None:
-    def hang(rank: int, world_size: int) -> None:
-        (tmp_path / str(rank)).write_text(str(os.getpid()))
-        time.sleep(600)
-
-    with pytest.raises(TimeoutError):
-        run_ranks(hang, 2, timeout=2.0, init=False)
-    pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
 def test_expected_mistake_is_returned_for_each_rank() -> None:
     def refuse(rank: int, world_size: int) -> None:
         raise TypeError(f"rank {rank} wants floats")
@@ -156,17 +116,6 @@ def test_rank_that_misses_the_mistake_is_named() -> None:
         run_ranks_expecting(refuse_on_zero, 2)
     assert "rank 1 did not raise, but returned 'fine'" in str(caught.value)
     assert "rank 0 raised TypeError: floats, please" in str(caught.value)
-
-
-def test_rank_that_hangs_over_the_mistake_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse_or_wait(rank: int, world_size: int) -> None:
-        if rank == 0:
-            raise TypeError("floats, please")
-        dist.barrier()
-
-    monkeypatch.setattr(ranks, "EXPECTING_GRACE", 1.0)
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 did not raise, but was still running.*in barrier"):
-        run_ranks_expecting(refuse_or_wait, 2)
 
 
 # Many cases in one launch.

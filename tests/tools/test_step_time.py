@@ -12,8 +12,10 @@ import torch
 from benchmarks.gpt import GPT, SIZES
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.communication.backends.backend import Backend
-from lowlevel_zero.options import ZeroOptions
+from lowlevel_zero.options import Communication, ZeroOptions
+from lowlevel_zero.planning.planned import PlannedRun
 from lowlevel_zero.planning.quantities import rate
+from lowlevel_zero.planning.state_sizes import StateSizes, made_optimizer
 from lowlevel_zero.planning.step_time import BucketRow, Computing, Link, StepTime, bucket_rows, step_time
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -92,10 +94,10 @@ def simulated(stage: int, **options: Any) -> StepTime:
         model = GPT(SIZES[run["size"]])
     both, step = floor["forward_backward"]["median"], floor["step"]["median"]
     computing = Computing(both / 3, both * 2 / 3, step)  # a backward is two products where a forward is one
-    shapes = [(p.numel(), FP32) for p in model.parameters()]
+    sgd = StateSizes(*made_optimizer("sgd"))
+    run_of = PlannedRun(model, ZeroOptions(communication=Communication(**options)), sgd, "cpu")
     ranks = run["hosts"] * run["ranks a host"]
-    buckets = list(bucket_rows(shapes, ranks, ZeroOptions(partition_grad=stage == 2, **options)))
-    return step_time(buckets, ranks, stage, computing, Link(rate(run["rate"])))
+    return step_time(bucket_rows(run_of.layout(ranks)), ranks, stage, computing, Link(rate(run["rate"])))
 
 
 @pytest.mark.parametrize(("name", "stage"), [("ours-1", 1), ("ours-2", 2)])
@@ -109,8 +111,8 @@ def test_it_is_what_two_hosts_measured(name: str, stage: int) -> None:
     [
         ("ours-1", 1, {}),
         ("ours-2", 2, {}),
-        ("ours-2-bf16", 2, {"communication_dtype": BF16}),
-        ("ours-2-fp8", 2, {"fp8_communication": True}),
+        ("ours-2-bf16", 2, {"dtype": BF16}),
+        ("ours-2-fp8", 2, {"fp8": True}),
     ],
 )
 def test_it_sends_what_runs_send(name: str, stage: int, options: dict[str, Any]) -> None:
@@ -124,7 +126,8 @@ def test_it_sends_what_runs_send(name: str, stage: int, options: dict[str, Any])
 
 
 def test_the_step_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "plan --params 10M --world-size 8 1024 --link 100Gbit --latency 20us --backward 120ms --straggling 5%"
+    command = "plan --params 10M --device cpu --world-size 8 1024 --link 100Gbit --latency 20us --backward 120ms"
+    command += " --straggling 5%"
     assert main(command.split()) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "10,000,000 parameters, bf16: ms a step, of which a rank computes 180.00"
@@ -138,7 +141,8 @@ def test_the_step_for_people_and_machines(capsys: pytest.CaptureFixture[str]) ->
     for shown, step in zip((told[5], told[9]), found["steps"], strict=True):
         assert shown.split()[-1] == f"{1e3 * step['step']:,.2f}"
         assert step["hidden"] + step["exposed"] == pytest.approx(step["wire"])
-    rows = list(bucket_rows([(2**20, BF16)] * 9 + [(10**7 - 9 * 2**20, BF16)], 1024, ZeroOptions()))
+    planned = PlannedRun(10**7, ZeroOptions(forced_dtype=BF16), StateSizes(*made_optimizer("sgd")), "cpu")
+    rows = bucket_rows(planned.layout(1024))
     computing = Computing(0.06, 0.12, straggling=0.05)
     assert StepTime(**found["steps"][1]) == pytest.approx(step_time(rows, 1024, 2, computing, Link(12.5e9, 20e-6)))
 

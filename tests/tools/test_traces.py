@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
 
-from lowlevel_zero import LowLevelZeroOptimizer, stepper
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping import gather_store
 from tests.support.ranks import run_ranks
 
 LAYERS = 6
@@ -19,7 +20,7 @@ LAYERS = 6
 @pytest.fixture(autouse=True)
 def every_bucket_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is: else these models would be stepped, and gathered, in one."""
-    monkeypatch.setattr(stepper, "PART", 1)
+    monkeypatch.setattr(gather_store, "PART", 1)
 
 
 class Seen(NamedTuple):

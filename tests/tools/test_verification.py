@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import Diagnostics, LowLevelZeroOptimizer
 from lowlevel_zero.diagnostics.verification import checksum
 from tests.support.oracle import Odd
 from tests.support.ranks import Raised, run_ranks, run_ranks_expecting
@@ -106,7 +106,7 @@ def test_every_so_many_steps() -> None:
 
     def live(rank: int, world_size: int) -> None:
         model = Odd()
-        optimizer = wrap(model, verify_every=4)
+        optimizer = wrap(model, diagnostics=Diagnostics(verify_every=4))
         for step in range(4):
             loss = model(torch.ones(3, 4), {1}).square().mean()
             optimizer.backward(loss)

@@ -28,7 +28,7 @@ def run(rank: int, world_size: int, name: str, folder: str) -> set[str]:
         exec(compile(SCRIPTS[name], f"{name}.py", "exec"), names)
         (optimizer,) = alive().values()
         assert isinstance(optimizer, LowLevelZeroOptimizer)
-        assert optimizer.options.partition_grad
+        assert optimizer.options.stage == 2
         assert optimizer.get_grad_norm()
     os.chdir(before)
     return set(os.listdir(folder))

@@ -51,10 +51,8 @@ class Resumed(NamedTuple):
 
 
 RESUMED = {
-    "whole": Resumed(False),
     "whole, of bf16": Resumed(False, precision="bf16-true"),
     "sharded, of bf16": Resumed(True, precision="bf16-true"),
-    "whole, of two optimizers": Resumed(False, Gan),
     "sharded, of two optimizers": Resumed(True, Gan),
     "sharded, with an average": Resumed(True, callbacks=lambda: [EMAWeightAveraging(decay=0.8)]),
 }

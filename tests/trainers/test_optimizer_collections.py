@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowlevel_zero.optim.elementwise import check_elementwise
+from lowlevel_zero.optim.splits import choose_splits
 from tests.support.collections import pytorch_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -30,22 +30,29 @@ ACCEPTED = (
     "Tiger",
 )
 # Their steps depend on other elements, which shows for some gradients, or late in a run, or for some settings.
-REFUSED = ("ASGD", "AdaTAM", "AdamP", "SGDP", "SWATS", "StableAdamW")
+WHOLE = ("AdaTAM", "AdamP", "SGDP", "StableAdamW")
+# On other parameters, or on random numbers.
+REFUSED = ("ASGD", "Adai", "Kron", "Prodigy", "SWATS")
 
 
 def make(name: str, params: Sequence[Tensor], **options: Any) -> Any:
     return getattr(pytorch_optimizer, name)(params, lr=1e-3, **options)
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_classes_that_look_beyond_an_element_step_whole_parameters(name: str) -> None:
+    assert choose_splits(make(name, [nn.Parameter(torch.ones(4, 4))])) == ["parameters"]
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_classes_that_look_beyond_an_element_are_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} cannot be stepped on slices"):
-        check_elementwise(make(name, [nn.Parameter(torch.ones(4, 4))]))
+def test_classes_that_look_beyond_a_parameter_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} cannot be sharded"):
+        choose_splits(make(name, [nn.Parameter(torch.ones(4, 4))]))
 
 
 def test_a_momentum_does_not_hide_a_projection() -> None:
-    with pytest.raises(TypeError, match="SGDP cannot be stepped on slices"):
-        check_elementwise(make("SGDP", [nn.Parameter(torch.ones(4, 4))], momentum=0.9, nesterov=True))
+    made = make("SGDP", [nn.Parameter(torch.ones(4, 4))], momentum=0.9, nesterov=True)
+    assert choose_splits(made) == ["parameters"]
 
 
 def first_third(tensor: Tensor) -> Tensor:
@@ -72,7 +79,7 @@ def test_accepted_classes_train_slices_as_they_train_the_whole(
     slices = [nn.Parameter(first_third(whole.detach()).clone()) for whole in wholes]
     starts = [whole.detach().clone() for whole in wholes]
     whole, sliced = make(name, wholes), make(name, slices)
-    check_elementwise(whole)
+    assert choose_splits(whole) == ["elements"]
     for _ in range(100):
         step(whole, sliced, wholes, slices, gradient)
     for start, p, own in zip(starts, wholes, slices, strict=True):

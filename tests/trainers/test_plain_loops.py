@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-from torch.profiler import profile
 from tqdm import tqdm
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.oracle import Run, adamw, build, groups, loss_of
+from tests.support.oracle import Run, build, groups, loss_of
 from tests.support.ranks import run_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
@@ -40,22 +39,12 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-def warm_restarts(optimizer: Optimizer) -> Any:
-    warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    then = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
-    return lr_scheduler.SequentialLR(optimizer, [warm, then], [2])
-
-
 def one_cycle(optimizer: Optimizer) -> Any:
     return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
 
 
 def plateau(optimizer: Optimizer) -> Any:
     return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-
-
-def by_lambda(optimizer: Optimizer) -> Any:
-    return lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 0.8**step, lambda step: 1.0])
 
 
 def swa(optimizer: Optimizer) -> Any:
@@ -89,19 +78,15 @@ def ema(model: nn.Module) -> AveragedModel:
 
 
 LOOPS = {
-    "warm restarts": Loop(scheduler=warm_restarts),
     "one cycle": Loop(scheduler=one_cycle),
     "plateau": Loop(scheduler=plateau),
-    "by lambda": Loop(scheduler=by_lambda, run=Run(steps=5, optimizer=adamw)),
     "moving average": Loop(average=ema, clip=0.5),
     "average, with its rates": Loop(average=AveragedModel, scheduler=swa),
     "compiled": Loop(compiled, clip=0.5),
     "compiled in place, layers dropped": Loop(
         compiled_in_place, run=Run(steps=5, drop=lambda step, rank: {(step + rank) % 3})
     ),
-    "checkpointed": Loop(checkpointed, clip=0.5, average=ema),
     "checkpointed and compiled": Loop(lambda model: compiled_in_place(checkpointed(model)), clear="model", clip=0.5),
-    "profiled": Loop(clip=0.5, tool=profile),
     "anomalies detected": Loop(clip=0.5, tool=torch.autograd.detect_anomaly),
     "cleared by the model": Loop(clear="model", clip=0.5, run=Run(steps=5, micro_batches=2)),
 }

@@ -14,11 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.accessors import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint
-from lowlevel_zero.optim.elementwise import check_elementwise
+from lowlevel_zero import Communication, LowLevelZeroOptimizer, construction
+from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_metadata, save_checkpoint
+from lowlevel_zero.checkpoint.saved import SavedCheckpoint
+from lowlevel_zero.deepspeed import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from lowlevel_zero.layout import Layout, layout_of, memory_held
+from lowlevel_zero.optim.splits import choose_splits
 from lowlevel_zero.planning import estimate
+from lowlevel_zero.planning.saved_layout import layout_in
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_ranks
 
 with warnings.catch_warnings():  # torchao's, of what it was built for, and of its enums
@@ -66,9 +70,12 @@ class Net(nn.Module):
         return torch.stack([(p * torch.randn(p.shape, generator=generator)).sum().sin() for p in self.weights]).sum()
 
 
+SUMS = Communication(reduction="sum")
+
+
 def wrap(model: Net, make: Callable[[Any], Any], **options: Any) -> LowLevelZeroOptimizer:
     optimizer = make(model.parameters())
-    return LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True, reduction="sum", **options)
+    return LowLevelZeroOptimizer(optimizer, model=model, stage=2, communication=SUMS, **options)
 
 
 def train(model: Net, optimizer: LowLevelZeroOptimizer, steps: range) -> list[Tensor]:
@@ -153,13 +160,66 @@ def test_a_run_goes_on_from_files_as_it_would_have(which: str, tmp_path: Path, s
             again.load_state_dict(model.state_dict())
             Sharded(other).load_state_dict(copy.deepcopy(Sharded(optimizer).state_dict()))
         assert quantised(other) == quantised(optimizer)
-        assert optimizer.memory_held() == other.memory_held()
+        assert memory_held(optimizer) == memory_held(other)
         expected, got = train(model, optimizer, range(2, 4)), train(again, other, range(2, 4))
         assert all(map(torch.equal, expected, got))
 
     for (way,), ran in run_cases(work, 2, [("whole",), ("sharded",), ("files",)]):
         with subtests.test(way):
             ran.values()
+
+
+@pytest.mark.parametrize("which", MAKE)
+def test_files_have_a_scale_for_each_block(which: str, tmp_path: Path) -> None:
+    """And so few bytes a parameter: a code each for one or two states, and their scales."""
+    numel = 512 * 1024
+
+    def save(rank: int, world_size: int) -> None:
+        model = nn.Linear(1024, 512, bias=False)
+        optimizer = LowLevelZeroOptimizer(MAKE[which](model.parameters()), model=model, stage=2)
+        optimizer.backward(model(torch.randn(2, 1024)).square().mean())
+        optimizer.step()
+        save_checkpoint(tmp_path / "a", model, optimizer)
+
+    run_ranks(save, 2)
+    of_states = [
+        place.length
+        for index, place in read_metadata(tmp_path / "a").storage_data.items()
+        if index.fqn.startswith("optim.state.")
+    ]
+    assert 1.0 < sum(of_states) / numel < (1.3 if which == "Lion" else 2.6)
+    total = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
+    assert total / numel < 4 + 2.6
+
+
+@pytest.mark.parametrize("which", MAKE)
+def test_a_checkpoint_is_laid_out_as_it_was_saved(which: str, tmp_path: Path) -> None:
+    def save(rank: int, world_size: int) -> Layout:
+        model = nn.Linear(1000, 512, bias=False)
+        optimizer = LowLevelZeroOptimizer(MAKE[which](model.parameters()), model=model, stage=2)
+        optimizer.backward(model(torch.randn(2, 1000)).square().mean())
+        optimizer.step()
+        save_checkpoint(tmp_path / "a", model, optimizer)
+        return layout_of(optimizer)
+
+    live, saved = run_ranks(save, 3)[0], layout_in(SavedCheckpoint(tmp_path / "a"))
+    assert [p.split for p in saved.parameters] == [p.split for p in live.parameters]
+    assert saved.parameters[0].split.multiple > 1
+    assert saved.bytes.states == pytest.approx(live.bytes.states, rel=0.01, abs=4096)  # bitsandbytes' tables
+
+
+def test_another_block_size_is_refused(tmp_path: Path) -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = Net()
+        optimizer = wrap(model, adamw8bit)
+        train(model, optimizer, range(1))
+        save_checkpoint(tmp_path / "a", model, optimizer)
+        again = Net()
+        other = wrap(again, lambda params: torchao.optim.AdamW8bit(params, block_size=128))
+        with pytest.raises(ValueError, match="expected states quantised in blocks of 128, got blocks of 256"):
+            load_checkpoint(tmp_path / "a", again, other)
+
+    run_ranks(work, 2)
 
 
 def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
@@ -174,7 +234,9 @@ def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
 
     def load(rank: int, world_size: int, multiple: int) -> tuple[list[Tensor], list[bool]]:
         model = Net()
-        optimizer = wrap(model, BITSANDBYTES["AdamW8bit"], slice_multiple=multiple)
+        if multiple > 1:
+            patch_rank(construction, "slice_multiple", lambda optimizer, numel, world_size: multiple)
+        optimizer = wrap(model, BITSANDBYTES["AdamW8bit"])
         load_checkpoint(tmp_path / "saved", model, optimizer)
         are = quantised(optimizer)
         return train(model, optimizer, range(2, 4)), are
@@ -191,8 +253,9 @@ def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
 def test_slices_are_multiples() -> None:
     def work(rank: int, world_size: int, multiple: int) -> None:
         model = Net()
-        optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=0.1), slice_multiple=multiple)
-        for p, place in zip(model.parameters(), optimizer.layout().parameters, strict=True):
+        patch_rank(construction, "slice_multiple", lambda optimizer, numel, world_size: multiple)
+        optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=0.1))
+        for p, place in zip(model.parameters(), layout_of(optimizer).parameters, strict=True):
             least, split = -(-p.numel() // world_size), place.split
             assert split.slice_size == -(-least // multiple) * multiple
             assert optimizer.get_param_padding_size(p) == split.padding == split.slice_size * world_size - p.numel()
@@ -232,20 +295,23 @@ def test_codes_are_not_taken_for_numbers() -> None:
         ran.values()
 
 
-REFUSED = [
-    ("AdEMAMix8bit", lambda params: bnb.optim.AdEMAMix8bit(params), "statistics within blocks"),
-    ("LAMB8bit", lambda params: bnb.optim.LAMB8bit(params), "norms of the whole tensor"),
-    ("LARS32bit", lambda params: bnb.optim.LARS32bit(params, lr=0.1, momentum=0.9), "norms of the whole tensor"),
-    ("GaLoreAdamW", galore_torch.GaLoreAdamW, "GaLore"),
-    ("GaLoreAdamW8bit", galore_torch.GaLoreAdamW8bit, "GaLore"),
-    ("AdamW4bit", torchao.optim.AdamW4bit, "statistics within blocks"),
+WHOLE = [
+    ("AdEMAMix8bit", lambda params: bnb.optim.AdEMAMix8bit(params)),
+    ("GaLoreAdamW", galore_torch.GaLoreAdamW),
+    ("AdamW4bit", torchao.optim.AdamW4bit),
 ]
 
 
-@pytest.mark.parametrize(("make", "reason"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_is_refused(make: Callable[[Any], Any], reason: str) -> None:
-    with pytest.raises(TypeError, match=reason):
-        check_elementwise(make([nn.Parameter(torch.zeros(8))]))
+@pytest.mark.parametrize("make", [case[1] for case in WHOLE], ids=[case[0] for case in WHOLE])
+def test_what_steps_whole_parameters(make: Callable[[Any], Any]) -> None:
+    assert choose_splits(make([nn.Parameter(torch.zeros(8))])) == ["parameters"]
+
+
+def test_what_no_probe_can_make_needs_a_choice() -> None:
+    optimizer = bnb.optim.LAMB8bit([nn.Parameter(torch.zeros(8))])
+    with pytest.raises(TypeError, match=r"norms of the whole tensor.*MockArgs.*split='parameters'"):
+        choose_splits(optimizer)
+    assert choose_splits(optimizer, "parameters") == ["parameters"]
 
 
 class Embedded(nn.Module):
@@ -295,7 +361,7 @@ def train_embedded(way: str, when: str, rank: int, wrapped: bool) -> tuple[list[
         if when == "before" and way == "by module":
             override(model, way, found)
         if wrapped:
-            optimizer = LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True, reduction="sum")
+            optimizer = LowLevelZeroOptimizer(optimizer, model=model, stage=2, communication=SUMS)
         if when == "after":
             override(model, way, found)
         for step in range(4):
@@ -341,7 +407,7 @@ def test_a_setting_by_parameter_that_slices_cannot_have_is_refused() -> None:
 
 def test_others_of_bitsandbytes_are_taken() -> None:
     for kind, bits in product(("Adam", "AdamW", "Lion", "RMSprop", "Adagrad"), ("", "8bit", "32bit")):
-        check_elementwise(getattr(bnb.optim, kind + bits)([nn.Parameter(torch.zeros(8))], lr=0.1))
+        assert choose_splits(getattr(bnb.optim, kind + bits)([nn.Parameter(torch.zeros(8))], lr=0.1)) == ["elements"]
 
 
 def test_their_states_are_estimated() -> None:
@@ -351,7 +417,7 @@ def test_their_states_are_estimated() -> None:
             model = Net()
             optimizer = wrap(model, make)
             train(model, optimizer, range(1))
-            told.append((estimate(Net(), world_size, 2, None, make).states, optimizer.memory_held()["states"]))
+            told.append((estimate(Net(), world_size, 2, None, make).states, memory_held(optimizer).states))
         optimizer = adamw8bit(Net().parameters())
         told.append((estimate(Net(), world_size, 2, None, optimizer).states, told[-1][1]))
         return told

@@ -1,4 +1,4 @@
-"""The backends' interface, what they share, and the backend of one rank."""
+"""Define the interface of backends, the collectives that backends of hosts share, and the backend of one rank."""
 
 from __future__ import annotations
 
@@ -6,33 +6,55 @@ import ctypes
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..flat_buffers import in_rows, keep_own, lay_end_to_end, sum_rows, unpack
+from ..flat_buffers import in_rows, keep_own, lay_end_to_end, sum_rows, take_apart, unpack
 from ..work import Chain, Work
 
-# Each has an order of its own between hosts: reductions, sums on their way back, gathers, all_to_all; agreements,
-# sums of a few numbers, presence maps.
-REDUCE, SPREAD, GATHER, HAND_OUT, AGREED, ADDED, PRESENT = range(1, 8)
-BUFFERS = range(REDUCE, AGREED)  # of them
 KINDS = 16  # at most
+
+# Elements of a bucket where the caller has chosen none. A host's is to stay in its cache. A device's collective costs
+# some 20 us whatever its size, and takes megabytes to fill a link: DDP has 25 MiB, ColossalAI's plugin 12 * 2**20.
+HOST_BUCKET, DEVICE_BUCKET = 2**20, 12 * 2**20
 
 T = TypeVar("T")
 
-# What becomes of everybody's few numbers, stacked.
+# Combine the stacked numbers of all ranks.
 MAXIMUM: Callable[[Tensor], Tensor] = partial(torch.amax, dim=0)
 _SUM: Callable[[Tensor], Tensor] = partial(torch.sum, dim=0)
 
 
-class PeerError(RuntimeError):
-    """A message to another rank, or from it, didn't get through.
+class Kind(IntEnum):
+    """A kind of collective between hosts; each kind has its order."""
+
+    REDUCE = 1
+    GATHER_SUM = 2  # the second half of an all-reduce
+    GATHER = 3
+    ALL_TO_ALL = 4
+    AGREEMENT = 5
+    SUM = 6
+    PRESENCE_MAP = 7
+
+    @property
+    def carries_buffers(self) -> bool:
+        """Whether it carries buckets, not a few numbers."""
+        return self < Kind.AGREEMENT
+
+
+class TransportError(RuntimeError):
+    """A rank has waited in vain for another rank's part of a collective."""
+
+
+class PeerError(TransportError):
+    """A message to another rank, or from it, has failed.
 
     Attributes:
-        rank: that rank's global one.
+        rank: the other rank's global one.
     """
 
     def __init__(self, rank: int, why: str) -> None:
@@ -51,13 +73,15 @@ class Backend(ABC):
         size: ranks in the group.
 
     Attributes:
-        in_flight: reductions that are worth having under way: enough to keep the network busy, few enough for stage
-            2's memory, since each holds a buffer.
-        limits_all_reduce: ``in_flight`` holds for all-reduces too, whose buffers are not what remains of them.
-        all_reduce_only_reads: it doesn't write to its buffer, nor copy it: so that may be a gradient.
-        chain: starts the second half of an all-reduce after its first, where the backend has no all-reduce of its own.
+        bucket_size: elements of a bucket of a host's gradients where the caller has chosen none, alike on all ranks.
+        in_flight: how many reductions to have under way: enough to keep the network busy, few enough for stage 2's
+            memory, since each holds a buffer.
+        limits_all_reduce: ``in_flight`` bounds all-reduces too, since their sums are further buffers.
+        all_reduce_only_reads: ``all_reduce`` neither writes to its buffer nor copies it: a gradient may be one.
+        chain: starts the second half of an all-reduce after its first; a backend with an own all-reduce has none.
     """
 
+    bucket_size = HOST_BUCKET
     in_flight = 3
     limits_all_reduce = False
     all_reduce_only_reads = False
@@ -67,9 +91,9 @@ class Backend(ABC):
         self.rank = rank
         self.size = size
 
-    def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer to be filled and handed to one reduction; what it holds is undefined."""
-        return torch.empty(self.size, row, dtype=dtype, device=device)
+    def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:
+        """Return a buffer, ``[rows, row]``, for one reduction, with undefined values; ``rows``: None is ``size``."""
+        return torch.empty(rows or self.size, row, dtype=dtype, device=device)
 
     @abstractmethod
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
@@ -78,31 +102,37 @@ class Backend(ABC):
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Start summing; the result has ``buffer``'s shape, and may be ``buffer``.
 
-        Each rank sums a row, and hands it to all others, whatever it is at then.
+        Each rank sums a row, and sends it to all others. All memory is allocated now: where a sum fails on one rank,
+        the others still get a row.
         """
         rows = in_rows(buffer, self.size)  # of any shape: it may be another level's row
         shape, numel, total = buffer.shape, buffer.numel(), torch.empty_like(rows)
-        scattered = self.reduce_scatter(rows, total[self.rank])
+        own = self._row_of_sum(total)
+        scattered = self.reduce_scatter(rows, own)
         failed: list[RuntimeError] = []
 
         def summed() -> Tensor:
             try:
                 return scattered.wait()
-            except PeerError:
+            except TransportError:
                 raise
             except RuntimeError as error:  # the others wait for the row, whatever it holds
                 failed.append(error)
-                return total[self.rank]
+                return own
 
         def whole(_: None) -> Tensor:
             for error in failed:
                 raise error
             return total.view(-1)[:numel].view(shape)
 
-        first = Work(summed, scattered.done, scattered.tensors)
-        return self.chain.after(first, lambda row: self._spread(row, total)).then(whole)
+        first = Work(summed, scattered.ready, scattered.tensors)
+        return self.chain.after(first, lambda row: self._gather_sum(row, total)).then(whole)
 
-    def _spread(self, row: Tensor, total: Tensor) -> Work[None]:
+    def _row_of_sum(self, total: Tensor) -> Tensor:
+        """Return the memory into which an all-reduce sums this rank's row of ``total``."""
+        return total[self.rank]
+
+    def _gather_sum(self, row: Tensor, total: Tensor) -> Work[None]:
         """Start filling ``total`` with the rows that all ranks have summed."""
         return self.gather([row], [total], len(row))
 
@@ -111,11 +141,16 @@ class Backend(ABC):
         """Start filling ``buffer``, of which every rank gives its own row; in place."""
 
     @abstractmethod
-    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
-        """Start handing 1-D ``buffer`` out, ``sizes[r]`` elements to rank ``r``.
+    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start summing; the result is the sum, 1-D, on the rank ``owner``, maybe in ``buffer``; empty on others."""
 
-        The result is ``into``, ``sizes_into[r]`` elements of it from rank ``r``.
-        """
+    @abstractmethod
+    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start filling 1-D ``buffer`` with that of the rank ``owner``; in place."""
+
+    @abstractmethod
+    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
+        """Start sending row ``r`` to rank ``r``; the result is ``[size, row]``, each rank's row for this one."""
 
     @abstractmethod
     def sum(self, value: Tensor) -> Work[Tensor]:
@@ -135,32 +170,40 @@ class Backend(ABC):
         buffer[self.rank, numel:].zero_()  # fp8 looks at whole blocks
         return self.all_gather(buffer).then(lambda _: unpack(buffer, rows))
 
-    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start handing row ``r`` to rank ``r``; the result, ``[size, row]``, is what the ranks have for this one."""
-        sizes = [buffer.shape[1]] * self.size
-        theirs = buffer.new_empty(buffer.shape)
-        return self.all_to_all(buffer.view(-1), sizes, theirs.view(-1), sizes).then(lambda _: theirs)
+    def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
+        """Start filling ``whole``, 1-D and of one dtype, with the ``own`` of the rank ``owner``; others give none.
+
+        Several travel end to end in a buffer; one alone needs no buffer.
+        """
+        if len(whole) == 1:
+            if self.rank == owner and own[0].data_ptr() != whole[0].data_ptr():
+                whole[0].copy_(own[0])
+            return self.broadcast(whole[0], owner).then(lambda _: None)
+        buffer = whole[0].new_empty(sum(map(Tensor.numel, whole)))
+        if self.rank == owner:
+            lay_end_to_end(buffer, own)
+        return self.broadcast(buffer, owner).then(lambda _: take_apart(buffer, whole))
 
     def held(self) -> list[Tensor]:
-        """Memory that is kept from buffer to buffer."""
+        """Return the memory that is kept from buffer to buffer."""
         return []
 
     def trim(self, for_good: bool = False) -> None:  # noqa: B027
-        """Nothing is under way on this rank: keep no more memory than is worth it, or none."""
+        """Give back memory of buffers, or all of it ``for_good``; nothing is under way on this rank."""
 
 
 class Trade(NamedTuple):
-    """What a rank has for the others in one collective, and how much they have for it.
+    """The parts that a rank sends and receives in one collective of hosts.
 
     Attributes:
         kind: trades of one kind have an order of their own.
-        buffer: 1-D; it must stay as it is until the trade is over.
-        sizes: elements of ``buffer`` for rank 0, 1, ..., in this order; None: all of it is for each.
-        coming: elements that rank 0, 1, ... has for this one.
-        into: by rank, where its part is to lie afterwards; None: anywhere, until it has been read.
+        buffer: 1-D; it must stay unchanged until the trade is over.
+        sizes: how many elements of ``buffer`` go to rank 0, 1, ..., in this order; None: each rank gets all of it.
+        coming: how many elements rank 0, 1, ... sends to this one.
+        into: the memory for each rank's part; None: the backend's own, until the part has been read.
     """
 
-    kind: int
+    kind: Kind
     buffer: Tensor
     sizes: Sequence[int] | None
     coming: Sequence[int]
@@ -168,44 +211,80 @@ class Trade(NamedTuple):
 
 
 class HostBackend(Backend):
-    """Carries the tensors of hosts, and small messages between them.
+    """Carries tensors of the CPU, and small messages.
 
     Attributes:
-        shares_memory: all ranks are processes of one host, and read what they need where it lies.
+        shares_memory: all ranks are processes of one host, and read each other's buffers in shared memory.
     """
 
     shares_memory = False
 
     @abstractmethod
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Start handing this rank's parts to the others, and reading theirs: what all collectives of hosts are made of.
+        """Start sending this rank's parts to the others, and receiving theirs; all other collectives are made of it.
 
         ``read`` makes the result of the others' parts, by rank, in turn from the rank before this one on.
         """
 
+    def _gather_sum(self, row: Tensor, total: Tensor) -> Work[None]:
+        """Start filling ``total``; gathers have another order, and may start meanwhile."""
+        keep_own([row], [total], self.rank)
+        parts = Trade(Kind.GATHER_SUM, row, None, [len(row)] * self.size, total.unbind())
+        return self.trade(parts, lambda _: None)
+
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Each rank sums its own row of all buffers, in the order of ranks."""
-        own, sizes = buffer[self.rank], [buffer.shape[1]] * self.size
+        """Start summing this rank's row of all buffers, in the order of ranks."""
+        sizes = [buffer.shape[1]] * self.size
+        return self.trade(Trade(Kind.REDUCE, buffer.view(-1), sizes, sizes), self.adding(buffer[self.rank], into))
+
+    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start summing all buffers on the owner, in the order of ranks."""
+        flat = buffer.view(-1)
+        sizes = [len(flat) if rank == owner else 0 for rank in range(self.size)]
+        if self.rank == owner:
+            return self.trade(Trade(Kind.REDUCE, flat, sizes, [len(flat)] * self.size), self.adding(flat))
+        return self.trade(Trade(Kind.REDUCE, flat, sizes, [0] * self.size), lambda _: flat.new_empty(0))
+
+    def adding(self, own: Tensor, into: Tensor | None = None) -> Callable[[dict[int, Tensor]], Tensor]:
+        """Return a function that sums ``own`` and the other ranks' parts, in the order of ranks."""
 
         def add(theirs: dict[int, Tensor]) -> Tensor:
             reuses = into is None and self.size == 2 and not self.shares_memory
             room = next(iter(theirs.values())) if reuses else into
-            rows = theirs | {self.rank: own}
-            return sum_rows([*map(rows.__getitem__, range(self.size))], room)
+            parts = theirs | {self.rank: own}
+            return sum_rows([*map(parts.__getitem__, range(self.size))], room)
 
-        return self.trade(Trade(REDUCE, buffer.view(-1), sizes, sizes), add)
+        return add
 
-    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
-        """Each rank's part straight to it."""
-        parts = into.split_with_sizes(list(sizes_into))
-        parts[self.rank].copy_(buffer.split_with_sizes(list(sizes))[self.rank])
-        return self.trade(Trade(HAND_OUT, buffer, sizes, sizes_into, parts), lambda _: into)
+    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start filling ``buffer`` as the only piece of ``broadcast_from``."""
+        return self.broadcast_from(owner, [buffer], [buffer]).then(lambda _: buffer)
 
-    def exchange(self, few: Tensor, kind: int, combine: Callable[[Tensor], T]) -> Work[T]:
-        """Start telling all ranks a few numbers, as many on each; ``combine`` makes the result of everybody's, stacked.
+    def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
+        """Start copying the owner's pieces, which travel end to end."""
+        count, nothing = sum(map(Tensor.numel, whole)), [0] * self.size
+        if self.rank == owner:
+            packed = self.new_buffer(count, whole[0].dtype, whole[0].device, 1)[0]
+            lay_end_to_end(packed, own)
+            if own[0].data_ptr() != whole[0].data_ptr():
+                take_apart(packed, whole)
+            return self.trade(Trade(Kind.GATHER, packed, None, nothing), lambda _: None)
+        coming = [count if rank == owner else 0 for rank in range(self.size)]
+        empty = whole[0].new_empty(0)
+        parts = Trade(Kind.GATHER, empty, nothing, coming)
+        return self.trade(parts, lambda theirs: take_apart(theirs[owner], whole))
 
-        Those of one ``kind`` have an order of their own. Of presence maps ``done`` tells when they have come; of others
-        that may only be known by waiting. ``few`` must stay as it is until then.
+    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
+        """Start sending each row straight to its rank."""
+        sizes, theirs = [buffer.shape[1]] * self.size, torch.empty_like(buffer)
+        theirs[self.rank].copy_(buffer[self.rank])
+        return self.trade(Trade(Kind.ALL_TO_ALL, buffer.view(-1), sizes, sizes, theirs.unbind()), lambda _: theirs)
+
+    def exchange(self, few: Tensor, kind: Kind, combine: Callable[[Tensor], T]) -> Work[T]:
+        """Start gathering a few numbers, as many on each rank; ``combine`` makes the result of all ranks', stacked.
+
+        Presence maps alone make progress by themselves, and their ``ready`` tells when they have come. ``few`` must
+        stay unchanged until then.
         """
 
         def read(theirs: dict[int, Tensor]) -> T:
@@ -215,42 +294,52 @@ class HostBackend(Backend):
         return self.trade(Trade(kind, few.view(-1), None, [few.numel()] * self.size), read)
 
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Everybody's, in rank order."""
-        return self.exchange(value, ADDED, _SUM)
+        """Start summing in the order of ranks."""
+        return self.exchange(value, Kind.SUM, _SUM)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """As pieces, of which there is one."""
+        """Start filling ``buffer`` as the only piece of ``gather``."""
         return self.gather([buffer[self.rank]], [buffer], buffer.shape[1]).then(lambda _: buffer)
 
     def all_gather_object(self, mine: object) -> list[Any]:
-        """Every rank's ``mine`` in rank order, pickled; in one order with agreements."""
+        """Return every rank's ``mine``, pickled on the way, in rank order; in one order with agreements."""
         data = bytearray(pickle.dumps(mine))
-        length = self.exchange(torch.tensor([len(data)], device="cpu"), AGREED, MAXIMUM).wait()
+        length = self.exchange(torch.tensor([len(data)], device="cpu"), Kind.AGREEMENT, MAXIMUM).wait()
         data.extend(bytes(int(length) - len(data)))
-        return self.exchange(torch.frombuffer(data, dtype=torch.uint8), AGREED, _unpickled).wait()
+        return self.exchange(torch.frombuffer(data, dtype=torch.uint8), Kind.AGREEMENT, _unpickled).wait()
 
 
 def _unpickled(parts: Tensor) -> list[Any]:
-    # torch may have come without numpy
+    # torch may be installed without numpy
     return [pickle.loads(ctypes.string_at(part.data_ptr(), part.nbytes)) for part in parts]
 
 
 class Alone(HostBackend):
-    """One rank: what it has is everybody's."""
+    """Answers for a group of one rank."""
 
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Nobody has anything."""
+        """Return the result of no parts."""
         return Work(lambda: read({}), tensors=(what.buffer,))
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """The one row."""
+        """Return the only row."""
         return Work(lambda: buffer[0], tensors=(buffer,))
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """``buffer``."""
+        """Return ``buffer``."""
         return Work(lambda: buffer, tensors=(buffer,))
 
+    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Return ``buffer``, 1-D."""
+        return Work(lambda: buffer.view(-1), tensors=(buffer,))
+
+    def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
+        """Copy ``own``, unless it lies there already."""
+        if own[0].data_ptr() != whole[0].data_ptr():
+            torch._foreach_copy_(list(whole), list(own))
+        return Work(lambda: None)
+
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """A copy, where ``own`` is one."""
+        """Copy ``own``, unless it lies there already."""
         keep_own(own, rows, self.rank)
         return Work(lambda: None)

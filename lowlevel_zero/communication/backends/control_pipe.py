@@ -3,13 +3,13 @@
 A reader sleeps in the kernel until a record comes, and no thread has to carry it: where ranks are as many as cores, a
 message through gloo's threads takes a hundred times as long.
 
-A record tells where a rank's part of a collective lies, and which blocks of the reader's memory the sender has finished
-with. All that a process learns of another's memory it learns here, never by looking: whoever has read a record sees
-what was written before it was sent, also on machines whose cores reorder reads and writes (ARM, POWER), since both went
-through the pipe's lock in the kernel.
+A record says where a rank's part of a collective lies, and which blocks of the reader's memory the sender has finished
+with. A process never looks into another's memory for news: a reader of a record sees all that was written before the
+record was sent, also on machines whose cores reorder reads and writes (ARM, POWER), since both went through the pipe's
+lock in the kernel.
 
-Nobody waits for room in a pipe, where two could wait for each other. A pipe is small where the user has many, and
-others may have much to tell at once. So what finds no room is left to a thread.
+No rank waits for room in a pipe, where two could wait for each other. A pipe is small where the user has many, and its
+reader may be late. A record that finds no room is left to a thread.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..processes import Process
 from ..runtime import Threads, runtime
+from .backend import TransportError
 
 # A collective's kind, the sender, the serial, offset, start and bytes; and offsets of finished blocks, 0 where there
 # are fewer.
@@ -32,15 +33,15 @@ _RECORD = struct.Struct(f"=iiqqqq{_FINISHED}q")
 _MOST = 512 * _RECORD.size  # bytes that are read at a time
 _DOZE, _LATE = 10, 1000  # milliseconds
 
-# The kind of a collective, and the how manyth of its kind it is: everybody counts alike.
+# The kind of a collective, and its number among those of the kind: all ranks count alike.
 Key: TypeAlias = tuple[int, int]
 
 
 class BlockPart(NamedTuple):
-    """Where a rank's part of a collective lies in its memory: in a block, from ``start`` bytes on.
+    """The place of a rank's part of a collective in its memory: a block, and ``start`` bytes in it.
 
     Attributes:
-        nbytes: of all that the rank has for the others.
+        nbytes: the bytes of all parts that the rank sends.
     """
 
     offset: int
@@ -49,16 +50,16 @@ class BlockPart(NamedTuple):
 
 
 class ControlPipe:
-    """This process's own, which its peers write to, and theirs.
+    """The pipe that this process reads, and those of its peers, which it writes to.
 
     Args:
-        rank: this process's.
-        readers: by offset of each block of its memory, the ranks that haven't finished with it.
-        threads: those that write what finds no room.
+        rank: this process's rank.
+        readers: the ranks that haven't finished with a block of this process's memory, by the block's offset.
+        threads: owns the threads that write records which found no room.
 
     Attributes:
-        descriptor: of its own pipe.
-        peers: the others', by rank.
+        descriptor: the file descriptor of this process's pipe.
+        peers: the other ranks' pipes, by rank.
     """
 
     def __init__(self, rank: int, readers: Mapping[int, set[int]], threads: Threads) -> None:
@@ -73,15 +74,15 @@ class ControlPipe:
         self._lock, self._sleeping = runtime().lock(), runtime().lock()
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = (), nbytes: int = 0) -> Key:
-        """Tell all peers of the next collective of a kind, and which of their blocks are finished with.
+        """Send all peers a record of the next collective of a kind, and of their blocks that are finished with.
 
-        What a pipe has no room for goes later; records may overtake each other.
+        A record that finds no room goes later; records may overtake each other.
 
         Args:
-            kind: 0: there is no collective.
-            offset: of the block that holds this rank's part.
-            starts: by rank, from which byte on it is for that one; empty: all is for all.
-            nbytes: of what this rank has for all.
+            kind: the kind of the collective; 0: there is none.
+            offset: the offset of the block that holds this rank's part.
+            starts: the byte at which each rank's part starts; empty: all ranks get the whole block.
+            nbytes: the bytes of all parts.
         """
         serial = next(self._serials[kind])
         for rank, peer in self.peers.items():
@@ -98,7 +99,7 @@ class ControlPipe:
         return kind, serial
 
     def collect(self) -> None:
-        """Take in what has come."""
+        """Read the records that have come."""
         with self._lock, suppress(BlockingIOError):
             while records := self._own.read(_MOST):
                 for kind, sender, serial, offset, start, nbytes, *finished in _RECORD.iter_unpack(records):
@@ -110,16 +111,16 @@ class ControlPipe:
                     return
 
     def has(self, key: Key) -> bool:
-        """Whether all ranks have told of a collective; looks into the pipe only if it has to."""
+        """Return whether the records of all ranks for a collective have come."""
         if len(self._received.get(key, ())) < len(self.peers):
             self.collect()
         return len(self._received.get(key, ())) == len(self.peers)
 
     def receive(self, key: Key, timeout: float) -> dict[int, BlockPart]:
-        """Where the parts of a collective lie, by rank, once, when all have told.
+        """Wait for the records of all ranks for a collective; return the places of their parts, once, by rank.
 
         Raises:
-            RuntimeError: a sender has ended, ``timeout`` seconds are over, or the process group ends.
+            TransportError: a sender has ended, ``timeout`` seconds are over, or the process group ends.
         """
         deadline: float | None = None  # from the first look that was in vain
         while len(self._received.get(key, ())) < len(self.peers):
@@ -130,7 +131,7 @@ class ControlPipe:
                 self.collect()  # also what who has ended has left
             missing -= self._received.get(key, {}).keys()
             if missing.intersection(ended):
-                raise RuntimeError(
+                raise TransportError(
                     f"expected gradients or parameters of rank {min(missing.intersection(ended))}, whose process has "
                     "ended"
                 )
@@ -139,23 +140,23 @@ class ControlPipe:
                 deadline = now + timeout if deadline is None else deadline
                 if self._threads.broken_off or now > deadline:
                     ranks = f"ranks {sorted(missing)}"
-                    raise RuntimeError(f"expected gradients or parameters of {ranks} within {timeout:g} s")
+                    raise TransportError(f"expected gradients or parameters of {ranks} within {timeout:g} s")
         return self._received.pop(key)
 
 
 class PeerPipe:
-    """Another process's.
+    """The pipe of another process, which this process writes to.
 
     Args:
-        process: the other one.
-        descriptor: of the pipe, in that process.
-        timeout: seconds for which there may be no room.
-        threads: the one that waits for room is one of them.
+        process: the other process.
+        descriptor: the file descriptor of the pipe in that process.
+        timeout: seconds to wait for room.
+        threads: owns the thread that waits for room.
 
     Attributes:
         process: as given.
-        pipe: the one that this process writes to.
-        finished: offsets of its blocks that this process has finished with, and not told it.
+        pipe: the pipe.
+        finished: offsets of its blocks that this process has finished with, to be sent in the next record.
     """
 
     def __init__(self, process: Process, descriptor: int, timeout: float, threads: Threads) -> None:

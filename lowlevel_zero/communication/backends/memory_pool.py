@@ -1,6 +1,6 @@
-"""The pool: memory of each process that all others of the same host map, cut into blocks that buffers are packed into.
+"""The memory pool: each process of a host has memory that all others map, cut into blocks for buffers.
 
-Who has read a block says so in its next record (see ``control_pipe``). When all have, the block is used again.
+A rank that has read a block says so in its next record (see ``control_pipe``). When all have, the block is used again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Address(NamedTuple):
-    """Where a process finds another's memory and its pipe: plain values, to be sent."""
+    """The address of a process's memory and pipe for other processes; sent between ranks."""
 
     memory: MemoryAddress
     pipe: int  # a file descriptor of that process
@@ -35,9 +35,9 @@ class Block:
     """A range of a process's memory.
 
     Attributes:
-        offset, nbytes: where it is.
+        offset, nbytes: its place.
         readers: the ranks that haven't finished with it.
-        resident: it takes memory.
+        resident: memory is allocated for it.
     """
 
     offset: int
@@ -47,18 +47,18 @@ class Block:
 
 
 class Memory:
-    """This process's own, and that of the others; all optimizers of a process group use it.
+    """This process's memory and maps of the others'; all optimizers of a process group use it.
 
     Args:
-        rank: this process's.
-        ranks: how many map it, this process too.
-        threads: those that its pipe may need.
+        rank: this process's rank.
+        ranks: the number of processes that map it, this one included.
+        threads: owns the threads of its pipe.
 
     Attributes:
-        map: all of its own.
-        maps: the others', by rank, beginning with the rank before this one.
-        address: where others find it.
-        pipe: how they tell this process where their parts lie.
+        map: this process's memory.
+        maps: the other ranks' memory, by rank, beginning with the rank before this one.
+        address: the address of this process's memory.
+        pipe: carries records of where parts of collectives lie.
         timeout: seconds to wait for a peer.
 
     Raises:
@@ -80,7 +80,7 @@ class Memory:
         self._top = _PAGE
 
     def connect(self, addresses: Sequence[Address], timeout: float) -> None:
-        """Map every other rank's memory; these are in rank order.
+        """Map every other rank's memory; ``addresses`` are in rank order.
 
         Raises:
             OSError, ValueError: a peer's can't be reached from here.
@@ -93,15 +93,14 @@ class Memory:
             self.pipe.peers[of] = PeerPipe(process, pipe, timeout, self._threads)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
-        """A block that nobody reads, until all ranks have finished with it; and so many elements, 1-D, in it.
+        """Return a block that no rank reads, and a 1-D tensor of ``numel`` elements in it; never wait for one.
 
-        Never waits for one.
+        The block is taken until all ranks have finished with it.
 
         Raises:
             MemoryError: there is no more.
         """
-        nbytes = numel * dtype.itemsize
-        nbytes = max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
+        nbytes = block_bytes(numel * dtype.itemsize)
         with self._lock:
             for block in self._blocks:
                 if block.nbytes == nbytes and block.resident and not block.readers:
@@ -143,7 +142,7 @@ class Memory:
             self._lock.release()
 
     def held(self) -> list[Tensor]:
-        """The blocks that take memory, as bytes."""
+        """Return the blocks that have memory, as bytes."""
         resident = [block for block in self._blocks if block.resident]
         return [torch.frombuffer(self.map, dtype=torch.uint8, count=b.nbytes, offset=b.offset) for b in resident]
 
@@ -156,7 +155,7 @@ class Memory:
         return block
 
     def _populate(self, block: Block) -> None:
-        """Get the memory now: where there is none, touching it later would kill the process."""
+        """Allocate a block's memory now: where there is none, writing to it later would kill the process."""
         try:
             self._own.populate(block.offset, block.nbytes)
         except OSError as error:
@@ -164,8 +163,13 @@ class Memory:
         block.resident = True
 
 
+def block_bytes(nbytes: int) -> int:
+    """Return the size of a block that holds ``nbytes``: a power of 2, or a multiple of 1 MiB."""
+    return max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
+
+
 def open_pool(ranks: HostBackend, timeout: float, threads: Threads) -> Memory | str:
-    """Memory that every rank can see every other's of, else why not; alike on all, which all call it."""
+    """Return memory that all ranks share, or the reason why they can't, alike on all; all ranks call it."""
     own = _or_why_not(lambda: Memory(ranks.rank, ranks.size, threads))
     addresses = ranks.all_gather_object(own if isinstance(own, str) else own.address)
     refusals = _refusals(addresses)
@@ -185,7 +189,7 @@ def _or_why_not(make: Callable[[], T]) -> T | str:
 
 
 def _refusals(answers: list[object]) -> str:
-    """Which ranks have said that they can't, and why; empty: none has."""
+    """Return the ranks that can't, and their reasons, in words; empty: all can."""
     return "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str))
 
 

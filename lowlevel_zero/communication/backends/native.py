@@ -1,9 +1,8 @@
-"""Native: the process group's own collectives, as NCCL's."""
+"""The native backend runs the process group's own collectives, as NCCL's."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import cast
 from weakref import ref
 
@@ -47,7 +46,7 @@ class Native(Backend):
         return group
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """One collective into a fresh row."""
+        """Start one collective into a fresh row."""
         if self._sums_in_fp32 and buffer.element_size() <= 2:
             return self.exchange_rows(buffer).then(lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))
         row = buffer.new_empty(buffer.shape[1])
@@ -55,27 +54,39 @@ class Native(Backend):
         return self._work(work, row, buffer)
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """In place."""
+        """Start summing in place."""
         return self._work(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
 
+    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start summing in place, or, to sum in fp32, in a copy of twice the bytes."""
+        wide = self._sums_in_fp32 and buffer.element_size() <= 2
+        given, dtype = buffer.float() if wide else buffer, buffer.dtype
+        work = dist.reduce(given, dist.get_global_rank(self._group, owner), group=self._group, async_op=True)
+        own = given.view(-1) if self.rank == owner else given.new_empty(0)  # not a view, which would keep the buffer
+        return self._work(work, own, given).then(lambda total: total.to(dtype))
+
+    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start filling ``buffer`` in place."""
+        first = dist.get_global_rank(self._group, owner)
+        return self._work(dist.broadcast(buffer, first, group=self._group, async_op=True), buffer)
+
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """As a buffer."""
+        """Start summing as ``all_reduce`` does."""
         return self.all_reduce(value)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """In place."""
+        """Start filling ``buffer`` in place."""
         work = _all_gather_single(buffer.view(-1), buffer[self.rank], group=self._group, async_op=True)
         return self._work(work, buffer)
 
-    def all_to_all(self, buffer: Tensor, sizes: Sequence[int], into: Tensor, sizes_into: Sequence[int]) -> Work[Tensor]:
-        """One collective, of bytes: gloo doesn't take all dtypes."""
-        width = buffer.element_size()
-        counts = [width * size for size in sizes_into], [width * size for size in sizes]
-        raw = into.view(torch.uint8), buffer.view(torch.uint8)
-        return self._work(dist.all_to_all_single(*raw, *counts, group=self._group, async_op=True), into, buffer)
+    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
+        """Start one collective of bytes: gloo doesn't take all dtypes."""
+        theirs = torch.empty_like(buffer)
+        raw = theirs.view(-1).view(torch.uint8), buffer.view(-1).view(torch.uint8)
+        return self._work(dist.all_to_all_single(*raw, group=self._group, async_op=True), theirs, buffer)
 
     def _work(self, work: object, result: Tensor, *others: Tensor) -> Work[Tensor]:
-        """No device is asked how far it is: a stream's wait returns at once, and a graph's capture allows no query."""
+        """Wrap a collective. A device is never asked how far it is: a graph's capture allows no query."""
         handle = cast(dist.Work, work)
 
         def finish() -> Tensor:
@@ -84,5 +95,5 @@ class Native(Backend):
 
         begun = Work(finish, tensors=(result, *others))
         if self._host_waits or result.is_cpu:
-            begun.done = handle.is_completed
+            begun.ready = handle.is_completed
         return begun

@@ -1,9 +1,9 @@
-"""Shared memory: the processes of one host read each other's buffers right where these were packed.
+"""Shared memory: the processes of one host read each other's buffers where they were packed.
 
-All collectives are one: a rank packs what it has into a block of its memory, tells each peer where it lies, waits until
-all have told the same, and reads theirs. Who has read a block says so in its next record, and when all have, the block
-is used again. Nobody ever waits for that: while none is free, buffers get fresh ones, since a rank may be a whole
-backward ahead of its peers.
+All collectives are one: a rank packs its part into a block of its memory, sends each peer a record of where it lies,
+waits for a record from each, and reads the others' parts. Its next record says which blocks it has read, and a block
+that all have read is used again. No rank waits for that: while no block is free, buffers get fresh ones, since a rank
+may be a whole backward ahead of its peers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..flat_buffers import keep_own, lay_end_to_end, sum_rows
-from ..work import Work
-from .backend import GATHER, KINDS, REDUCE, HostBackend, Trade
+from ..flat_buffers import keep_own, lay_end_to_end
+from ..work import OnDemand, Work
+from .backend import KINDS, HostBackend, Kind, Trade
 from .memory_pool import Block, Memory
 
 T = TypeVar("T")
@@ -27,14 +27,18 @@ T = TypeVar("T")
 # takes three times as long as packing it.
 KEPT = 32 * 2**20
 
+# Ranks up to which each reads all buffers whole in an all-reduce, which meets once. More meet twice: each rank sums its
+# own row of all buffers, and then copies the others' sums.
+_READ_WHOLE = 3
+
 
 class SharedMemory(HostBackend):
-    """Buffers in the memory of all ranks.
+    """Carries buffers through memory that all ranks map.
 
     Args:
-        rank: of this process.
-        memory: the ranks', which ends with their process group.
-        number: of the optimizer whose buffers these are.
+        rank: this process's rank.
+        memory: the memory of all ranks, which ends with their process group.
+        number: numbers the optimizer that the buffers belong to.
     """
 
     # Ranks that compute on the same cores are seldom abreast: let one that is ahead go on.
@@ -45,12 +49,14 @@ class SharedMemory(HostBackend):
     def __init__(self, rank: int, memory: Memory, number: int) -> None:
         super().__init__(rank, len(memory.maps) + 1)
         self._pool = ref(memory)
+        self.chain = OnDemand()
         self._first_kind = KINDS * number
         self._handed_out: dict[int, Block] = {}
 
-    def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer in a block; each is handed to one reduction."""
-        return self._in_block(self.size * row, dtype).view(self.size, row)
+    def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:
+        """Return a buffer in a block, for one reduction."""
+        rows = rows or self.size
+        return self._in_block(rows * row, dtype).view(rows, row)
 
     def _in_block(self, numel: int, dtype: torch.dtype) -> Tensor:
         memory = self._pool() or _refuse()
@@ -59,16 +65,19 @@ class SharedMemory(HostBackend):
         return packed
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Every rank sums all rows, in rank order: to the same bits."""
+        """Start summing: up to ``_READ_WHOLE`` ranks each sum all rows, in rank order and so to the same bits."""
+        if self.size > _READ_WHOLE:
+            return super().all_reduce(buffer)
+        flat = buffer.view(-1)
+        total = self.trade(Trade(Kind.REDUCE, flat, None, [len(flat)] * self.size), self.adding(flat))
+        return total.then(lambda flat: flat.view(buffer.shape))
 
-        def add(theirs: dict[int, Tensor]) -> Tensor:
-            theirs[self.rank] = buffer.view(-1)
-            return sum_rows([*map(theirs.__getitem__, range(self.size))]).view(buffer.shape)
-
-        return self.trade(Trade(REDUCE, buffer.view(-1), None, [buffer.numel()] * self.size), add)
+    def _row_of_sum(self, total: Tensor) -> Tensor:
+        """Return a row in a block, where the others read it."""
+        return self._in_block(total.shape[1], total.dtype)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Each rank copies what it lacks out of the others' blocks, straight to where it belongs."""
+        """Start copying the others' rows out of their blocks into ``rows``."""
         sizes = list(map(Tensor.numel, own))
         packed = self._in_block(sum(sizes), rows[0].dtype)
         lay_end_to_end(packed, own)
@@ -78,15 +87,15 @@ class SharedMemory(HostBackend):
             for of, packed in theirs.items():
                 torch.split_with_sizes_copy(packed, sizes, out=[each[of] for each in rows])
 
-        return self.trade(Trade(GATHER, packed, None, [len(packed)] * self.size), copy)
+        return self.trade(Trade(Kind.GATHER, packed, None, [len(packed)] * self.size), copy)
 
     def held(self) -> list[Tensor]:
-        """Blocks, in use or kept."""
+        """Return the blocks that are in use or kept."""
         memory = self._pool() or _refuse()
         return memory.held()
 
     def trim(self, for_good: bool = False) -> None:
-        """Give back what idle blocks take, but for what the next step needs anyway."""
+        """Give back the memory of idle blocks, save what the next step needs; all of it ``for_good``."""
         memory = self._pool()
         if memory is None:
             return
@@ -98,9 +107,9 @@ class SharedMemory(HostBackend):
         memory.trim(0 if for_good else KEPT)
 
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Tell the others where the buffer lies, and read theirs when they have told the same.
+        """Send the others a record of where the buffer lies, and read theirs when their records have come.
 
-        A buffer that doesn't lie in a block is copied into one.
+        A buffer outside of a block is copied into one.
         """
         memory, own = self._pool() or _refuse(), what.buffer
         block = self._handed_out.pop(own.data_ptr(), None)
@@ -116,7 +125,7 @@ class SharedMemory(HostBackend):
             parts = {}
             try:
                 for of, theirs in memory.maps.items():
-                    if what.sizes is None and places[of].nbytes != own.nbytes:
+                    if what.coming[of] and what.sizes is None and places[of].nbytes != own.nbytes:
                         raise RuntimeError(_of_another_call(of, own.nbytes, places[of].nbytes))
                     if what.coming[of]:
                         offset = places[of].offset + places[of].start
@@ -130,11 +139,11 @@ class SharedMemory(HostBackend):
                 for of, place in places.items():
                     memory.pipe.peers[of].finished.append(place.offset)
 
-        def done() -> bool:
+        def ready() -> bool:
             memory = self._pool() or _refuse()
             return memory.pipe.has(key)
 
-        return Work(finish, done, (what.buffer,))
+        return Work(finish, ready, (what.buffer,))
 
 
 def _refuse() -> NoReturn:

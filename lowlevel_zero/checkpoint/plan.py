@@ -1,0 +1,127 @@
+"""The plan of a checkpoint's files: which ranks write which parts of each tensor, and where those lie.
+
+The plan follows from the splits of the tensors by arithmetic. Each rank computes its own part of it, and the first rank
+computes all of it for ``torch.distributed.checkpoint``'s ``.metadata``. No rank is asked for its plan.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..state.boxes import Box, Shape, Spans, boxes_in_memory
+from .manifest import OBJECTS
+from .tensor_bytes import ALIGNMENT, TensorBytes
+
+TENSORS = "__{}_0.distcp"  # the file of each rank's tensors
+
+# The keys under which torch's tools find a value, as in ("model", "0.weight").
+Keys = tuple[Any, ...]
+
+
+class PlannedTensor(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        path: its keys.
+        dtype: its dtype.
+        shape: its shape.
+        strides: its strides, without gaps.
+        split: cuts its elements, in memory order, into parts.
+        writers: the rank that writes each part.
+    """
+
+    path: Keys
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape
+    split: Spans
+    writers: Sequence[int]
+
+    def boxes(self, part: int) -> Iterator[tuple[Box, TensorBytes]]:
+        """Yield the boxes of one part, in memory order, and the layout of each one's bytes."""
+        start, stop = self.split.span(part)
+        if start < stop or not torch.Size(self.shape).numel():
+            for box, strides in boxes_in_memory(self.shape, self.strides, start, stop):
+                yield box, TensorBytes(self.dtype, box.sizes, strides)
+
+    def parts_of(self, rank: int) -> list[int]:
+        """Return the parts that ``rank`` writes."""
+        return [part for part, writer in enumerate(self.writers) if writer == rank]
+
+
+class Pickled(NamedTuple):
+    """A value that is no tensor.
+
+    Attributes:
+        path: its keys.
+        offset: where its pickle begins, in the file of objects.
+        length: the bytes of the pickle.
+    """
+
+    path: Keys
+    offset: int
+    length: int
+
+
+def name_of(path: Keys) -> str:
+    """Return the name that ``torch.distributed.checkpoint`` has for a value with these keys."""
+    return ".".join(map(str, path))
+
+
+def aligned(offset: int) -> int:
+    """Return the least offset at which a tensor may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def metadata_of(
+    plan: Iterable[PlannedTensor], pickles: Iterable[Pickled], ranks: int, tied: Mapping[Keys, Keys]
+) -> bytes:
+    """Return the content of ``.metadata``.
+
+    Args:
+        plan: the tensors of all ranks. Each rank writes its parts in this order.
+        pickles: the values that are no tensors.
+        ranks: the number of ranks that write.
+        tied: keys of further names of tensors, with the keys of the first name.
+    """
+    described: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, Keys] = {}
+    ends = [0] * ranks
+    aliases: dict[Keys, list[Keys]] = {}
+    for alias, path in tied.items():
+        aliases.setdefault(path, []).append(alias)
+    for tensor in plan:
+        chunks: list[ChunkStorageMetadata] = []
+        found: list[_StorageInfo] = []
+        for part, writer in enumerate(tensor.writers):
+            for box, layout in tensor.boxes(part):
+                at = aligned(ends[writer])
+                ends[writer] = at + layout.length
+                chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+                found.append(_StorageInfo(TENSORS.format(writer), at, layout.length))
+        for path in (tensor.path, *aliases.get(tensor.path, ())):
+            name = name_of(path)
+            paths[name] = path
+            described[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
+            for number, (chunk, place) in enumerate(zip(chunks, found, strict=True)):
+                places[MetadataIndex(name, chunk.offsets, number)] = place
+    for each in pickles:
+        name = name_of(each.path)
+        paths[name] = each.path
+        described[name] = BytesStorageMetadata()
+        places[MetadataIndex(name)] = _StorageInfo(OBJECTS, each.offset, each.length)
+    return pickle.dumps(Metadata(described, paths, places))

@@ -1,0 +1,94 @@
+"""Hybrid sharding: inner groups each hold all slices, and only sums cross between them.
+
+Ranks form a grid, ``[outer, inner]``: an inner group is near, all on one host say, and an outer one joins the ranks
+that hold the same slice. A reduction first scatters a buffer over the inner group. What is left, ``1 / inner`` of it,
+crosses the outer one, as soon as it is there. (The idea is that of hierarchical all-reduce, as in Horovod, and of
+FSDP's HSDP.)
+
+::
+
+    buffer [inner, row]
+      inner reduce-scatter -> [row]
+      outer all-reduce     -> [row]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..flat_buffers import in_rows
+from ..work import Chain, Work
+from .backend import Backend
+
+
+class Hybrid(Backend):
+    """Carries buffers within an inner group, and sums across the outer one.
+
+    Args:
+        outer: carries sums across inner groups.
+        inner: carries buffers within one; its ranks are the slices.
+        chain: starts what crosses when the inner sum is there.
+    """
+
+    def __init__(self, outer: Backend, inner: Backend, chain: Chain) -> None:
+        super().__init__(inner.rank, inner.size)
+        self._outer = outer
+        self._inner = inner
+        self._chain = chain
+        self.in_flight = inner.in_flight
+        self.bucket_size = max(inner.bucket_size, outer.bucket_size)
+
+    def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:
+        """Return a buffer of the inner group's."""
+        return self._inner.new_buffer(row, dtype, device, rows)
+
+    def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
+        """Start summing this rank's row within, then across."""
+        return self._chain.after(self._inner.reduce_scatter(buffer), self._outer.all_reduce)
+
+    def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
+        """Start summing a row within, then across, and gathering all rows within; the sum is a new tensor."""
+        scattered = self._inner.reduce_scatter(in_rows(buffer, self.size))
+        return self._chain.after(
+            self._chain.after(scattered, self._outer.all_reduce), partial(self._gather_rows, like=buffer)
+        )
+
+    def _gather_rows(self, row: Tensor, like: Tensor) -> Work[Tensor]:
+        whole = row.new_empty(self.size, row.numel())
+        gathered = self._inner.gather([row], [whole], row.numel())
+        return gathered.then(lambda _: whole.view(-1)[: like.numel()].view(like.shape))
+
+    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start summing within to the owner in each inner group, then across the owners."""
+        across = self._outer.all_reduce if self.rank == owner else Work.over
+        return self._chain.after(self._inner.reduce(buffer, owner), across)
+
+    # ---- within: other inner groups have the same ----
+
+    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start filling it within the inner group."""
+        return self._inner.broadcast(buffer, owner)
+
+    def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
+        """Start filling them within the inner group."""
+        return self._inner.broadcast_from(owner, own, whole)
+
+    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
+        """Start filling it within the inner group."""
+        return self._inner.all_gather(buffer)
+
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
+        """Start filling them within the inner group."""
+        return self._inner.gather(own, rows, row)
+
+    def sum(self, value: Tensor) -> Work[Tensor]:
+        """Start summing over the slices, each once."""
+        return self._inner.sum(value)
+
+    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
+        """Start handing them out within the inner group."""
+        return self._inner.exchange_rows(buffer)

@@ -1,0 +1,165 @@
+"""Chooses how an optimizer's parameters are split between the ranks: by elements, or by parameters.
+
+By elements every rank steps a flat slice of each parameter. That trains the same model only if the optimizer is
+*elementwise*: an element's update follows from that element, its own gradients and the options alone. By parameters one
+rank steps a parameter whole. That trains the same model if the update of a parameter follows from that parameter alone.
+Some classes are known by name; any other is probed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..options import BY_ELEMENTS, BY_PARAMETERS, SPLIT
+from ..partition import ELEMENTWISE
+from .overrides import check_overrides
+from .probe import full_name, probe_elements, probe_parameters
+from .quantised import check_unstepped, is_known
+
+# Elementwise classes of others, by their full names: they hold compiled kernels, which a probe can't make again.
+_ELSEWHERE = {
+    "colossalai.nn.optimizer.cpu_adam.CPUAdam",
+    "colossalai.nn.optimizer.fused_adam.FusedAdam",
+    "colossalai.nn.optimizer.fused_sgd.FusedSGD",
+    "colossalai.nn.optimizer.hybrid_adam.HybridAdam",
+}
+# The base of all classes of bitsandbytes, whatever their states.
+_32_BITS_TOO = "Optimizer8bit"
+
+
+class _Listed(NamedTuple):
+    """Classes that aren't elementwise.
+
+    Attributes:
+        names: of the class, of its package or of one of its bases, in any case, matched whole.
+        reason: why not.
+        remedy: what to use instead, where the ranks can't own parameters whole either.
+        by_parameters: whether a rank may own parameters whole, if a probe agrees.
+        never: the caller's own choice of a split doesn't help.
+    """
+
+    names: str
+    reason: str
+    remedy: str = "an optimizer that steps each parameter by itself, such as torch.optim.AdamW"
+    by_parameters: bool = True
+    never: bool = False
+
+
+_LISTED = (
+    _Listed("lbfgs", "it needs a closure and takes inner products over the whole model", never=True),
+    _Listed("sparseadam", "it needs sparse gradients, and reduced gradients are dense", never=True),
+    _Listed(
+        r"zeroredundancyoptimizer|lowlevelzerooptimizer|deepspeedzerooptimizer.*",
+        "it shards its state itself: wrap the optimizer inside it instead",
+        never=True,
+    ),
+    _Listed(r"adahessian|sophiah", "it differentiates gradients, and reduced ones have no graph", never=True),
+    _Listed(
+        r".*prodigy.*|dadapt.*|mechan(ic|ize).*",
+        "it estimates its step size from sums over the whole model",
+        by_parameters=False,
+    ),
+    # A probe is too short to see it switch.
+    _Listed("swats", "it switches all parameters to SGD late in a run, at a rate taken from them", by_parameters=False),
+    _Listed(
+        r".*adafactor.*|came|sm3.*|adalomo",
+        "it factors second moments of a matrix into those of rows and columns, and a slice ends inside a row",
+    ),
+    _Listed(r".*muon.*|.*scion|dion\d?", "it orthogonalises the update of a whole matrix"),
+    _Listed(r".*(lamb|lars)(8bit|32bit)?|larc", "it scales an update by norms of the whole tensor"),
+    _Listed(r".*novograd.*|nero|fromage|adam_?mini", "it keeps one second moment for many elements"),
+    _Listed(
+        r".*shampoo.*|soap.*|.*k_?fac.*|psgd.*|kron.*|adafisher.*",
+        "it preconditions a matrix with statistics of its rows and columns",
+    ),
+    _Listed(
+        r".*galore.*|apollo.*|.*lowrank.*",
+        "it is GaLore or its like, which projects the gradient of a whole matrix to a low rank",
+    ),
+    _Listed(
+        r".*(4bit|8bit|fp8).*",
+        "it shares statistics within blocks of elements, which do not end where the slices end",
+    ),
+)
+
+
+def check_and_choose(
+    optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str], chosen: str | None
+) -> list[str]:
+    """Return the split of each param group; raise unless ``optimizer`` may step ``parameters`` so."""
+    splits = choose_splits(optimizer, chosen, parameters)
+    check_unstepped(optimizer, parameters, names)
+    check_overrides(optimizer, parameters, names)
+    return splits
+
+
+def choose_splits(
+    optimizer: Optimizer, chosen: str | None = None, parameters: Sequence[Tensor] | None = None
+) -> list[str]:
+    """Return how the parameters of each param group of ``optimizer`` are split, "elements" or "parameters".
+
+    A group's own key ``"split"`` comes first, then what is ``chosen`` for all, then what is known of the class or shown
+    by a probe. Others of the class step small fresh parameters in it. ``optimizer``, its parameters, state, options and
+    hooks stay as they are, and so do random number generators. The same optimizer gets the same answer on every rank.
+
+    Args:
+        optimizer: the optimizer.
+        chosen: the caller's choice for all groups; None: there is none.
+        parameters: tensors of the numbers of dimensions that are to be stepped; None: those in the param groups.
+
+    Raises:
+        TypeError: ``optimizer`` is no optimizer, or treats neither elements nor parameters independently, or could not
+            be tried. The message says which optimizer, what was seen, and what to do.
+        ValueError: a group's ``"split"`` is something else.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    asked = [group.get("split", chosen) for group in optimizer.param_groups]
+    for at, split in enumerate(asked):
+        SPLIT(f"split of param group {at}", split)
+    listed = _listed(optimizer)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        listed = _Listed("", "it is differentiable=True, and no autograd graph leads to the model", never=True)
+    if listed is not None and listed.never:
+        raise TypeError(f"{full_name(optimizer)} cannot be sharded: {listed.reason}. Use {listed.remedy}.")
+    if parameters is None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = _found(optimizer, listed, sorted({p.dim() for p in parameters})) if None in asked else ""
+    return [split or found for split in asked]
+
+
+def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) -> str:
+    if type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE or is_known(optimizer):
+        return BY_ELEMENTS
+    by_elements = listed.reason if listed else probe_elements(optimizer)
+    if by_elements is None:
+        return BY_ELEMENTS
+    refused = listed is not None and not listed.by_parameters
+    by_parameters = by_elements if refused else probe_parameters(optimizer, dims)
+    if by_parameters is None:
+        return BY_PARAMETERS
+    both = by_elements if refused else f"{by_elements}; and of whole parameters that ranks own, {by_parameters}"
+    remedy = listed.remedy if listed else _Listed("", "").remedy
+    raise TypeError(
+        f"{full_name(optimizer)} cannot be sharded: {both}. Use {remedy}, or pass split='elements' or "
+        "split='parameters' if you know that it steps each element, or each parameter, by itself, or accept that it "
+        "trains differently"
+    )
+
+
+def _listed(optimizer: Optimizer) -> _Listed | None:
+    """Return the entry that a class is in, by its name or the name of one of its bases."""
+    for cls, entry in itertools.product(type(optimizer).__mro__, _LISTED):
+        if cls.__name__ == _32_BITS_TOO:
+            continue
+        package = cls.__module__.partition(".")[0]
+        if any(re.fullmatch(entry.names, name, re.IGNORECASE) for name in (cls.__name__, package)):
+            inherited = f"it is a {cls.__name__}, and {entry.reason}"
+            return entry if cls is type(optimizer) else entry._replace(reason=inherited)
+    return None

@@ -1,0 +1,99 @@
+"""The start lines about a new optimizer, which people see without setting up logging.
+
+Python shows INFO records nowhere by default. Where the program has set up no logging, the line goes to stderr; else the
+program's handlers and levels decide. The environment variable ``LOWLEVEL_ZERO_LOG`` sets the level of the package's
+logger: "warning" leaves the line out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .bookkeeping.parameter_store import ParameterStore
+from .bookkeeping.sharding import owned_elements
+from .communication.process_groups import backends_by_device
+from .layout.held import Sharded
+from .layout.records import layout_of
+from .layout.text import counted, in_bytes
+
+VARIABLE = "LOWLEVEL_ZERO_LOG"
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_LISTED = 16  # ranks in a message, at most
+_log = logging.getLogger("lowlevel_zero")
+
+
+def set_level() -> None:
+    """Set the level of the package's logger, if the environment variable chooses one.
+
+    Raises:
+        ValueError: it is no level.
+    """
+    level = os.environ.get(VARIABLE, "")
+    if level and level.lower() not in _LEVELS:
+        raise ValueError(f"{VARIABLE}: expected one of {', '.join(_LEVELS)}, got {level!r}")
+    if level:
+        _log.setLevel(level.upper())
+
+
+def log_start(optimizer: Sharded) -> None:
+    """Log a line about ``optimizer`` on the first rank, and a warning where the host rounds to fp8."""
+    parameters, options = optimizer.sharded_parameters, optimizer.options
+    ranks = parameters.shard_groups[0]
+    if ranks.group_rank != 0:
+        return
+    device = parameters.records[0].padded.device
+    way = ranks.describe_backend(device)
+    if options.communication.fp8 and way is not None:
+        _log.warning(
+            "fp8_communication: rounding on the host takes longer than it saves, but over a link between hosts of "
+            "less than about 4 Gbit/s"
+        )
+    held = layout_of(optimizer).bytes
+    with _shown():
+        _log.info(
+            "ZeRO stage %d: %s elements in %s over %s, %s by %s, %s a rank beside the optimizer's states",
+            options.stage,
+            f"{sum(record.split.numel for record in parameters):,}",
+            counted(len(parameters.records), "parameter"),
+            counted(ranks.ranks, "rank"),
+            counted(sum(len(each.reducer.plan.whole.buckets) for each in optimizer.sharded_groups), "bucket"),
+            way or backends_by_device(ranks.group)[device.type],
+            in_bytes(held.total - held.states),
+        )
+        log_owners(parameters)
+
+
+def log_owners(parameters: ParameterStore) -> None:
+    """Log a line that says how many elements each rank owns of parameters that one rank steps whole."""
+    for ranks, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
+        shares = owned_elements(records, ranks.size)
+        if any(shares):
+            counts = ", ".join(f"{share:,}" for share in shares[:_LISTED])
+            _log.info(
+                "%d parameters are stepped whole by one rank each, which keeps their states; the ranks own %s%s "
+                "elements, the fullest %.2f of the mean",
+                sum(record.split.owner is not None for record in records),
+                counts,
+                f" and {len(shares) - _LISTED} ranks more" if len(shares) > _LISTED else "",
+                max(shares) * len(shares) / sum(shares),
+            )
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """Let INFO records reach stderr within, unless the program or the environment has chosen otherwise."""
+    if _log.hasHandlers() or _log.level > logging.INFO:
+        yield
+        return
+    level, handler = _log.level, logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        _log.setLevel(level)

@@ -1,0 +1,46 @@
+"""States that hold tensors in lists and dicts: the same as tensors by name, for checkpoints, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_map, tree_map_with_path
+
+State = dict[str, Any]
+
+_STANDS_FOR = "lowlevel_zero: tensor "  # a tensor's name in what is left of a list or dict
+
+
+def flattened(state: Mapping[str, Any]) -> State:
+    """Return ``state`` with each tensor in a list or dict beside it, under a name such as ``GG[0]``."""
+    found: State = {}
+    for key, value in state.items():
+        tensors: State = {}
+
+        def taken_out(path: Any, leaf: Any, key: str = key, tensors: State = tensors) -> Any:
+            if not isinstance(leaf, Tensor) or not path:
+                return leaf
+            name = key + keystr(path)
+            tensors[name] = leaf
+            return _STANDS_FOR + name
+
+        found[key] = tree_map_with_path(taken_out, value)
+        found.update(tensors)
+    return found
+
+
+def nested(flat: Mapping[str, Any]) -> State:
+    """Return the inverse of ``flattened``."""
+    put_back: set[str] = set()
+
+    def restored(leaf: Any) -> Any:
+        if isinstance(leaf, str) and leaf.startswith(_STANDS_FOR):
+            name = leaf.removeprefix(_STANDS_FOR)
+            put_back.add(name)
+            return flat[name]
+        return leaf
+
+    whole = {key: tree_map(restored, value) for key, value in flat.items()}
+    return {key: value for key, value in whole.items() if key not in put_back}

@@ -1,0 +1,227 @@
+"""Tests for users: whether an optimizer of their own trains over several ranks as it does in one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
+from torch.optim import Optimizer
+
+from .layout import memory_held, traffic_of
+from .optimizer import LowLevelZeroOptimizer
+
+MakeModel: TypeAlias = Callable[[], nn.Module]
+MakeOptimizer: TypeAlias = Callable[[nn.Module], Optimizer]
+# The loss of one rank's share of a step: ``loss(model, step, rank)``.
+Loss: TypeAlias = Callable[[nn.Module, int, int], Tensor]
+
+_PORT = "MASTER_PORT"  # torchrun sets it
+
+
+class Alike(NamedTuple):
+    """What a comparison has found.
+
+    Attributes:
+        splits: how the ranks share the parameters of each param group, "elements" or "parameters".
+        difference: the largest difference of an element, as a share of the longest way that an element of its parameter
+            has gone; 0: all bits are the same.
+        where: the parameter that has it.
+        sent: bytes of bucket buffers that a rank sends in a step, as the mean over the ranks.
+        states: bytes of the optimizer's state on each rank.
+    """
+
+    splits: tuple[str, ...]
+    difference: float
+    where: str
+    sent: float
+    states: tuple[int, ...]
+
+
+def assert_trains_alike(
+    make_optimizer: MakeOptimizer,
+    make_model: MakeModel,
+    steps: int = 6,
+    *,
+    tolerance: float = 1e-5,
+    loss: Loss | None = None,
+    world_size: int = 2,
+    **options: Any,
+) -> Alike:
+    """Raise ``AssertionError`` unless an optimizer trains over several ranks as in one process; return the comparison.
+
+    The reference is a plain optimizer in one process, on the sum of the ranks' gradients. In some steps some ranks, or
+    all, leave parameters out. Half of the way the state dict and the weights go to a new optimizer and model.
+
+    All ranks of the default process group take part where there is one, or where torchrun has started them. Otherwise
+    processes are forked for it, on the CPU. Sums of two fp32 gradients have the bits of one process's: ``tolerance=0``
+    may be asked for.
+
+    Args:
+        make_optimizer: returns an optimizer over the parameters of a model.
+        make_model: returns the model; it is called several times, with the same random seed.
+        steps: steps to compare.
+        tolerance: the largest difference, as a share of a parameter's way.
+        loss: returns the loss of a rank's share of a step; None: random gradients, which also depend on the weights.
+        world_size: processes to fork, where there are no ranks yet.
+        options: further arguments of ``LowLevelZeroOptimizer``.
+
+    Raises:
+        AssertionError: a parameter differs by more, or differs between ranks.
+        TypeError: the optimizer is refused.
+    """
+
+    def compare() -> Alike:
+        found = _compare(make_optimizer, make_model, steps, loss or random_loss, options)
+        if found.difference > tolerance:
+            raise AssertionError(
+                f"{found.where}: expected it as in one process, to {tolerance:g} of its way, found it off by "
+                f"{found.difference:.2g} (split by {', '.join(dict.fromkeys(found.splits))})"
+            )
+        return found
+
+    if dist.is_initialized():
+        return compare()
+    if _PORT in os.environ and "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        try:
+            return compare()
+        finally:
+            dist.destroy_process_group()
+    return _forked(compare, world_size)
+
+
+def random_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Return a loss with random gradients, another in each step and on each rank, for most of the parameters."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    total = torch.zeros((), device=next(model.parameters()).device)
+    for place, p in enumerate(p for p in model.parameters() if p.requires_grad):
+        direction = torch.randn(p.shape, generator=generator, device="cpu").to(p)
+        everybody, alone = (step + place) % 5 == 4, (step + 2 * place + rank) % 3 == 0
+        if not (everybody or alone):
+            total = total + (p * direction).sum() + 0.05 * p.square().sum()
+    return total
+
+
+# ---- the comparison, on one rank ----
+
+
+class _Trained(NamedTuple):
+    model: nn.Module
+    optimizer: Any
+
+
+def _made(make_optimizer: MakeOptimizer, make_model: MakeModel) -> _Trained:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones step in that mode alone
+        train()
+    return _Trained(model, optimizer)
+
+
+def _compare(
+    make_optimizer: MakeOptimizer, make_model: MakeModel, steps: int, loss: Loss, options: dict[str, Any]
+) -> Alike:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, sharded = _made(make_optimizer, make_model), _sharded(make_optimizer, make_model, options)
+    start = [p.detach().clone() for p in plain.model.parameters()]
+    sent = 0
+    for step in range(steps):
+        if step == steps // 2:
+            sent += sum(traffic_of(sharded.optimizer).values())
+            sharded = _resumed(sharded, _sharded(make_optimizer, make_model, options))
+        _step_alone(plain, [loss(plain.model, step, of) for of in range(ranks)])
+        sharded.optimizer.backward(loss(sharded.model, step, rank))
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    sent += sum(traffic_of(sharded.optimizer).values())
+    sharded.optimizer.verify()
+    difference, where = _difference(start, plain.model, sharded.model)
+    of_ranks: list[Any] = [None] * ranks
+    dist.all_gather_object(of_ranks, (memory_held(sharded.optimizer).states, sent, difference, where))
+    states, sents, differences, names = zip(*of_ranks, strict=True)
+    worst = max(range(ranks), key=differences.__getitem__)
+    splits = tuple(_split_of(sharded.optimizer, at) for at in range(len(sharded.optimizer.param_groups)))
+    return Alike(splits, differences[worst], names[worst], sum(sents) / ranks / steps, states)
+
+
+def _sharded(make_optimizer: MakeOptimizer, make_model: MakeModel, options: dict[str, Any]) -> _Trained:
+    model, optimizer = _made(make_optimizer, make_model)
+    return _Trained(model, LowLevelZeroOptimizer(optimizer, model=model, **options))
+
+
+def _split_of(optimizer: LowLevelZeroOptimizer, group: int) -> str:
+    owners = [record.split.owner for record in optimizer.sharded_parameters if record.group == group]
+    return "elements" if None in owners or not owners else "parameters"
+
+
+def _step_alone(trained: _Trained, losses: Sequence[Tensor]) -> None:
+    """Step by the mean of the gradients of all ranks' losses, each computed as its rank does, summed in their order."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    for each in losses:
+        if each.requires_grad:
+            each.backward()  # type: ignore[no-untyped-call]
+        for p in trained.model.parameters():
+            if p.grad is not None:
+                sums[p] = sums[p] + p.grad if p in sums else p.grad
+            p.grad = None
+    for p, total in sums.items():
+        p.grad = total / len(losses)
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+
+
+def _resumed(former: _Trained, new: _Trained) -> _Trained:
+    """Return ``new`` with the weights and the state of ``former``."""
+    new.model.load_state_dict({name: value.clone() for name, value in former.model.state_dict().items()})
+    new.optimizer.load_state_dict(former.optimizer.state_dict())
+    return new
+
+
+def _difference(start: Sequence[Tensor], plain: nn.Module, sharded: nn.Module) -> tuple[float, str]:
+    """Return the largest difference of an element, as a share of its parameter's way, and the parameter's name."""
+    worst, where = 0.0, ""
+    both = zip(start, plain.named_parameters(), sharded.parameters(), strict=True)
+    for before, (name, expected), got in both:
+        if expected.numel():
+            way = float((expected.detach() - before).abs().max())
+            gap = float((expected.detach() - got.detach()).abs().max())
+            share = gap / way if way else gap
+            if share > worst or share != share:
+                worst, where = share, name
+    return worst, where
+
+
+# ---- processes of its own ----
+
+
+def _forked(compare: Callable[[], Alike], world_size: int) -> Alike:
+    """Return what ``compare`` returns in each of several forked processes, which form a process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_run, (world_size, folder, compare), world_size, start_method="fork")  # type: ignore[no-untyped-call]
+        found: Alike | Exception = torch.load(Path(folder, "found"), weights_only=False)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _run(rank: int, world_size: int, folder: str, compare: Callable[[], Alike]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    found: Alike | Exception
+    try:
+        found = compare()
+    except (AssertionError, TypeError, ValueError) as error:
+        found = type(error)(str(error))
+    except Exception as error:  # whatever the caller's functions raise, and its type may not be pickled
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+    if rank == 0:
+        torch.save(found, Path(folder, "found"))
+    dist.destroy_process_group()

@@ -1,0 +1,49 @@
+"""The bucket size follows the carrier where the caller has chosen none, and all ranks choose alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.communication.shard_group import SWITCH
+from lowlevel_zero.layout import layout_of
+from tests.support.ranks import run_ranks
+
+HALF = 2**19  # elements of each parameter: two make a bucket by shared memory
+
+
+def buckets_of(rank: int, world_size: int, switched_off: int, options: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Train one step with shared memory switched off on one rank; return the names in each bucket."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == switched_off:
+            patch.setenv(SWITCH, "0")
+        model = nn.ParameterList(nn.Parameter(torch.zeros(HALF)) for _ in range(9))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, **options)
+    optimizer.backward(torch.stack([(rank + 1) * p.sum() for p in model]).sum())
+    optimizer.step()
+    mean = -sum(range(1, world_size + 1)) / world_size
+    assert all(torch.equal(p, torch.full_like(p, mean)) for p in model)
+    return [bucket.members for bucket in layout_of(optimizer).buckets]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_messages_carry_larger_buckets_than_shared_memory(stage: int) -> None:
+    nobody, chosen = -1, {"partition_grad": stage == 2}
+    by_memory, by_messages = (run_ranks(buckets_of, 2, off, chosen) for off in (nobody, 1))
+    assert [len(names) for names in by_memory[0]] == [2, 2, 2, 2, 1]
+    assert [len(names) for names in by_messages[0]] == [8, 1]  # 2**22 elements
+    assert by_memory[0] == by_memory[1]
+    assert by_messages[0] == by_messages[1]
+
+
+def test_messages_among_more_ranks_carry_larger_buckets() -> None:
+    assert [len(names) for names in run_ranks(buckets_of, 3, 0, {})[2]] == [9]  # 3 * 2**21 elements
+
+
+def test_a_chosen_bucket_size_is_kept_over_messages() -> None:
+    of_one = run_ranks(buckets_of, 2, 0, {"reduce_bucket_size": HALF})
+    assert [len(names) for names in of_one[0]] == [1] * 9

@@ -1,1 +1,0 @@
-"""Files that pin what must not change: the curves of short runs."""

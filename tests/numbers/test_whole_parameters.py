@@ -1,0 +1,378 @@
+"""Optimizers that step each parameter by itself: one rank owns a parameter whole, and trains as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.fake import fake_world
+from lowlevel_zero import LowLevelZeroOptimizer, options
+from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint
+from lowlevel_zero.deepspeed import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from lowlevel_zero.layout import layout_of, memory_held, traffic_of
+from lowlevel_zero.optim.splits import choose_splits
+from lowlevel_zero.testing import assert_trains_alike
+from tests.support.judging import check_run
+from tests.support.numbers import DROPS, STAGES, check_masters, masters_of, trained
+from tests.support.oracle import Run, build, groups, loss_of
+from tests.support.ranks import run_cases, run_ranks
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class ByParameter(torch.optim.SGD):
+    """Scales each parameter's update to the parameter's norm, with a momentum."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    mean = state.setdefault("mean", torch.zeros_like(p))
+                    mean.mul_(0.9).add_(p.grad)
+                    norm = p.detach().norm() / (mean.norm() + 1e-3)
+                    p.data.add_(mean, alpha=-group["lr"] * float(norm.clamp(0.1, 10)))
+
+
+def by_parameter(parameters: Any) -> torch.optim.Optimizer:
+    return ByParameter(parameters, lr=0.05)
+
+
+def run_of(world_size: int = 2, **settings: Any) -> Run:
+    return Run(world_size, **{"steps": 4, "dtype": torch.float64, "optimizer": by_parameter, **settings})
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "clipped, dropped by all": {"clip": 0.3, "drop": DROPS["total"]},
+    "under no_sync": {"micro_batches": 2, "no_sync": True, "bare": True},
+    "micro-batches": {"micro_batches": 2},
+    "on the host": {"options": {"cpu_offload": True, "partition_grad": True}},
+    "overlapped gathers": {"options": {"overlap_allgather": True, "reduce_bucket_size": 40}},
+    "fp8 falls back": {"options": {"fp8_communication": True, "partition_grad": True}},
+    "small buckets": {"options": {"reduce_bucket_size": 1, "partition_grad": True}},
+}
+
+
+def test_one_process_s_numbers_in_all_ways(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "FP8_MIN_NUMEL", 1)
+    assert choose_splits(by_parameter([torch.nn.Parameter(torch.ones(2, 3))])) == ["parameters"]
+    runs = {
+        f"{size} ranks, {stage}": run_of(size, drop=DROPS["different"]).with_options(**chosen)
+        for size in (1, 2, 3, 4)
+        for stage, chosen in STAGES.items()
+    }
+    runs |= {way: run_of(3, **{"drop": DROPS["different"], **settings}) for way, settings in WAYS.items()}
+    for name, run, ran in trained(runs):
+        with subtests.test(name):
+            check_run(run, ran.values(), 1e-9, 1e-9)
+
+
+def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
+    def of(dtype: torch.dtype) -> Run:
+        run = run_of(2, dtype=dtype, drop=DROPS["different"], clip=0.3)
+        return run.with_options(partition_grad=True, initial_scale=256.0, communication_dtype=torch.float32)
+
+    for name, run, ran in trained({str(dtype): of(dtype) for dtype in (torch.bfloat16, torch.float16)}, masters_of):
+        with subtests.test(name):
+            check_masters(run, ran.values(), 1e-2)
+
+
+# ---- state ----
+
+
+class Factored(torch.optim.SGD):
+    """Keeps a second moment for each row, statistics in a list, and a count: states of many shapes."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, rows = self.state[p], p.grad.flatten(1) if p.dim() > 1 else p.grad.view(1, -1)
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["rows"] = torch.zeros(len(rows), dtype=p.dtype)
+                    state["mean"] = torch.zeros_like(p)
+                    state["all"] = [torch.zeros(2, rows.shape[1], dtype=p.dtype), None, {"n": 1}]
+                state["step"] += 1
+                state["rows"].mul_(0.9).add_(rows.square().mean(1))
+                state["mean"].mul_(0.5).add_(p.grad)
+                state["all"][0][0].add_(rows.sum(0))
+                state["all"][2]["n"] += 1
+                scale = (state["rows"].sqrt() + 0.1 * state["all"][2]["n"]).view(-1, *(1,) * (rows.dim() - 1))
+                update = state["mean"].reshape(rows.shape) / scale + 0.01 * state["all"][0].sum(0)
+                p.data.add_(update.view(p.shape), alpha=-group["lr"])
+
+
+def factored(parameters: Any) -> torch.optim.Optimizer:
+    return Factored(parameters, lr=0.02)
+
+
+def state_of_rank(rank: int, world_size: int, run: Run, former: Any, steps: range) -> Any:
+    """Go on from a state dict and weights; return parameters, state dict, and what it would be in plain torch."""
+    model = build(run)
+    inner = run.optimizer(groups(model))
+    optimizer = LowLevelZeroOptimizer(inner, model=model, **run.options)
+    if former is not None:
+        weights, state = former
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    for step in steps:
+        optimizer.backward(loss_of(model, run, step, 0, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    return whole, optimizer.state_dict()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are the same, whatever the order of their keys."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.allclose(one, other, rtol=1e-9, atol=1e-9) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_whole_states_go_to_another_number_of_ranks_and_to_plain_torch(dtype: torch.dtype) -> None:
+    run = run_of(2, steps=4, optimizer=factored, dtype=dtype, drop=DROPS["different"]).with_options(partition_grad=True)
+    straight = run_ranks(state_of_rank, 2, run, None, range(4))
+    assert same(straight[0], straight[1])
+    first = run_ranks(state_of_rank, 2, run, None, range(2))[0]
+    alone = run_ranks(state_of_rank, 2, run, first, range(2, 4))
+    assert same(alone[0], straight[0])
+    on_three = run_ranks(state_of_rank, 3, run, first, range(2, 2))
+    assert same(on_three[2][1]["state"], first[1]["state"])
+    if dtype == torch.float64:
+        model = build(run)
+        inner = factored(groups(model))
+        model.load_state_dict(first[0])
+        inner.load_state_dict(first[1])
+        for step in range(2, 4):
+            torch.stack([loss_of(model, run, step, 0, rank) for rank in range(2)]).mean().backward()
+            inner.step()
+            inner.zero_grad()
+        assert same(dict(model.state_dict()), straight[0][0])
+        assert same(inner.state_dict()["state"], straight[0][1]["state"])
+
+
+def checkpointed(rank: int, world_size: int, run: Run, path: Path, save_at: int, kind: str) -> Any:
+    """Train to the end, from a checkpoint where there is one; save one before step ``save_at``."""
+    model = build(run)
+    optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **run.options)
+    first = 0
+    if path.exists():
+        load(kind, path, model, optimizer)
+        first = save_at
+    for step in range(first, run.steps):
+        if step == save_at and first == 0:
+            save(kind, path, model, optimizer)
+        losses = [loss_of(model, run, step, 0, of) for of in range(rank, run.world_size, world_size)]
+        optimizer.backward(torch.stack(losses).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()["state"]
+
+
+def save(kind: str, path: Path, model: torch.nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+    if kind == "save_checkpoint":
+        save_checkpoint(path, model, optimizer)
+    else:
+        dcp.save({"model": model.state_dict(), "optimizer": Sharded(optimizer)}, checkpoint_id=path)
+
+
+def load(kind: str, path: Path, model: torch.nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+    if kind == "save_checkpoint":
+        load_checkpoint(path, model, optimizer)
+    else:
+        dcp.load({"model": model.state_dict(), "optimizer": Sharded(optimizer)}, checkpoint_id=path)
+
+
+CHECKPOINTS = {
+    "states of many shapes": (factored, "save_checkpoint", torch.float64),
+    "over fp32 masters": (factored, "save_checkpoint", torch.bfloat16),
+    "by torch's functions": (by_parameter, "dcp.save", torch.float64),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path: Path, case: str) -> None:
+    """Owners change. Each rank has its share of six batches, so that the same are trained on 2 ranks and on 3."""
+    optimizer, kind, dtype = CHECKPOINTS[case]
+    run = run_of(6, steps=4, optimizer=optimizer, dtype=dtype)
+    straight = run_ranks(checkpointed, 2, run, tmp_path / "a", 2, kind)[0]
+    for world_size in (2, 3, 1):
+        resumed = run_ranks(checkpointed, world_size, run, tmp_path / "a", 2, kind)[-1]
+        if dtype == torch.float64 or world_size == 2:
+            assert same(resumed, straight), f"on {world_size} ranks"
+
+
+# ---- what else is done to an optimizer's parameters ----
+
+
+def test_groups_are_added_and_dealt_out_to_those_with_least() -> None:
+    """Muon takes matrices alone: what other ranks have in their place must not be taken for parameters."""
+
+    def work(rank: int, world_size: int) -> list[int | None]:
+        sizes = [(8, 8), (4, 4), (2, 2), (2, 3)]
+        p, *later = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+        optimizer = LowLevelZeroOptimizer(torch.optim.Muon([p], lr=0.1), partition_grad=True)
+        optimizer.add_param_group({"params": later[:2]})
+        optimizer.add_param_group({"params": later[2:]})
+        plain = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+        alone = torch.optim.Muon(plain, lr=0.1)
+        for _ in range(2):
+            optimizer.backward(sum((each * (rank + 1) * torch.eye(*each.shape)).sum() for each in (p, *later)))
+            sum((each * 1.5 * torch.eye(*each.shape)).sum() for each in plain).backward()  # type: ignore[union-attr]
+            for each in (optimizer, alone):
+                each.step()
+                each.zero_grad()
+        torch.testing.assert_close([p, *later], plain, rtol=0, atol=0)
+        return [record.split.owner for record in optimizer.sharded_parameters]
+
+    if hasattr(torch.optim, "Muon"):
+        assert run_ranks(work, 2) == [[0, 1, 1, 1]] * 2
+
+
+def norms_of(gradients: Any) -> list[torch.Tensor]:
+    own = list(gradients)
+    return [torch.nn.utils.get_total_norm(own, norm_type) for norm_type in (2.0, float("inf"))]
+
+
+def test_gradients_are_read_edited_and_clipped_as_whole_ones() -> None:
+    def work(rank: int, world_size: int, stage: int) -> None:
+        torch.manual_seed(0)
+        both = [torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)]
+        both[1].load_state_dict(both[0].state_dict())
+        optimizer = LowLevelZeroOptimizer(by_parameter(both[0].parameters()), model=both[0], stage=stage)
+        alone = by_parameter(both[1].parameters())
+        for step in range(3):
+            x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+            optimizer.backward(both[0](x).square().sum() * (rank + 0.5))
+            (both[1](x).square().sum() * 1.0).backward()
+            weight, whole = both[0].weight, both[1].weight
+            torch.testing.assert_close(weight.grad.full_tensor(), whole.grad)
+            norms = [norms_of(p.grad for p in model.parameters()) for model in both]
+            torch.testing.assert_close(*norms)
+            for p in (weight, whole):
+                p.grad.mul_(0.5).add_(torch.ones(3, 5)).clamp_(-1, 1.2)
+            slices = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_value_(slices, 0.9)
+            torch.nn.utils.clip_grad_value_(both[1].parameters(), 0.9)
+            optimizer.clip_grad_norm_(0.7)
+            torch.nn.utils.clip_grad_norm_(both[1].parameters(), 0.7)
+            optimizer.step()
+            alone.step()
+            optimizer.zero_grad()
+            alone.zero_grad()
+        torch.testing.assert_close([*both[0].parameters()], [*both[1].parameters()])
+
+    for _, ran in run_cases(work, 2, [(1,), (2,)]):
+        ran.values()
+
+
+def test_deepspeed_s_accessors_read_and_write_whole_values() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = torch.nn.Linear(5, 3).bfloat16()
+        optimizer = LowLevelZeroOptimizer(by_parameter(model.parameters()), model=model, stage=2)
+        optimizer.backward(model(torch.ones(2, 5).bfloat16()).sum())
+        weight = model.weight
+        torch.testing.assert_close(safe_get_full_grad(weight), torch.full((3, 5), 2.0))
+        safe_set_full_grad(weight, torch.arange(15.0).view(3, 5))
+        torch.testing.assert_close(safe_get_full_grad(weight), torch.arange(15.0).view(3, 5))
+        optimizer.step()
+        torch.testing.assert_close(safe_get_full_optimizer_state(weight, "mean"), torch.arange(15.0).view(3, 5))
+        value = torch.linspace(0, 1, 15).view(3, 5)
+        safe_set_full_fp32_param(weight, value)
+        torch.testing.assert_close(safe_get_full_fp32_param(weight), value)
+        assert torch.equal(weight.detach(), value.bfloat16())
+        with pytest.raises(NotImplementedError, match="weight: expected a parameter of which each rank steps a slice"):
+            safe_set_full_optimizer_state(weight, value, "mean")
+
+    run_ranks(work, 2)
+
+
+def test_layout_tells_each_rank_s_share() -> None:
+    def work(rank: int, world_size: int) -> str:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 6, bias=False))
+        optimizer = LowLevelZeroOptimizer(by_parameter(model.parameters()), model=model)
+        layout = layout_of(optimizer)
+        assert [p.split.span(rank) for p in layout.parameters] == [[(0, 64), (0, 0)], [(0, 0), (0, 48)]][rank]
+        assert layout.bytes == replace(memory_held(optimizer), bucket_buffers=0, gradients=layout.bytes.gradients)
+        return layout.table()
+
+    for table in run_ranks(work, 2):
+        assert "rank owns whole: 64 on the fullest rank, 48 on the emptiest, 56 on average" in table
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 1024])
+def test_as_many_bytes_travel_as_adamw_s(world_size: int) -> None:
+    def sent(make: Make) -> dict[str, int]:
+        with fake_world(world_size):
+            torch.manual_seed(0)
+            layers = [torch.nn.Linear(256, out, bias=False) for _ in range(6) for out in (768, 256, 1024)]
+            model = torch.nn.Sequential(*layers)
+            optimizer = LowLevelZeroOptimizer(make(model.parameters()), model=model, stage=2)
+            optimizer.backward(sum(layer(torch.ones(1, 256)).sum() for layer in layers))
+            optimizer.step()
+            return traffic_of(optimizer)
+
+    whole, even = sent(by_parameter), sent(torch.optim.AdamW)
+    assert whole.keys() == even.keys()
+    assert all(whole[purpose] <= 1.02 * even[purpose] for purpose in whole)
+
+
+class Careless(torch.optim.SGD):
+    """Takes for granted that each parameter has a gradient, and looks at all shapes."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                rows = p.grad.flatten(1) if p.dim() > 1 else p.grad.view(1, -1)  # type: ignore[union-attr]
+                p.data.sub_(group["lr"] * (rows / (rows.norm(dim=1, keepdim=True) + 1e-6)).view(p.shape))
+
+
+def test_parameters_of_other_ranks_are_not_there_in_a_step() -> None:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Careless(model.parameters(), lr=0.1)
+
+    def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+        return torch.stack([(p.sin() * (rank + step + 1)).sum() for p in model.parameters()]).sum()
+
+    assert choose_splits(make(torch.nn.Linear(3, 2))) == ["parameters"]
+    assert assert_trains_alike(make, lambda: torch.nn.Linear(5, 3), tolerance=0, loss=loss).splits == ("parameters",)
+
+
+class Counting(Careless):
+    """Its rate falls with its steps, those without any gradient included."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in (each for each in group["params"] if each.grad is not None):
+                p.data.sub_(group["lr"] / group["steps"] * p.grad / p.grad.norm())
+
+
+@pytest.mark.parametrize("chosen", [{}, {"clip_grad_norm": 1e6}], ids=["", "clipped"])
+def test_steps_without_any_gradient_count(chosen: dict[str, Any]) -> None:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Counting(model.parameters(), lr=0.1)
+
+    def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+        return (model.weight * (rank + step + 1)).sum() if step % 2 else torch.zeros(())  # type: ignore[operator]
+
+    assert_trains_alike(make, lambda: torch.nn.Linear(5, 3, bias=False), tolerance=0, loss=loss, **chosen)

@@ -1,0 +1,85 @@
+"""``assert_trains_alike``: what users run on an optimizer of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowlevel_zero.testing import assert_trains_alike
+from tests.support.ranks import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 8)])
+        self.norm, self.conv = nn.LayerNorm(8), nn.Conv2d(2, 3, 3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_processes_of_its_own_give_the_bits_of_one_process(stage: int) -> None:
+    assert not dist.is_initialized()
+    even, whole = (assert_trains_alike(make, Net, tolerance=0, stage=stage) for make in (adamw, adafactor))
+    assert (even.splits, even.difference) == (("elements",), 0.0)
+    assert (whole.splits, whole.difference) == (("parameters",), 0.0)
+    assert len(set(even.states)) == 1 < len(set(whole.states))  # whole parameters aren't of one size
+
+
+def test_ranks_that_are_there_take_part() -> None:
+    def work(rank: int, world_size: int) -> tuple[float, int]:
+        found = assert_trains_alike(adafactor, Net, stage=2, clip_grad_norm=0.0)
+        return found.difference, len(found.states)
+
+    (difference, count), *others = run_ranks(work, 3)
+    assert others == [(difference, count)] * 2
+    assert count == 3
+    assert difference < 1e-5
+
+
+class Drifting(torch.optim.SGD):
+    """Steps by the mean over all parameters that it has, which a rank doesn't."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [p.grad.mean() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(group["lr"] * (p.grad + sum(gradients)))
+
+
+def test_one_that_trains_otherwise_is_told_by_the_parameter() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Drifting(model.parameters(), lr=0.1)
+
+    with pytest.raises(TypeError, match="Drifting cannot be sharded"):
+        assert_trains_alike(make, Net)
+    with pytest.raises(AssertionError, match=r"expected it as in one process, to 1e-05 of its way, found it off by"):
+        assert_trains_alike(make, Net, split="parameters")
+
+
+def test_a_loss_and_a_mistake_of_the_caller_s() -> None:
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        output: Tensor = model.layers[1](model.layers[0](x).tanh())  # type: ignore[index, operator, union-attr]
+        return output.square().mean()
+
+    assert assert_trains_alike(adafactor, Net, loss=loss, stage=2).difference < 1e-5
+
+    def raising(model: nn.Module, step: int, rank: int) -> Tensor:
+        raise ZeroDivisionError("the moon is full")
+
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: the moon is full"):
+        assert_trains_alike(adafactor, Net, loss=raising)
