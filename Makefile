@@ -12,6 +12,7 @@ COLOSSALAI_INSTALLED := $(VENV)/.colossalai-installed
 TRAINERS_INSTALLED := $(VENV)/.trainers-installed
 PEERS_INSTALLED := $(VENV)/.peers-installed
 LINTERS_INSTALLED := $(VENV)/.linters-installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 
 # A process of tests for each core, and one more, since some wait; who has done its share takes of another's.
@@ -19,7 +20,7 @@ SIDE_BY_SIDE = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --maxp
 WITHOUT_COLOSSALAI := --ignore tests/plugin --ignore tests/trainers -m "not soak and not colossalai"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo booster test test-core test-trainers test-full soak test-oldest simulate mutants peers bench hosts cuda house lint clean
+.PHONY: help demo booster test test-core test-trainers test-full soak test-oldest simulate mutants peers bench hosts cuda house lint docs docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +31,7 @@ demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo AR
 booster: $(COLOSSALAI_INSTALLED)  ## train a small Llama through ColossalAI's Booster (options: as for demo)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_llama_booster.py $(ARGS)
 
-test: $(TRAINERS_INSTALLED)  ## run the tests, 8 minutes on 2 cores (options: make test ARGS="-k floors")
+test: $(TRAINERS_INSTALLED)  ## run the tests, 4 minutes on 2 cores (options: make test ARGS="-k floors")
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-core: $(INSTALLED)  ## run those of them that need torch alone, and not ColossalAI
@@ -66,7 +67,7 @@ hosts: $(PEERS_INSTALLED)  ## measure over links between two hosts, namespaces o
 cuda: $(PEERS_INSTALLED)  ## check and measure on GPUs, and write one file to send in (a look: make cuda ARGS=--quick)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpus $(ARGS)
 
-house: $(LINTERS_INSTALLED)  ## lines by room, arrows that climb, functions called in one step
+house: $(LINTERS_INSTALLED)  ## lines by room, imports that climb or circle, functions called in one step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.house $(ARGS)
 
 lint: $(LINTERS_INSTALLED)  ## check style, format, types and imports
@@ -75,8 +76,15 @@ lint: $(LINTERS_INSTALLED)  ## check style, format, types and imports
 	$(BIN)/mypy --strict lowlevel_zero examples
 	$(BIN)/lint-imports --no-logo
 
+docs: $(DOCS_INSTALLED)  ## build the documentation as a site in docs/_build; warnings are errors
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs . docs/_build
+	@echo "The first page is docs/_build/index.html; make docs-serve shows it."
+
+docs-serve: docs  ## build the site and serve it at http://127.0.0.1:8000
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory docs/_build 8000
+
 clean:  ## remove .venv, .venv-oldest and all that was built or cached
-	rm -rf $(VENV) $(OLDEST_VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST_VENV) build dist docs/_build demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps live in .venv, so that they go with it; they are written last, so that a failed install is retried.
@@ -116,4 +124,10 @@ $(PEERS_INSTALLED): requirements-bench.lock $(COLOSSALAI_INSTALLED)
 $(LINTERS_INSTALLED): requirements-dev.lock $(INSTALLED)
 	@echo "Installing the linters into $(VENV) (once) ..."
 	@$(PIP) install --requirement requirements-dev.lock
+	@touch $@
+
+# Sphinx imports the plugin and the trainers' adapters to read their docstrings.
+$(DOCS_INSTALLED): requirements-docs.lock $(TRAINERS_INSTALLED)
+	@echo "Installing Sphinx into $(VENV) (once) ..."
+	@$(PIP) install --requirement requirements-docs.lock
 	@touch $@
