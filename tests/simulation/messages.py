@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ class Messages:
         self.sent: dict[int, int] = {}
         self.hold: tuple[int, int] | None = None
         self._held: list[Transfer] = []
+        self._watched: set[ref[Message]] = set()  # works that may be freed soon
         self._unread: set[tuple[str, int, int]] = set()  # group, sender and receiver of whom nothing is read any more
         self._sends: dict[Channel, deque[Transfer]] = {}
         self._receives: dict[Channel, deque[Transfer]] = {}
@@ -149,7 +151,17 @@ class Messages:
             self._unread.add(channel[:3])
             transfer.lost = True
 
-    def drop(self, transfer: Transfer, channel: Channel) -> None:
+    def dropped_with(self, work: Message, transfer: Transfer, channel: Channel) -> None:
+        """Drop a message when its receiver's ``work`` is freed."""
+
+        def drop(freed: ref[Message]) -> None:
+            self._watched.discard(freed)
+            if not transfer.over:
+                self._drop(transfer, channel)
+
+        self._watched.add(ref(work, drop))
+
+    def _drop(self, transfer: Transfer, channel: Channel) -> None:
         """Nobody has the receiver's work any more: where it comes gloo stops reading from its sender."""
         transfer.dropped = True
         if transfer.source is not None:
@@ -191,7 +203,7 @@ class Message:
         receives: it is the receiver's.
     """
 
-    __slots__ = ("_channel", "_messages", "_receives", "_scheduler", "_transfer", "_waited")
+    __slots__ = ("__weakref__", "_channel", "_messages", "_receives", "_scheduler", "_transfer", "_waited")
 
     def __init__(self, messages: Messages, transfer: Transfer, channel: Channel, receives: bool) -> None:
         self._messages, self._scheduler = messages, messages.scheduler
@@ -199,9 +211,13 @@ class Message:
         self._waited = False
 
     def __del__(self) -> None:
-        """Let it be known, where a receiver has no other."""
+        """Let it be known, where a receiver has no other.
+
+        The garbage collector calls this also for a work that the optimizer's own ``__del__`` hands to a thread. Such a
+        work lives on, and is dropped later, or never.
+        """
         if self._receives and not self._transfer.over:
-            self._messages.drop(self._transfer, self._channel)
+            self._messages.dropped_with(self, self._transfer, self._channel)
 
     def _is_ready(self) -> bool:
         transfer = self._transfer

@@ -187,8 +187,9 @@ class Simulation(Generic[T]):
     def _look_around(self) -> None:
         """See what is left when all jobs have ended; then have groups destroyed, and see what is left of these."""
         gc.collect()
-        self.network.messages.relieve()
         self.scheduler.run()  # what the collected have told their workers
+        while self.network.messages.relieve():  # workers may wait for them
+            self.scheduler.run()
         known = [each.random_state for each in self.ranks]
         tensors = remains.tensors([*self.results.values(), *self.errors.values(), *known])
         messages, blocks = self.network.messages.unmatched(), remains.blocks(self.network)
