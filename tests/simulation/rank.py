@@ -233,7 +233,7 @@ class Rank:
         optimizer.synchronize()
         for group in optimizer.param_groups:
             for p32 in group["params"]:
-                if p32.grad is not None and entry.place % 2:
+                if p32.grad is not None and self.program.schedule % 2:
                     p32.grad = p32.grad * entry.call.amount
                 elif p32.grad is not None:
                     p32.grad.mul_(entry.call.amount)

@@ -55,6 +55,7 @@ class SimulatedPipe(OwnPipe):
         network.pipes.append(self)
         self.coming: dict[int, deque[bytes]] = {}
         self._due = False
+        self._taken = 0  # records
 
     def read(self, most: int) -> bytes:  # type: ignore[override]
         """Some of what is on its way, of each peer's what is older first; something, after a wait for it.
@@ -71,15 +72,19 @@ class SimulatedPipe(OwnPipe):
         if self._due and not come:
             come.append(next(records for records in self.coming.values() if records).popleft())
         self._due = False
+        self._taken += len(come)
         return b"".join(come)
 
     def wait(self, milliseconds: float) -> bool:
-        """Until there is something on its way; with a look now and then where a rank has ended."""
-        dead = self._network.dead
+        """Until there is something on its way, or another actor has taken it in.
+
+        The real one ends after some milliseconds. This one does so alone where a rank has ended.
+        """
+        dead, taken = self._network.dead, self._taken
         lost = len(dead)
 
         def come() -> bool:
-            return any(self.coming.values()) or len(dead) > lost
+            return any(self.coming.values()) or len(dead) > lost or self._taken > taken
 
         self._network.scheduler.wait(come, _PATIENCE if dead else None)
         self._due = any(self.coming.values())
