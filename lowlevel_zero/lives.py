@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import get_process_group_ranks as ranks_of
 
 from .bookkeeping.sharded_parameter import hide_gradients
-from .communication.agreement import together
+from .communication.agreement import Call, together
 from .communication.shard_group import ShardGroup
 from .sharded_optimizer import ShardedOptimizer
 
@@ -71,7 +71,7 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
         for key in known[0]:
             if all(key in keys for keys in known):
                 for each in reachable[key].sharded_groups:
-                    each.reducer.discard()
+                    each.reducer.discard(Call("zero_grad"))
     for other, name in former.items():
         _retire(other, name)
 

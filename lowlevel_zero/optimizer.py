@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.step_state import Damage, StepState
+from .bookkeeping.step_state import TO_ZEROS, Damage, StepState
 from .communication.agreement import CONSTRUCT, Call, together
 from .communication.grid import Ranks, check_hybrid
 from .construction import (
@@ -516,8 +516,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
         self._guard.enter("zero_grad")
-        for each in self.sharded_groups:
-            each.reducer.discard(set_to_none)
+        call = Call("zero_grad" if set_to_none else TO_ZEROS)
+        self.calls.agree(call, lambda each, call: each.reducer.discard(call))
         self._observer.cleared()
         for each in self.sharded_groups:
             if set_to_none:

@@ -40,7 +40,7 @@ from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_state import TO_ZEROS, Damage, Phase, StepState
+from .bookkeeping.step_state import Damage, Phase, StepState
 from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all
 from .communication.work import Work
 from .options import ZeroOptions
@@ -548,16 +548,14 @@ class Reducer:
         """What a sync carries that this rank has not run, and others may have."""
         return self._unused.announce_sync(self._leftovers() if completes else ()).wait()
 
-    def discard(self, set_to_none: bool = True) -> None:
+    def discard(self, call: Call) -> None:
         """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
 
         Communicates: any rank may have run a plain backward alone. Gradients that become zeros are stepped, so the
         ranks must have dropped the same ones before.
         """
-        if set_to_none:
-            self.agree_on_syncs(Call("zero_grad"), touched=())  # whatever has been cleared is cleared with the others
-        else:
-            self.agree_on_syncs(Call(TO_ZEROS))
+        # Where gradients become None, whatever has been cleared is cleared with the others.
+        self.agree_on_syncs(call, touched=() if call.name == "zero_grad" else None)
         self._state.failure.mend(Damage.CALL | Damage.GRADIENTS)
         self._state.failure.deferred = None
         self._keeps_some = False

@@ -195,7 +195,8 @@ class ShardedOptimizer(Optimizer):
         return partial(self._switch, mode, back)
 
     def _switch(self, mode: str, back: str) -> None:
-        switch(self.optim, self.sharded_groups, self.calls.enter(mode), back, again=self.mode == mode)
+        call, again = self.calls.enter(mode), self.mode == mode
+        switch(self.optim, self.sharded_groups, self.calls.agree, call, back, again)
         self.mode = mode
 
     # ---- for the rooms above, beside the attributes ----

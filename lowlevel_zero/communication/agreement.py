@@ -10,6 +10,8 @@ from itertools import chain, count, zip_longest
 from operator import neg
 from typing import Any, NamedTuple, TypeVar
 
+from torch.distributed import get_process_group_ranks
+
 from .failed_ranks import listed_ranks
 from .shard_group import ShardGroup
 
@@ -179,7 +181,8 @@ def agree(
     reason = None if error is None else f"{type(error).__name__}: {error}"
     statements = group.all_gather_object(_Statement(doing, group.number, lines, progress, reason, failed))
     try:
-        raise raised_by_all(_difference(statements, alike) if error is None else error, group)
+        ranks = get_process_group_ranks(group.group)
+        raise raised_by_all(_difference(statements, ranks, alike) if error is None else error, group)
     finally:
         error = None  # its traceback holds this frame: a cycle would keep alive what failed to be built
 
@@ -240,65 +243,65 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
     agree(groups[0], (), error, doing)
 
 
-def first_difference(by_rank: Sequence[Sequence[str]], alike: Alike) -> str:
-    """Return the message for the first line in which a rank differs from rank 0, with the ranks' values."""
+def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], alike: Alike) -> str:
+    """Return the message for the first line in which one of ``ranks`` differs from the first, with their values."""
     for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
-        differ = [rank for rank, got in enumerate(others, 1) if got != expected]
+        differ = [place for place, got in enumerate(others, 1) if got != expected]
         if differ:
             others_too = differ if len(by_rank) > _LISTED else list(range(1, len(by_rank)))
-            shown = [differ[0], *(rank for rank in others_too if rank != differ[0])][:_LISTED]
-            told = ", ".join(f"rank {rank} has «{others[rank - 1]}»" for rank in shown)
-            return f"expected {alike.what} on every rank; rank 0 has «{expected}» where {told}: {alike.remedy}"
+            shown = [differ[0], *(place for place in others_too if place != differ[0])][:_LISTED]
+            told = ", ".join(f"rank {ranks[place]} has «{others[place - 1]}»" for place in shown)
+            return f"expected {alike.what} on every rank; rank {ranks[0]} has «{expected}» where {told}: {alike.remedy}"
     raise AssertionError("digests differ, lines don't")
 
 
-def _difference(statements: Sequence[_Statement], alike: Alike) -> Exception:
+def _difference(statements: Sequence[_Statement], ranks: Sequence[int], alike: Alike) -> Exception:
     """Return the error that all ranks raise: another rank's, or one for the first difference between the ranks."""
-    for rank, each in enumerate(statements):
+    for rank, each in zip(ranks, statements, strict=True):
         if each.reason is not None:
             return RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
     lines = [each.lines for each in statements if each.lines is not None]
     calls = {(each.name, each.optimizer) for each in statements}
     if len(calls) > 1 or 0 < len(lines) < len(statements):
-        return _different_calls(statements)
+        return _different_calls(statements, ranks)
     if any(own != lines[0] for own in lines):
-        return ValueError(first_difference(lines, alike))
-    return _different_progress([each.progress for each in statements])
+        return ValueError(first_difference(lines, ranks, alike))
+    return _different_progress([each.progress for each in statements], ranks)
 
 
-def _different_progress(done: Sequence[SyncProgress]) -> Exception:
+def _different_progress(done: Sequence[SyncProgress], ranks: Sequence[int]) -> Exception:
     """Return the error for what users have changed differently on the ranks before one and the same call."""
     settings = [each.settings.settings for each in done]
     if any(each != settings[0] for each in settings):
         names = sorted(set().union(*settings))
         lines = [[f"{name}: {own.get(name, 'nothing')}" for name in names] for own in settings]
-        return ValueError(first_difference(lines, SETTINGS))
+        return ValueError(first_difference(lines, ranks, SETTINGS))
     for by_rank, message in (([each.cleared for each in done], _CLEARED), ([each.edited for each in done], _EDITED)):
-        names, told = _uneven(by_rank)
+        names, told = _uneven(by_rank, ranks)
         if names:
             return RuntimeError(message.format(told))
-    names, told = _uneven([each.written for each in done])
+    names, told = _uneven([each.written for each in done], ranks)
     assert names, "digests differ, statements don't"
     return WrittenOnSome(_WRITTEN.format(names[0], told), names)
 
 
-def _uneven(by_rank: Sequence[Sequence[str]]) -> tuple[list[str], str]:
+def _uneven(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> tuple[list[str], str]:
     """Return the names that some ranks alone have, and the first of them with its ranks, in words."""
     every = dict.fromkeys(chain.from_iterable(by_rank))
     names = [name for name in every if any(name not in own for own in by_rank)]
-    have = [rank for rank, own in enumerate(by_rank) if names and names[0] in own]
-    lack = [rank for rank in range(len(by_rank)) if rank not in have]
+    have = [rank for rank, own in zip(ranks, by_rank, strict=True) if names and names[0] in own]
+    lack = [rank for rank in ranks if rank not in have]
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     told = f"{names[0]} on {listed_ranks(have)} and not on {listed_ranks(lack)}{more}" if names else ""
     return names, told
 
 
-def _different_calls(statements: Sequence[_Statement]) -> RuntimeError:
+def _different_calls(statements: Sequence[_Statement], ranks: Sequence[int]) -> RuntimeError:
     calls = _calls_by_optimizer(statements)
     clip = "; where a rank has run no backward, torch.nn.utils.clip_grad_norm_ finds no gradients: clip by "
     return RuntimeError(
         "expected the same call on every rank, got "
-        + "; ".join(f"rank {rank} to {call}" for rank, call in enumerate(calls))
+        + "; ".join(f"rank {rank} to {call}" for rank, call in zip(ranks, calls, strict=True))
         + ": let every rank make the same calls in the same order, and begin the step anew with "
         "optimizer.zero_grad() on all"
         + (f"{clip}lowlevel_zero.clip_grad_norm_" if NORMS in [each.name for each in statements] else "")

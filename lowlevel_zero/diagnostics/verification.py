@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
@@ -61,14 +62,15 @@ def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     if group.all_reduce_max([error is not None, *alike[1:]]) == alike:
         return None
     told = group.all_gather_object((list(names.values()), sums, None if error is None else repr(error)))
-    failed = ((rank, text) for rank, (*_, text) in enumerate(told) if text is not None)
+    ranks = get_process_group_ranks(group.group)
+    failed = ((rank, text) for rank, (*_, text) in zip(ranks, told, strict=True) if text is not None)
     for rank, text in failed:
         raise raised_by_all(error or RuntimeError(f"rank {rank} could not compare its parameters: {text}"), group)
     by_rank = [own for own, *_ in told]
     if len(set(map(len, by_rank))) > 1:
-        return first_difference(by_rank, _MODEL)
+        return first_difference(by_rank, ranks, _MODEL)
     return _where_values_differ(
-        dict(zip(names.values(), zip(*(sums for _, sums, _ in told), strict=True), strict=True))
+        dict(zip(names.values(), zip(*(sums for _, sums, _ in told), strict=True), strict=True)), ranks
     )
 
 
@@ -89,14 +91,14 @@ def _read(sums: Sequence[Tensor]) -> list[int]:
     return values
 
 
-def _where_values_differ(gathered: Mapping[str, Sequence[int]]) -> str:
+def _where_values_differ(gathered: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
     """Name the first entry that isn't the same on all ranks."""
     for name, by_rank in gathered.items():
         expected = max(by_rank, key=by_rank.count)
-        others = [rank for rank, value in enumerate(by_rank) if value != expected]
+        others = [rank for rank, value in zip(ranks, by_rank, strict=True) if value != expected]
         if others:
             count = sum(len(set(values)) > 1 for values in gathered.values())
-            alike = [rank for rank in range(len(by_rank)) if rank not in others]
+            alike = [rank for rank in ranks if rank not in others]
             return (
                 f"{name}: expected the same values on every rank, got others on {listed_ranks(others)} than on "
                 f"{listed_ranks(alike)} ({count} of {len(gathered)} tensors differ): look for memory or devices that "

@@ -9,7 +9,7 @@ import torch
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import Damage, Phase, StepState
-from ..communication.agreement import Call, WrittenOnSome, is_raised_by_all, moment
+from ..communication.agreement import Call, WrittenOnSome, agree, is_raised_by_all, moment
 from ..communication.shard_group import ShardGroup
 from ..diagnostics.guards import Guard
 from ..sharded_group import ShardedGroup
@@ -44,15 +44,41 @@ class Calls:
 
     def finish_gradients(self, call: Call) -> None:
         """Complete all gradients on all ranks, or raise on all of them if ``call`` can't be made on one."""
-        for each in self._groups:
-            try:
-                each.reducer.finish(call)
-            except WrittenOnSome as some:
-                self._guard.check_same_values(some, each.records, each.group)
-                each.reducer.finish(call._replace(written=()))
+        self.agree(call, self._finish)
         self._state.failure.raise_deferred()
         if self._state.phase is Phase.COMING:
             self._state.phase = Phase.COMPLETE
+
+    def _finish(self, each: ShardedGroup, call: Call) -> None:
+        try:
+            each.reducer.finish(call)
+        except WrittenOnSome as some:
+            self._guard.check_same_values(some, each.records, each.group)
+            each.reducer.finish(call._replace(written=()))
+
+    def agree(self, call: Call, act: Callable[[ShardedGroup, Call], object]) -> None:
+        """Have the ranks agree on ``call`` in each shard group by ``act``, and raise on all ranks if one raises.
+
+        The ranks of experts may disagree among themselves alone, so where there are several shard groups, all ranks
+        agree once more. Communicates.
+        """
+        if len(self._groups) == 1:
+            act(self._groups[0], call)
+            return
+        error, since = None, moment()
+        for each in self._groups:
+            try:
+                act(each, call)
+            except Exception as raised:  # of whatever kind: others go on to the agreement of all ranks
+                if is_raised_by_all(raised, self._ranks, since):
+                    raise
+                if not is_raised_by_all(raised, each.group, since):
+                    self._state.failure.note(raised, Damage.GRADIENTS)
+                error = error or raised
+        try:
+            agree(self._ranks, None, error, call.name)
+        finally:
+            error = None  # its traceback holds this frame: a cycle would keep gradients alive
 
     def finish_gradients_for(self, doing: str) -> None:
         """Complete all gradients for a use of ``p.grad``."""
@@ -71,8 +97,7 @@ class Calls:
         """
         self._guard.refuse_in_backward(doing)
         with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
-            for each in self._groups:
-                each.reducer.agree_on_syncs(Call(doing))
+            self.agree(Call(doing), lambda each, call: each.reducer.agree_on_syncs(call))
         self._state.failure.raise_deferred()
 
     @contextmanager

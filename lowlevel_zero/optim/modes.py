@@ -15,7 +15,14 @@ from ..sharded_group import ShardedGroup
 
 
 @torch.no_grad()
-def switch(optim: Optimizer, groups: Sequence[ShardedGroup], call: Call, back: str, again: bool) -> None:
+def switch(
+    optim: Optimizer,
+    groups: Sequence[ShardedGroup],
+    agree: Callable[[Call, Callable[[ShardedGroup, Call], object]], None],
+    call: Call,
+    back: str,
+    again: bool,
+) -> None:
     """Switch the slices of ``optim`` to another mode, and gather them.
 
     All ranks call it. Nothing is gathered, and nothing communicates, when the optimizer was switched to this mode
@@ -24,6 +31,7 @@ def switch(optim: Optimizer, groups: Sequence[ShardedGroup], call: Call, back: s
     Args:
         optim: the wrapped optimizer.
         groups: the parameters whose slices it steps.
+        agree: has the ranks agree on the call in each of ``groups``.
         call: the call on this rank, named like the method of ``optim`` that switches.
         back: the method that switches back, if other ranks couldn't follow.
         again: whether the optimizer was switched to the same mode before.
@@ -36,8 +44,7 @@ def switch(optim: Optimizer, groups: Sequence[ShardedGroup], call: Call, back: s
         if again and not whole and before == list(_traces(optim, groups)):  # what one rank owns others don't see
             return
     try:
-        for each in groups:
-            each.reducer.agree_on_syncs(call)
+        agree(call, lambda each, call: each.reducer.agree_on_syncs(call))
     except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
         if call.error is None:
             _method(optim, back)()

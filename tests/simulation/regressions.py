@@ -94,4 +94,9 @@ REGRESSIONS: dict[str, Program] = {
         [(None, Call("save")), *_both(Call("construct"))]
     ),
     "a loss touches nothing on one rank": _program([(Call("plain"), Call("plain", drops=NOTHING)), *_both(STEP, ZERO)]),
+    "one of four ranks writes a weight of experts, which two of them share": _program(
+        [(None, None, Call("write weight", at=1), None), *_both(STEP, ranks=4)],
+        Part((Weight(), Weight(expert=True)), ((0,),)),
+        ranks=4,
+    ),
 }
