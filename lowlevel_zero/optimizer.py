@@ -36,6 +36,7 @@ from .diagnostics.settings import Settings
 from .diagnostics.untrained import Untrained
 from .experts.assignment import data_parallel_group
 from .gradients.calls import Calls
+from .gradients.dispatch import make_handles
 from .gradients.of_optimizer import OptimizerGradients
 from .lives import alive, let_go, refuse_wrapped, register, retire_former
 from .loss_scaler import LossScaler
@@ -182,7 +183,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._make_groups()
         self.calls = Calls(self.sharded_groups, self.shard_group, self._guard, self.step_state)
         self.gradients = OptimizerGradients(self.sharded_groups, self.shard_group, self.calls, self.step_state)
-        self.gradients.make_handles(self.sharded_parameters)
+        make_handles(self.sharded_parameters, self.gradients)
         self._make_stepper()
         register(self)
 
@@ -556,4 +557,4 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         with together(self.shard_group, ADD_GROUP):
             sharding.take_slices()
             self._maker.extend(self.sharded_groups)
-            self.gradients.make_handles(record for record in parameters if record.handle is None)
+            make_handles((record for record in parameters if record.handle is None), self.gradients)

@@ -1,130 +1,61 @@
-"""Dispatch of torch's operations on sharded gradients."""
+"""Dispatch of torch's operations on sharded gradients: each function performs the operators of one kind."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ..bookkeeping.checks import refuse_compiled
-from ..bookkeeping.sharded_parameter import Handle
+from ..bookkeeping.gradient_store import Edit
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from . import refusals
-from .operations import Kind, kind_of, mapped, name_of, tensors_in, written_arguments
-
-if TYPE_CHECKING:
-    from ..bookkeeping.gradient_store import Edit
-    from ..bookkeeping.sharded_parameter import ShardedParameter
-    from .of_optimizer import OptimizerGradients
-    from .sharded_gradient import ShardedGradient
-
-    Edits = dict[OptimizerGradients, dict[ShardedParameter, list[Edit]]]
-
-Args = tuple[Any, ...]
-Keywords = dict[str, Any]
-_ADD_, _ADD = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
+from .of_optimizer import OptimizerGradients
+from .operations import Args, Keywords, Kind, Performer, mapped, name_of, performs, tensors_in, written_arguments
+from .sharded_gradient import ShardedGradient, Wholes
 
 
-class Wholes:
-    """Whole gradients that one operation reads.
-
-    Attributes:
-        found: those that have been gathered, by the gradient that isn't a view.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[ShardedGradient, Tensor] = {}
-        self._standing_for: dict[int, Tensor] = {}
-
-    def given(self, value: Any) -> Any:
-        """Return arguments with whole tensors in the place of sharded gradients."""
-
-        def whole(tensor: Tensor) -> Tensor:
-            if not is_sharded(tensor):
-                return tensor
-            found = tensor.whole_in(self)
-            self._standing_for[id(found)] = tensor
-            return found
-
-        return mapped(whole, value)
-
-    def taken(self, value: Any) -> Any:
-        """Return results with sharded gradients in the place of whole tensors that stood for them."""
-        return mapped(lambda tensor: self._standing_for.get(id(tensor), tensor), value)
+def make_handles(records: Iterable[ShardedParameter], gradients: OptimizerGradients) -> None:
+    """Give records the objects that they show as ``p.grad`` and ``p32.grad``, once there is a ``g``."""
+    for record in records:
+        record.handle = ShardedGradient(record, record.p, gradients)
+        record.slice_handle = ShardedGradient(record, record.p32, gradients)
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedGradient]:
     """Return whether a value is a sharded gradient."""
-    return isinstance(value, Handle)
-
-
-def own_part(record: ShardedParameter, tensor: Tensor, of_slice: bool) -> Tensor:
-    """Return this rank's elements of a tensor of ``p``'s shape, or ``of_slice`` of ``p32``'s: ``[n]``, unpadded."""
-    start, stop = record.split.span(record.rank)
-    return record.flat_slice(tensor)[: stop - start] if of_slice else record.flatten(tensor)[start:stop]
-
-
-def perform(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Return what an operation outside of a backward gives."""
-    return _PERFORM[kind_of(func)](func, args, kwargs)
-
-
-def perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Let a backward add a gradient to ``p.grad``, where it waits to be reduced; raise for anything else."""
-    first = _first_of(args, kwargs)
-    refuse_compiled(first.name_of_parameter)
-    if not _is_engine(sys._getframe(1).f_back):
-        raise refusals.of_hook(first.name_of_parameter, name_of(func))
-    if func not in (_ADD_, _ADD) or args[0] is not first:
-        raise refusals.of_ddp(first.name_of_parameter)
-    record, _ = first.held()
-    if first.live() is not first:
-        record.refuse_assigned()
-    gradient: Tensor = args[1]
-    if func is _ADD_:
-        record.pending = gradient if record.pending is None else record.pending + gradient
-        return first
-    passed = gradient.clone() if record.pending is None else record.pending + gradient  # with a graph
-    record.shown = record.pending = None
-    return passed
-
-
-def _is_engine(caller: FrameType | None) -> bool:
-    """Return whether autograd's engine called, and not a hook; None: it did, on another thread."""
-    while caller is not None and caller.f_code.co_name != "_engine_run_backward":
-        if not (caller.f_code.co_name == "__torch_dispatch__" or caller.f_globals["__name__"].startswith("torch.")):
-            return False
-        caller = caller.f_back
-    return True
-
-
-def _first_of(*given: Any) -> ShardedGradient:
-    return next(each for each in tensors_in(given) if is_sharded(each))
+    return isinstance(value, ShardedGradient)
 
 
 # ---- whole gradients ----
 
 
+def _whole(value: Any, wholes: Wholes) -> Any:
+    """Return arguments with whole tensors in the place of sharded gradients."""
+    return mapped(lambda each: each.whole_in(wholes) if is_sharded(each) else each, value)
+
+
+@performs(Kind.READ)
 def _read(func: Any, args: Args, kwargs: Keywords) -> Any:
-    wholes = Wholes()
-    return func(*wholes.given(args), **wholes.given(kwargs))
+    """Read whole gradients."""
+    wholes: Wholes = {}
+    return func(*_whole(args, wholes), **_whole(kwargs, wholes))
 
 
+@performs(Kind.WRITE)
 def _write(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Write to whole gradients; each rank then takes its slices of those that changed."""
-    written = [each.root() for each in _written(func, args, kwargs) if is_sharded(each)]
-    wholes = Wholes()
-    given, keywords = wholes.given(args), wholes.given(kwargs)
-    before = {root: wholes.found[root].clone() for root in written}
+    wholes: Wholes = {}
+    given, keywords = _whole(args, wholes), _whole(kwargs, wholes)
+    written = list(zip(_written(func, args, kwargs), _written(func, given, keywords), strict=True))
+    before = {each.root(): wholes[each.root()].clone() for each, _ in written if is_sharded(each)}
     results = func(*given, **keywords)
     for root, earlier in before.items():
-        root.write_changes(earlier, wholes.found[root], name_of(func))
-    _note_history(written, args, kwargs)
-    return wholes.taken(results)
+        root.write_changes(earlier, wholes[root], name_of(func))
+    _note_history(before, args, kwargs)
+    return mapped(lambda result: next((each for each, whole in written if whole is result), result), results)
 
 
 def _written(func: Any, args: Args, kwargs: Keywords) -> Iterator[Tensor]:
@@ -139,6 +70,7 @@ def _note_history(written: Iterable[ShardedGradient], args: Args, kwargs: Keywor
             each.note_history()
 
 
+@performs(Kind.LIKE)
 def _like(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Make a new tensor: no element is read."""
 
@@ -152,6 +84,7 @@ def _like(func: Any, args: Args, kwargs: Keywords) -> Any:
 # ---- views ----
 
 
+@performs(Kind.VIEW)
 def _view(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Make views that read and write through."""
     of = args[0]
@@ -171,6 +104,7 @@ def _view(func: Any, args: Args, kwargs: Keywords) -> Any:
 # ---- this rank's slices ----
 
 
+@performs(Kind.ELEMENTS)
 def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Write each element by itself: this rank's slices, by slices of what stands beside them."""
     listed = isinstance(args[0], (list, tuple))
@@ -183,7 +117,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
         listed and any(isinstance(each, Tensor) and each.dim() for each in beside)
     ):
         return _write(func, args, kwargs)
-    edits: Edits = {}
+    edits: dict[OptimizerGradients, dict[ShardedParameter, list[Edit]]] = {}
     plain = []
     for at, target in enumerate(targets):
         mine = [_at(at, each, len(targets)) for each in args[1:]] if listed else args[1:]
@@ -218,10 +152,10 @@ def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> T
     if is_sharded(value):
         if value.is_of_slice == target.is_of_slice and _is_split_alike(record, value):
             return value.to_local()[: stop - start]
-        value = value.whole_in(Wholes())
+        value = value.whole_in({})
     if value.dim() == 0:
         return value
-    return own_part(record, _expanded(target, value), target.is_of_slice)
+    return target.own_part(_expanded(target, value))
 
 
 def _is_split_alike(record: ShardedParameter, value: ShardedGradient) -> bool:
@@ -255,6 +189,7 @@ def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient
     return None if isinstance(args[0], (list, tuple)) else args[0]
 
 
+@performs(Kind.SCALE)
 def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Multiply gradients by one number, which where they are all of a bucket's takes no kernel."""
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
@@ -272,6 +207,7 @@ def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
     return _finish_edit(args, kwargs, sharded)
 
 
+@performs(Kind.ZERO)
 def _zero(func: Any, args: Args, kwargs: Keywords) -> Any:
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     sharded = [each for each in targets if is_sharded(each)]
@@ -303,6 +239,7 @@ def _by_optimizer(
 # ---- norms ----
 
 
+@performs(Kind.NORM)
 def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Take norms of whole gradients, of which all come in one collective."""
     given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
@@ -330,33 +267,28 @@ def _is_current(tensor: ShardedGradient) -> bool:
 # ---- the rest ----
 
 
+@performs(Kind.DETACH)
 def _detach(func: Any, args: Args, kwargs: Keywords) -> Any:
+    """Keep the values that the gradient has now."""
     return args[0].detached()
 
 
+@performs(Kind.DETACH_IN_PLACE)
 def _detach_in_place(func: Any, args: Args, kwargs: Keywords) -> Any:
+    """Return the gradient, which has no graph."""
     return args[0]
 
 
-def _refused(error: Callable[[str, str], RuntimeError]) -> Callable[..., Any]:
+def _refusing(error: Callable[[str, str], RuntimeError]) -> Performer:
+    """Return a performer that raises ``error``, made of the parameter's name and the operator's."""
+
     def refuse(func: Any, args: Args, kwargs: Keywords) -> Any:
-        raise error(_first_of(args, kwargs).name_of_parameter, name_of(func))
+        first = next(each for each in tensors_in((args, kwargs)) if is_sharded(each))
+        raise error(first.name_of_parameter, name_of(func))
 
     return refuse
 
 
-_PERFORM: dict[Kind, Callable[[Any, Args, Keywords], Any]] = {
-    Kind.NORM: _norm,
-    Kind.SCALE: _scale,
-    Kind.ZERO: _zero,
-    Kind.DETACH: _detach,
-    Kind.DETACH_IN_PLACE: _detach_in_place,
-    Kind.VIEW: _view,
-    Kind.LIKE: _like,
-    Kind.ELEMENTS: _by_elements,
-    Kind.WRITE: _write,
-    Kind.READ: _read,
-    Kind.MEMORY: _refused(refusals.of_reshaping),
-    Kind.COLLECTIVE: _refused(refusals.of_collective),
-    Kind.SCALER: _refused(refusals.of_scaler),
-}
+performs(Kind.MEMORY)(_refusing(refusals.of_reshaping))
+performs(Kind.COLLECTIVE)(_refusing(refusals.of_collective))
+performs(Kind.SCALER)(_refusing(refusals.of_scaler))

@@ -17,7 +17,6 @@ from ..communication.shard_group import ShardGroup
 from ..sharded_group import ShardedGroup
 from ..state.values import Slice, whole_gradients, whole_slices
 from .calls import Calls
-from .sharded_gradient import ShardedGradient
 
 
 class OptimizerGradients:
@@ -37,12 +36,6 @@ class OptimizerGradients:
         self._state = state
         self._known: dict[float, list[Tensor]] = {}
         self._known_at: tuple[int, ...] = ()
-
-    def make_handles(self, records: Iterable[ShardedParameter]) -> None:
-        """Give records the objects that they show as ``p.grad`` and ``p32.grad``, once there is a ``g``."""
-        for record in records:
-            record.handle = ShardedGradient(record, record.p, self)
-            record.slice_handle = ShardedGradient(record, record.p32, self)
 
     # ---- for torch's own functions, on one parameter's p.grad after the other ----
 

@@ -1,16 +1,21 @@
-"""The kind of each of torch's operators on ``p.grad``, from its schema and tags."""
+"""The kind of each of torch's operators on ``p.grad``, from its schema and tags, and the function that performs it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
+
+Args: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
+# It is called with an operator and its arguments.
+Performer: TypeAlias = Callable[[Any, Args, Keywords], Any]
 
 
 class Kind(Enum):
@@ -44,6 +49,24 @@ for _in_place in (_aten.mul_, _aten.div_, _aten._foreach_mul_, _aten._foreach_di
     _NAMED |= {_in_place.Scalar: Kind.SCALE, _in_place.Tensor: Kind.SCALE}
 # Operators that write each element by itself, and that not every version of torch tags as pointwise.
 _BY_ELEMENTS = {"copy_", "fill_", "masked_fill_", "abs_"}
+
+
+_PERFORMERS: dict[Kind, Performer] = {}
+
+
+def performs(kind: Kind) -> Callable[[Performer], Performer]:
+    """Return a decorator that has a function perform the operators of a kind."""
+
+    def enter(performer: Performer) -> Performer:
+        _PERFORMERS[kind] = performer
+        return performer
+
+    return enter
+
+
+def perform(func: Any, args: Args, kwargs: Keywords) -> Any:
+    """Return what an operator on sharded gradients gives, outside of a backward."""
+    return _PERFORMERS[kind_of(func)](func, args, kwargs)
 
 
 @cache

@@ -16,22 +16,28 @@ slice. Norms of it are the whole gradient's, so that clipping over either is tha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from ..bookkeeping.sharded_parameter import Handle
+from ..bookkeeping.checks import refuse_compiled
+from ..bookkeeping.sharded_parameter import Handle, ShardedParameter
 from . import refusals
-from .dispatch import Wholes, own_part, perform, perform_within_backward
+from .of_optimizer import OptimizerGradients
+from .operations import Args, Keywords, name_of, perform, tensors_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ..bookkeeping.sharded_parameter import ShardedParameter
-    from .of_optimizer import OptimizerGradients
+# Whole gradients that one operation has gathered, by the gradient that isn't a view.
+Wholes: TypeAlias = "dict[ShardedGradient, Tensor]"
+
+_ADD_, _ADD = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
 
 
 class ShardedGradient(Handle):
@@ -162,7 +168,7 @@ class ShardedGradient(Handle):
     ) -> Any:
         """Perform one operation of torch's."""
         if torch._C._current_graph_task_id() != -1:
-            return perform_within_backward(func, args, kwargs or {})
+            return _perform_within_backward(func, args, kwargs or {})
         return perform(func, args, kwargs or {})
 
     def held(self) -> tuple[ShardedParameter, OptimizerGradients]:
@@ -199,16 +205,22 @@ class ShardedGradient(Handle):
 
     def whole_in(self, wholes: Wholes) -> Tensor:
         """Return all of it for an operation, which gathers each gradient once."""
-        if self not in wholes.found:
-            wholes.found[self] = self.full_tensor()
-        return wholes.found[self]
+        if self not in wholes:
+            wholes[self] = self.full_tensor()
+        return wholes[self]
+
+    def own_part(self, tensor: Tensor) -> Tensor:
+        """Return this rank's elements of a tensor of the gradient's shape: ``[n]``, without padding."""
+        record, _ = self.held()
+        start, stop = record.split.span(record.rank)
+        return record.flat_slice(tensor)[: stop - start] if self.is_of_slice else record.flatten(tensor)[start:stop]
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
         """Let the gradient have the elements of a whole one that differ from those ``before``; ``what`` changed it."""
         record, gradients = self.held()
         if after.shape != before.shape:
             raise refusals.of_shape(self.name_of_parameter, before.shape, after.shape)
-        old, new = (own_part(record, each, self.is_of_slice) for each in (before, after))
+        old, new = self.own_part(before), self.own_part(after)
 
         def edit(own: Tensor) -> None:
             own.copy_(torch.where((new == old).to(own.device), own, new.to(own)))
@@ -293,7 +305,7 @@ class ViewOfGradient(ShardedGradient):
 
     def full_tensor(self) -> Tensor:
         """Return all of the view. Every rank calls it."""
-        return self.whole_in(Wholes()).clone()
+        return self.whole_in({}).clone()
 
     def to_local(self) -> Tensor:
         """Raise: its elements may be other ranks'."""
@@ -314,3 +326,32 @@ class ViewOfGradient(ShardedGradient):
     def detached(self) -> ShardedGradient:
         """Return the view of the detached gradient."""
         return ViewOfGradient(self._of.detached(), self, self._look)
+
+
+def _perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
+    """Let a backward add a gradient to ``p.grad``, where it waits to be reduced; raise for anything else."""
+    first = next(each for each in tensors_in((args, kwargs)) if isinstance(each, ShardedGradient))
+    refuse_compiled(first.name_of_parameter)
+    if not _is_engine(sys._getframe(1).f_back):
+        raise refusals.of_hook(first.name_of_parameter, name_of(func))
+    if func not in (_ADD_, _ADD) or args[0] is not first:
+        raise refusals.of_ddp(first.name_of_parameter)
+    record, _ = first.held()
+    if first.live() is not first:
+        record.refuse_assigned()
+    gradient: Tensor = args[1]
+    if func is _ADD_:
+        record.pending = gradient if record.pending is None else record.pending + gradient
+        return first
+    passed = gradient.clone() if record.pending is None else record.pending + gradient  # with a graph
+    record.shown = record.pending = None
+    return passed
+
+
+def _is_engine(caller: FrameType | None) -> bool:
+    """Return whether autograd's engine called, and not a hook; None: it did, on another thread."""
+    while caller is not None and caller.f_code.co_name != "_engine_run_backward":
+        if not (caller.f_code.co_name == "__torch_dispatch__" or caller.f_globals["__name__"].startswith("torch.")):
+            return False
+        caller = caller.f_back
+    return True
