@@ -8,11 +8,13 @@ others in one list.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from operator import methodcaller
 
 import torch
 from torch import Tensor
 
+from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .lives import alive
 from .sharded_optimizer import ShardedOptimizer
@@ -53,7 +55,7 @@ def clip_grad_norm_(
         )
     factor = clip_factor(norm, max_norm)
     for optimizer, records in sharded.items():
-        optimizer.gradients.multiply(records, factor, "clip_grad_norm_")
+        optimizer.gradients.change(records, "clip_grad_norm_", partial(GradientStore.multiply, factor=factor))
     if own and foreach:
         torch._foreach_mul_(own, factor)
     else:
@@ -78,7 +80,8 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     sharded, plain = _parted(parameters)
     for optimizer, records in sharded.items():
         clamp = [methodcaller("clamp_", -float(clip_value), float(clip_value))]
-        optimizer.gradients.edit(dict.fromkeys(records, clamp), "clip_grad_value_")
+        edit = partial(GradientStore.edit, edits=dict.fromkeys(records, clamp))
+        optimizer.gradients.change(records, "clip_grad_value_", edit)
     own = [p for p in plain if p.grad is not None]
     if own:  # torch refuses an empty list
         torch.nn.utils.clip_grad_value_(own, clip_value, foreach=foreach)

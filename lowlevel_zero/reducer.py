@@ -436,7 +436,8 @@ class Reducer:
         in_flight = self.buckets.in_flight
         if not self._shows_some:
             return
-        cleared = self._gradients.hide_cleared(self._gradients.touched() if touched is None else touched, in_flight)
+        touched = self._gradients.touched() if touched is None else touched
+        cleared = self._gradients.hide_cleared(touched, in_flight) if touched else []
         if cleared:
             when = f"after backward {self._group.progress.micro_batch}"
             self._dropped += [(record.index, f"{record.name} {when}") for record in cleared]
@@ -466,7 +467,7 @@ class Reducer:
                 record.check_gradient()
         except RuntimeError as error:
             call = call._replace(error=call.error or error)
-        assigned = self._gradients.take_assigned(touched)
+        assigned = self._gradients.take_assigned(touched) if touched else {}
         for record in assigned:
             self.note_edit(f"{record.common_name} by an assignment")
         with self._streams.home():
@@ -474,7 +475,8 @@ class Reducer:
             self.has_lacked |= present is not None
             if present is not None:
                 self._gradients.resolve(present)
-            self._assign(assigned)
+            if assigned:
+                self._assign(assigned)
 
     def _assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
         """Copy gradients that callers have ``assigned`` to slices, on all ranks alike, to where steps take them."""
@@ -485,7 +487,7 @@ class Reducer:
                     "parameter, no rank has: assign p.grad of the parameter itself, which the step averages"
                 )
                 raise raised_by_all(error, self._group)
-        self._gradients.edit({record: [partial(_copy, value)] for record, value in assigned.items()})
+        self._gradients.edit(assigned, {record: [partial(_copy, value)] for record, value in assigned.items()})
 
     def agree_on_syncs(
         self, call: Call, touched: Sequence[ShardedParameter] | None = None, completes: bool = False

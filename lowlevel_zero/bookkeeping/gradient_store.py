@@ -196,13 +196,13 @@ class GradientStore:
                 found.setdefault(bucket, []).append(record)
         return found
 
-    def edit(self, edits: Mapping[ShardedParameter, Iterable[Edit]]) -> None:
+    def edit(self, records: Iterable[ShardedParameter], edits: Mapping[ShardedParameter, Iterable[Edit]]) -> None:
         """Make edits of averaged, unscaled gradients ``g``, each ``[n]`` without padding, where steps are taken.
 
         In fp16 an element that overflowed stays as it is, so that the step is skipped, as ``GradScaler`` skips one
         whatever has been made of its gradients.
         """
-        for record, own in self._edited(edits):
+        for record, own in self._edited(records):
             before = own.clone() if self._state.is_scaled else None
             for edit in edits[record]:
                 edit(own)

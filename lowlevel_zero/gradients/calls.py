@@ -131,12 +131,3 @@ class Calls:
                     if isinstance(error, Exception):
                         catch_up()
             raise
-
-    @contextmanager
-    def changing_gradients(self) -> Iterator[None]:
-        """Change gradients that are complete: where that fails on this rank, they are lost."""
-        try:
-            yield
-        except BaseException as error:
-            self._state.failure.note(error, Damage.GRADIENTS)
-            raise

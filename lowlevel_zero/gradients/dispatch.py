@@ -9,10 +9,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ..bookkeeping.gradient_store import Edit
+from ..bookkeeping.gradient_store import Edit, GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from . import refusals
-from .of_optimizer import OptimizerGradients
+from .of_optimizer import Change, OptimizerGradients
 from .operations import Args, Keywords, Kind, Performer, mapped, name_of, performs, tensors_in, written_arguments
 from .sharded_gradient import ShardedGradient, Wholes
 
@@ -131,7 +131,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
     for each in plain:
         each()
     for gradients, of_records in edits.items():
-        gradients.edit(of_records, name_of(func))
+        gradients.change(of_records, name_of(func), partial(GradientStore.edit, edits=of_records))
     return _finish_edit(args, kwargs, sharded)
 
 
@@ -198,25 +198,27 @@ def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
     one = factor.numel() == 1 and not is_sharded(factor) if isinstance(factor, Tensor) else factor != 0
     if kwargs or not one or not sharded or any(each.live() is None for each in sharded):
         return _by_elements(func, args, kwargs)
-    if len(sharded) < len(targets):
-        func([each for each in targets if not is_sharded(each)], factor)
     factor = factor.detach().reshape(()) if isinstance(factor, Tensor) else factor
     factor = 1.0 / factor if name_of(func).endswith("div_") else factor
-    for gradients, records in _by_optimizer(sharded):
-        gradients.multiply(records, factor, name_of(func))
-    return _finish_edit(args, kwargs, sharded)
+    return _change_together(func, args, kwargs, partial(GradientStore.multiply, factor=factor))
 
 
 @performs(Kind.ZERO)
 def _zero(func: Any, args: Args, kwargs: Keywords) -> Any:
+    """Make gradients zeros."""
+    if any(is_sharded(each) and each.live() is None for each in tensors_in(args)):
+        return _write(func, args, kwargs)
+    return _change_together(func, args, kwargs, GradientStore.zero)
+
+
+def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) -> Any:
+    """Change the gradients among the targets of an operator by one call for all of an optimizer's."""
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     sharded = [each for each in targets if is_sharded(each)]
-    if any(each.live() is None for each in sharded):
-        return _write(func, args, kwargs)
     if len(sharded) < len(targets):
-        func([each for each in targets if not is_sharded(each)])
+        func([each for each in targets if not is_sharded(each)], *args[1:])
     for gradients, records in _by_optimizer(sharded):
-        gradients.zero(records, name_of(func))
+        gradients.change(records, name_of(func), change)
     return _finish_edit(args, kwargs, sharded)
 
 

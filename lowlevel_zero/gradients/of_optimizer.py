@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..bookkeeping.gradient_store import Edit, GradientStore
+from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.step_state import Phase, StepState
+from ..bookkeeping.step_state import Damage, Phase, StepState
 from ..communication.agreement import NORMS
 from ..communication.progress import GATHER
 from ..communication.shard_group import ShardGroup
 from ..sharded_group import ShardedGroup
 from ..state.values import Slice, whole_gradients, whole_slices
 from .calls import Calls
+
+# It changes the gradients of some records.
+Change: TypeAlias = Callable[[GradientStore, list[ShardedParameter]], object]
 
 
 class OptimizerGradients:
@@ -75,34 +79,25 @@ class OptimizerGradients:
                 "and begin the step anew with optimizer.zero_grad() on all"
             )
 
-    # Parameters that no rank had a gradient for are left out of edits. ``what`` names the edit: the ranks compare them
-    # in their next call, since one that some ranks alone make would leave a gradient of several makings.
+    def change(self, records: Iterable[ShardedParameter], what: str, change: Change) -> None:
+        """Change the gradients of some parameters; those that no rank had a gradient for are left out.
 
-    def edit(self, edits: Mapping[ShardedParameter, Iterable[Edit]], what: str) -> None:
-        """Make edits of this rank's slices, each ``[n]`` without padding, as ``GradientStore.edit`` does."""
-        for store, some in self._to_edit(edits, what):
-            with self._calls.changing_gradients():
-                store.edit({record: edits[record] for record in some})
+        Where the change fails on this rank, its gradients are lost.
 
-    def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor, what: str) -> None:
-        """Multiply gradients by one number."""
-        for store, some in self._to_edit(records, what):
-            with self._calls.changing_gradients():
-                store.multiply(some, factor)
-
-    def zero(self, records: Sequence[ShardedParameter], what: str) -> None:
-        """Make gradients zeros."""
-        for store, some in self._to_edit(records, what):
-            with self._calls.changing_gradients():
-                store.zero(some)
-
-    def _to_edit(
-        self, records: Iterable[ShardedParameter], what: str
-    ) -> Iterator[tuple[GradientStore, list[ShardedParameter]]]:
+        Args:
+            records: the parameters.
+            what: names the change. The ranks compare changes in their next call, since one that some ranks alone make
+                would leave a gradient of several makings.
+            change: a method of ``GradientStore`` that takes records.
+        """
         for each, some in self._complete(records):
             more = f" and {len(some) - 1} more" if len(some) > 1 else ""
             each.reducer.note_edit(f"{some[0].common_name}{more} by {what}")
-            yield each.gradients, some
+            try:
+                change(each.gradients, some)
+            except BaseException as error:
+                self._state.failure.note(error, Damage.GRADIENTS)
+                raise
 
     def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
         """Yield each shard group, with finished reductions, and the records that have a gradient there."""

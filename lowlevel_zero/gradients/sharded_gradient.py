@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ReferenceType, ref
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.checks import refuse_compiled
+from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import Handle, ShardedParameter
 from . import refusals
 from .of_optimizer import OptimizerGradients
@@ -225,7 +227,7 @@ class ShardedGradient(Handle):
         def edit(own: Tensor) -> None:
             own.copy_(torch.where((new == old).to(own.device), own, new.to(own)))
 
-        gradients.edit({record: [edit]}, what)
+        gradients.change([record], what, partial(GradientStore.edit, edits={record: [edit]}))
 
     def keep_current(self) -> None:
         """Take the values that ``p.grad`` has now."""

@@ -261,7 +261,7 @@ DRAWN = [
     ),
     Mistake(
         "a gradient that its caller has assigned to a slice isn't stepped",
-        (Change(REDUCER, "            self._assign(assigned)\n", ""),),
+        (Change(REDUCER, "            if assigned:\n                self._assign(assigned)\n", ""),),
     ),
     Mistake(
         "gathers that readers wait for are forgotten at the end of a step",

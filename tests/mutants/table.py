@@ -350,8 +350,8 @@ MUTANTS = [
     Mutant(
         "model.zero_grad() drops nothing",
         REDUCER,
-        "hide_cleared(self._gradients.touched() if touched is None else touched, in_flight)",
-        "hide_cleared(self._gradients.touched() if touched is None else touched, in_flight)[:0]",
+        "self._gradients.hide_cleared(touched, in_flight) if touched else []",
+        "self._gradients.hide_cleared(touched, in_flight)[:0]",
         HANDLES,
     ),
     Mutant(
