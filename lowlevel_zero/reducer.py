@@ -136,9 +136,9 @@ class Reducer:
     def restore_plan(self, state: PlanState | None) -> None:
         """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
         self._state.failure.mend(Damage.PARAMETERS)
-        order, came, _, repeats, detecting = state or PlanState([], 0, True, [], None)
+        order, came, repeats, detecting = state or PlanState([], 0, [], False)
         self.buckets.repeats = set(repeats)
-        self._unused.restore(detecting=bool(detecting and detecting[0]))
+        self._unused.restore(detecting)
         self.plan.restore(order, came)
         self.plan.follow(self._unused.detecting)
 
@@ -364,7 +364,7 @@ class Reducer:
         """Leave a sync's gradients in ``p.grad`` until all agree: others may not tell what it carries before."""
         self._put_off.append(announced)
         self._announced = None
-        self.buckets.put_off()
+        self.buckets.close()
         self._gradients.put_back()
         self._show_kept()
 

@@ -156,16 +156,14 @@ class PlanState(NamedTuple):
     Attributes:
         order: as rank 0's first backward had it: what came, then what didn't.
         came: how many came.
-        reentrant: gradients may come again after their bucket has left.
         repeats: parameters whose gradient came more than once in one backward.
-        forecast: one number, 1 where unused parameters are being detected; None: as at first. (Older states have more.)
+        detecting: unused parameters are being detected.
     """
 
     order: list[int]
     came: int
-    reentrant: bool
     repeats: list[int]
-    forecast: list[int] | None
+    detecting: bool
 
 
 class LearntPlan:
@@ -204,7 +202,7 @@ class LearntPlan:
 
     def state(self, repeats: Iterable[int], detecting: bool) -> PlanState:
         """Return the state that a known plan follows from."""
-        return PlanState(self.order, self.came, True, list(repeats), [int(detecting)])
+        return PlanState(self.order, self.came, list(repeats), detecting)
 
     def saw(self, arrivals: Sequence[int]) -> None:
         """Note the order in which one sync's gradients came; the first sync of a run counts."""

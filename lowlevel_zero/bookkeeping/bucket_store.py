@@ -333,15 +333,10 @@ class BucketStore:
                 self.streams.limit(self._how.under_way)
             self.lacked |= not bucket.start_reduce(self._how, self.arrivals)
 
-    def put_off(self) -> None:
-        """The sync is over without a bucket: what it carries isn't known yet."""
+    def close(self) -> None:
+        """End the sync: its buckets have been started, or it runs later, when the ranks have agreed on its buckets."""
         self._buckets = []
         self.waiting.clear()
-        self.is_open = False
-
-    def close(self) -> None:
-        """All buckets of the sync have been started: it is over."""
-        self._buckets = []
         self.is_open = False
 
 

@@ -106,11 +106,6 @@ def matched(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
     return found
 
 
-def without_wrappers(name: str) -> str:
-    """A name as it was saved, without attributes that nothing but a wrapper has."""
-    return next(_without_wrappers(name))
-
-
 def joined(path: str, name: str) -> str:
     """The name of what is called ``name`` in the module at ``path``."""
     return f"{path}.{name}" if path else name

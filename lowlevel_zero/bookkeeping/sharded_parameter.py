@@ -29,7 +29,7 @@ from ..communication.fp8 import is_rounded
 from ..communication.shard_group import ShardGroup
 from ..partition import END_TO_END, Split
 from .awaited import wait_for
-from .storages import check_alike, flat_in_memory_order, move_onto, move_to_padded
+from .storages import flat_in_memory_order, move_onto, move_to_padded
 
 
 class Position(NamedTuple):
@@ -230,7 +230,13 @@ class ShardedParameter:
 
     def check_kind(self) -> None:
         """Raise ``RuntimeError`` unless ``p`` is of the dtype, device and shape that it had."""
-        check_alike(self.p, self.view, self.name)
+        p, view = self.p, self.view
+        if (p.dtype, p.device, p.shape) != (view.dtype, view.device, view.shape):
+            raise RuntimeError(
+                f"{self.name}: expected it where this optimizer put it, found it over other memory ({p.dtype}, "
+                f"{p.device}, {tuple(p.shape)} instead of {view.dtype}, {view.device}, {tuple(view.shape)}): move or "
+                "convert a model (model.to, model.half, accelerator.prepare) before constructing the optimizer"
+            )
 
     @torch.no_grad()
     def take_back(self) -> None:

@@ -52,16 +52,6 @@ def move_onto(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
     p.data = torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())
 
 
-def check_alike(p: Tensor, view: Tensor, name: str) -> None:
-    """Raise ``RuntimeError`` unless ``p`` can be put where ``view`` is."""
-    if (p.dtype, p.device, p.shape) != (view.dtype, view.device, view.shape):
-        raise RuntimeError(
-            f"{name}: expected it where this optimizer put it, found it over other memory ({p.dtype}, {p.device}, "
-            f"{tuple(p.shape)} instead of {view.dtype}, {view.device}, {tuple(view.shape)}): move or convert a model "
-            "(model.to, model.half, accelerator.prepare) before constructing the optimizer"
-        )
-
-
 def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
     """Places of two different parameters that share memory, or None."""
     spans = sorted(_memory_spans(parameters))
