@@ -1,1 +1,1 @@
-"""What is kept about parameters, buckets, gradients and gathers: records and the stores that hold them."""
+"""Records of parameters, and the stores of buckets, gradients and gathers."""

@@ -1,4 +1,4 @@
-"""Parameters whose new values are on their way: whoever reads one waits for them first, whatever way it came by it.
+"""Parameters whose new values are being gathered: every read of such a parameter waits for its values first.
 
 A forward hook knows which parameters its module owns, not which ones it uses: a weight may be tied, used by another
 module's forward, or held in somebody's list. So the parameter itself waits: until its values are there its class is
@@ -65,7 +65,7 @@ class AwaitedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def as_subclass(self, cls: type[_Tensor]) -> _Tensor:
-        """Of the new values; torch's own asks no ``__torch_function__``."""
+        """Return a view of the new values as ``cls``; torch's own method bypasses ``__torch_function__``."""
         wait_for(self)
         return self.as_subclass(cls)
 

@@ -1,4 +1,4 @@
-"""Buckets: each packs its gradients by rank, has them reduced, and keeps what the reduction leaves until the step.
+"""Buckets: each packs its gradients by rank, reduces them, and keeps their sum until the step.
 
 ``BucketStore`` fills the buckets of one gradient sync after the other, and starts and finishes them in the plan's
 order, alike on every rank.
@@ -30,7 +30,7 @@ Packed: TypeAlias = Callable[[Sequence[ShardedParameter], Tensor], None]
 
 
 class BucketState(Enum):
-    """How far a bucket has come on its way."""
+    """The state of a bucket between its first gradient and ``zero_grad``."""
 
     FILLING = "gradients are coming"
     REDUCING = "its buffer is being reduced"
@@ -39,7 +39,7 @@ class BucketState(Enum):
 
 
 class Reduction(NamedTuple):
-    """How buckets are reduced.
+    """The settings of a shard group's reductions.
 
     Attributes:
         group: the ranks that share the parameters.
@@ -117,7 +117,7 @@ class Bucket:
         return all(map(partial(is_not, None), gradients))
 
     def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
-        """A fresh buffer with the gradients, and zeros for those that aren't there."""
+        """Return a new buffer with the gradients, and zeros in place of missing ones."""
         lead, planned = self.records[0], self.planned
         where = lead.communication_dtype, lead.padded.device
         buffer = how.group.new_buffer(planned.row, *where, planned.fp8, lead.split.rows)
@@ -135,7 +135,7 @@ class Bucket:
         return buffer
 
     def finish_reduce(self, streams: Streams) -> Tensor:
-        """The sum, when it is there: this rank's row, ``[body]``, or several ranks', ``[world_size, body]``."""
+        """Wait for the sum; return this rank's row of it, ``[body]``, or all rows, ``[world_size, body]``."""
         work = self.work
         del self.work  # and what it keeps alive
         total = work.wait()
@@ -166,11 +166,11 @@ class Bucket:
 
     @property
     def measured(self) -> Tensor:
-        """What has the row's L2 norm, where the parameters are: the row itself, or its norm."""
+        """A tensor on the parameters' device that has the row's L2 norm: the row itself, or its norm."""
         return self.row
 
     def sums(self) -> Tensor:
-        """What ``hold`` was given, where the parameters are; the host doesn't wait."""
+        """Return the sums that ``hold`` got, on the parameters' device; the host doesn't wait."""
         return self.row if self.rows is None else self.rows
 
     def fetch(self, part: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Bucket:
         return part
 
     def to_step(self) -> Tensor:
-        """The row, complete."""
+        """Return the row, once it is complete."""
         return self.row
 
     def split(self, row: Tensor) -> Sequence[Tensor]:
@@ -206,11 +206,11 @@ class StepOnDevice:
     """Masters and shards are where the parameters are."""
 
     def bucket_type(self) -> NewBucket:
-        """What makes buckets."""
+        """Return the constructor of buckets."""
         return Bucket
 
     def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
-        """What ``masters`` hold, on ``like``'s device, to be gathered in its dtype."""
+        """Return the values of ``masters`` on ``like``'s device, to be gathered in its dtype."""
         return masters
 
 
@@ -267,7 +267,7 @@ class BucketStore:
             self.follow(plan)
 
     def follow(self, plan: BucketPlan) -> None:
-        """Take these buckets, which wait for what is expected and hasn't come yet."""
+        """Make the buckets of ``plan``; each waits for its expected gradients that haven't come yet."""
         records = self._records
         self._buckets = [self._new_bucket(each, [*map(records.__getitem__, each.members)]) for each in plan.buckets]
         self.waiting = deque(self._buckets)
@@ -281,7 +281,7 @@ class BucketStore:
                 self._buckets[plan.bucket_of[index]].missing += 1
 
     def fill(self, record: ShardedParameter) -> bool:
-        """Note a gradient; whether a bucket may start now.
+        """Note a gradient; return whether a bucket may start now.
 
         A second one of the same parameter (a weight that two nested backwards share) stays in ``p.grad``: with the
         first if the bucket hasn't started, else for one more sync.

@@ -184,7 +184,7 @@ def _check_steps_on_host(optimizer: Optimizer) -> None:
 
 
 def refuse_compiled(what: str) -> None:
-    """Raise ``RuntimeError`` under compiled autograd, which would trace hooks with whatever they call, for ``what``."""
+    """Raise ``RuntimeError`` that names ``what`` under compiled autograd, which would trace the reducer's hooks."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     names = ("compiled_autograd_enabled", "compiled_autograd_enabled_count", "in_compiled_autograd_region")
     if compiled is not None and any(map(vars(compiled).get, names)):

@@ -103,13 +103,13 @@ class Gather:
             self._written = self._streams.mark() if self.awaited else None
 
     def forget(self) -> None:
-        """What reads a parameter from now on comes after it has been written: let them be ordinary ones."""
+        """Make the parameters ordinary ones again: reads from now on come after the write."""
         arrived([record.p for record in self.records])
         self._written = None
 
 
 class GatherStore:
-    """Gathers parameters, those that were stepped together at a time.
+    """Gathers the parameters that were stepped together, one such part after the other.
 
     Args:
         group: the ranks that share the parameters.
@@ -168,7 +168,7 @@ class GatherStore:
         self.finish()
 
     def end_step(self) -> None:
-        """A step has started all its gathers: wait for those that nobody else will wait for."""
+        """Wait for the gathers of a step that no reader will wait for."""
         for gather in [each for each in self._under_way if not each.awaited]:
             self._under_way.remove(gather)
             gather.finish_gather()

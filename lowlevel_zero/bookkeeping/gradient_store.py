@@ -73,7 +73,7 @@ class GradientStore:
         self._bucket_of.update(dict.fromkeys(bucket.planned.members, bucket))
 
     def _merge(self, bucket: Bucket, total: Tensor, before: Sequence[Bucket | None]) -> None:
-        """Add, member by member, a bucket of other members than those that the sums ``before`` are of."""
+        """Add a bucket to the sums ``before``, member by member, where their members differ from the bucket's."""
         parts = dict(zip(bucket.planned.members, bucket.split(total), strict=True))
         for kept in before:
             if kept is not None:
@@ -90,7 +90,7 @@ class GradientStore:
             self._enter(apart)
 
     def _raw(self, bucket: Bucket) -> Tensor:
-        """A bucket's sums, fit to be added to: in fp32 at least, as reductions leave them; ``hold`` has to follow.
+        """Return a bucket's unscaled sums in fp32 at least, to be added to; ``hold`` has to follow.
 
         A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
@@ -103,7 +103,7 @@ class GradientStore:
         return sums
 
     def _bucket_apart(self, records: Sequence[ShardedParameter]) -> Bucket:
-        """A bucket outside of the plan, of what came with others than it usually does."""
+        """Return a bucket outside of the plan, for members that came in a bucket with others than before."""
         sizes = tuple(record.split.slice_size for record in records)
         return self._new_bucket(
             PlannedBucket(-1, tuple(record.index for record in records), sizes, sum(sizes)), records
@@ -129,11 +129,11 @@ class GradientStore:
         return BucketState.STEPPED in [bucket.state for bucket in self.buckets]
 
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
-        """The bucket that ``g`` is a part of, or None: there is no ``g``."""
+        """Return the bucket that holds ``g``, or None if there is no ``g``."""
         return self._bucket_of.get(record.index) if record.worked else None
 
     def norms(self, norm_type: float, dtype: torch.dtype) -> Iterator[Tensor]:
-        """By index, the norm of this rank's slice of a gradient, averaged and unscaled, 0-d; 0 where there is none."""
+        """Return the norm of this rank's slice of each averaged, unscaled gradient: 0-d, by index; 0 without one."""
         none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
         found: dict[int, Tensor] = {}
         for bucket in self.buckets:
@@ -145,7 +145,7 @@ class GradientStore:
         return (found.get(record.index, none) for record in self._records)
 
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
-        """Multiply some parameters' gradients; those of a whole bucket when they are next used, if they can be."""
+        """Multiply some parameters' gradients; a factor for a whole bucket is kept, and applied at the next use."""
         for bucket, some in self._by_bucket(records).items():
             if len(set(some)) == len(some) == len(bucket.working()):
                 bucket.scale = self._scale(bucket) * factor
@@ -187,7 +187,7 @@ class GradientStore:
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.planned.members}
 
     def _by_bucket(self, records: Iterable[ShardedParameter]) -> dict[Bucket, list[ShardedParameter]]:
-        """Those that have a gradient, which is about to be changed, by bucket."""
+        """Return by bucket the records that have a gradient, which is about to be changed."""
         self.version += 1
         found: dict[Bucket, list[ShardedParameter]] = {}
         for record in records:
@@ -301,7 +301,7 @@ class GradientStore:
     # ---- who had one ----
 
     def resolve(self, present: Sequence[int]) -> None:
-        """Tell parameters that a rank used from those that none did, whose sum is but zeros, and drop those.
+        """Mark parameters that some rank used as worked, and drop the gradients of all others, whose sums are zeros.
 
         Args:
             present: the presence map: by index, not 0 where some rank had a gradient.
@@ -356,5 +356,5 @@ def _plain_slice(record: ShardedParameter, given: Tensor) -> Tensor:
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """In fp32, or fp64 where it is that."""
+    """Return a tensor in fp32, or in fp64 if it is in fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""A model's own names: those that its tensors have without the wrappers around it, or around modules in it.
+"""A model's own names of its tensors, without the wrappers around the model or around modules in it.
 
 ``torch.compile``, activation checkpointing, ``DistributedDataParallel`` and their like are modules that hold another
 one, and put the name of that attribute into every name below. Whether a run uses them must not show in what it saves.
@@ -91,7 +91,7 @@ def state_dict_for(model: nn.Module, state_dict: Mapping[str, T]) -> dict[str, T
 
 
 def matched(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
-    """By name as it was ``saved``, wrappers' attributes and all, the one of the ``own`` names that it stands for.
+    """Return for each ``saved`` name, which may contain wrappers' attributes, the name among ``own`` that it means.
 
     What stands for none of them keeps its name, but for attributes that nothing but a wrapper has.
     """
@@ -107,7 +107,7 @@ def matched(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
 
 
 def joined(path: str, name: str) -> str:
-    """The name of what is called ``name`` in the module at ``path``."""
+    """Return the full name of the entry ``name`` of the module at ``path``."""
     return f"{path}.{name}" if path else name
 
 
@@ -122,13 +122,13 @@ def _named_modules(named: NamedModule) -> Iterator[NamedModule]:
 
 
 def _attribute_of(module: nn.Module) -> str | None:
-    """The attribute in which a wrapper holds what it wraps; None: it is none."""
+    """Return the attribute in which a wrapper holds its module; None if ``module`` is no wrapper."""
     classes = (f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__)
     return next((_WRAPPERS[each] for each in classes if each in _WRAPPERS), None)
 
 
 def _without_wrappers(name: str) -> Iterator[str]:
-    """What ``name`` may be without wrappers, likeliest first: ``module`` is a wrapper's attribute, or the model's."""
+    """Yield the names that ``name`` may mean without wrappers, likeliest first: ``module`` may be the model's own."""
     parts = [part for part in name.split(".") if part not in (_COMPILED, _CHECKPOINTED)]
     at = [place for place, part in enumerate(parts[:-1]) if part == _MODULE]
     for count in range(len(at) + 1):

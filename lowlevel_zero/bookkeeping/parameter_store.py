@@ -43,7 +43,7 @@ class ParameterStore:
 
     @property
     def on_host(self) -> bool:
-        """What is done with the parameters is done when the host has done it; on all ranks alike."""
+        """Whether all parameters are on the host, which is the same on all ranks."""
         return all(record.padded.device.type == "cpu" for record in self.records)
 
     def shard_group_of(self, tensor: Tensor) -> int:
@@ -59,7 +59,7 @@ class ParameterStore:
         self._record_of[record.p] = self._record_of[record.p32] = record
 
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
-        """Append a param group; what was a frozen member of another so far leaves that one."""
+        """Append a param group; members that another group had as frozen ones leave that group."""
         taken = set(members)
         self.groups = [[p for p in group if p not in taken] for group in self.groups]
         self.groups.append(members)

@@ -33,7 +33,7 @@ from .storages import flat_in_memory_order, move_onto, move_to_padded
 
 
 class Position(NamedTuple):
-    """Where a parameter stands: in its shard group, the param groups and the model; and which shard group that is."""
+    """The place of a parameter in its shard group, in the param groups and in the model."""
 
     number: int
     group: int
@@ -49,7 +49,7 @@ class Known(NamedTuple):
 
 
 class Handle(Tensor):
-    """What ``.grad`` of a parameter is while there is a ``g``: see ``gradients/sharded_gradient.py``."""
+    """The base class of ``ShardedGradient`` (``gradients/``), which ``.grad`` is while there is a ``g``."""
 
     def to_local(self) -> Tensor:
         """Return a copy of this rank's slice, ``[s]``; all ranks call it."""
@@ -141,7 +141,7 @@ class ShardedParameter:
 
     @property
     def common_name(self) -> str:
-        """What every rank calls it in a collective call: experts differ between ranks, and so may their names."""
+        """The name that all ranks use for it in collective calls, since names of experts may differ between ranks."""
         return f"expert parameter {self.index} of group {self.shard_group}" if self.shard_group else self.name
 
     @property
@@ -172,11 +172,11 @@ class ShardedParameter:
 
     @property
     def master_row(self) -> Tensor:
-        """``p32`` as ``row`` has it, ``[s]``."""
+        """The elements of ``p32`` in the order of ``row``: ``[s]``."""
         return self.flat_slice(self.p32)
 
     def row_for_master(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
-        """The row where masters are."""
+        """Return the row on ``device``, in ``dtype``."""
         return self.row.to(device, dtype, copy=copy)
 
     def refresh_master(self) -> None:
@@ -218,7 +218,7 @@ class ShardedParameter:
         self.version = self.p._version
 
     def follow_edits(self) -> None:
-        """Bring what others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
+        """Copy values that others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
 
         Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits, and a second call changes
         nothing. It does not ask whether other ranks have the same ``p``. Raises as ``take_back`` does.
@@ -274,7 +274,7 @@ class ShardedParameter:
         self.split.gather(group, [self.row], [self.rows], False, END_TO_END, None).wait()
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor of ``p``'s shape in the order in which ``padded`` holds them, ``[numel]``."""
+        """Return the elements of a tensor of ``p``'s shape in the order of ``padded``: ``[numel]``."""
         return flat_in_memory_order(tensor, self.p)
 
     def restore(self, flat: Tensor) -> Tensor:
@@ -299,13 +299,13 @@ class ShardedParameter:
     # ---- p.grad: before a reduction takes it, and after ----
 
     def show(self) -> None:
-        """Let ``p.grad`` tell that there is a ``g``; what a backward has left there is pending."""
+        """Assign the handle to ``p.grad``; a plain gradient that was there becomes the pending one."""
         if self.p.grad is not self.handle:
             self.pending = self.p.grad
         self.p.grad = self.shown = self.handle
 
     def show_unreduced(self) -> None:
-        """Let ``p.grad`` and ``p32.grad`` tell that there will be a ``g``, of what a backward has left, if anything."""
+        """Assign the handles to ``p.grad`` and ``p32.grad`` ahead of the reduction that makes ``g``."""
         try:
             self.show()
         except RuntimeError:  # the model has been converted, which the step refuses
@@ -314,7 +314,7 @@ class ShardedParameter:
         self.note_waiting()
 
     def note_waiting(self) -> None:
-        """Remember that what is in ``p.grad`` waits for a later sync."""
+        """Remember the gradient in ``p.grad``, which waits for a later sync."""
         self.waiting = None if self.p.grad is None else ref(self.p.grad)
 
     @property
@@ -327,12 +327,12 @@ class ShardedParameter:
 
     @property
     def unreduced(self) -> Tensor | None:
-        """What a backward, or its caller, has left to be reduced, or None."""
+        """The gradient that a backward, or its caller, has left to be reduced; None if there is none."""
         gradient = self.p.grad
         return gradient if gradient is not self.shown else self.pending
 
     def drop_unreduced(self) -> None:
-        """Forget what a backward has just left."""
+        """Forget the gradient that a backward has just left."""
         if self.p.grad is not self.shown:
             self.p.grad = self.shown
         self.pending = None
@@ -374,7 +374,7 @@ class ShardedParameter:
 
 
 def _rounds_to(row: Tensor, known: Known) -> Tensor:
-    """Where ``row`` is what a gather made of a value of ``p32``, or would have."""
+    """Return a mask of the elements of ``row`` that a gather makes of the known value of ``p32``."""
     plain = known.value.to(row.dtype)
     same = plain == row
     return same | is_rounded(plain, row) if known.fp8 and len(row) else same
@@ -417,7 +417,7 @@ def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int
 
 
 def hide_gradients(records: Iterable[ShardedParameter]) -> None:
-    """There is no ``g``: neither ``p.grad`` nor ``p32.grad`` tells of one any more."""
+    """Mark records as without a ``g``, and take the handles out of ``p.grad`` and ``p32.grad``."""
     for record in records:
         record.worked = False
         if record.shown is not None:
@@ -440,7 +440,7 @@ def clear_gradients(records: Iterable[ShardedParameter]) -> None:
 
 
 def retire_handles(records: Iterable[ShardedParameter]) -> None:
-    """Let what callers keep of gradients that have been cleared refuse use, and give ``.grad`` another for the next.
+    """Retire the handles of cleared gradients that callers have kept, and make new ones for the next gradients.
 
     Whether anybody keeps one is told by its references: ``.grad`` of a new one costs ten times as much.
     """
@@ -463,7 +463,7 @@ _ALONE = getrefcount(_slot.held)  # references of what one attribute holds
 
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:
-    """``follow_edits`` of those that may need it."""
+    """Call ``follow_edits`` of each record whose ``p`` was moved or written."""
     for record in records:
         if record.p.data_ptr() != record.address or record.p._version != record.version:
             record.follow_edits()

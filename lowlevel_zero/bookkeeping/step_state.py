@@ -1,4 +1,4 @@
-"""What the shard groups of one optimizer have in common about the step that is to come."""
+"""The state of the coming step that all shard groups of one optimizer have in common."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECOVERIES = ("zero_grad", TO_ZEROS, "load_state_dict")
 
 
 class Phase(Enum):
-    """How far the gradients of the step that is to come are."""
+    """The phases of the gradients of the coming step."""
 
     COMING = "backwards reduce them as they come"
     COMPLETE = "each g is complete on all ranks, and no gradient has come since"
@@ -40,7 +40,7 @@ class Damage(Flag):
 
 
 class Failure:
-    """What errors have left on this rank; its peers hear of it when the ranks next agree.
+    """The damage that errors have done on this rank; its peers hear of it when the ranks next agree.
 
     Attributes:
         damage: how far it goes; nothing: all is well.
@@ -87,7 +87,7 @@ class Failure:
 
 
 class StepState:
-    """One for each optimizer.
+    """The phase and the failure of one optimizer's coming step, shared by its shard groups.
 
     Args:
         average: what sums over the ranks are to be multiplied with to be averages.
@@ -125,5 +125,5 @@ class StepState:
         return self._scaler is not None
 
     def gradient_scale(self) -> float | Tensor:
-        """What a gradient as reductions leave it is to be multiplied with to be averaged and unscaled."""
+        """Return the factor that turns sums over the ranks into averaged, unscaled gradients."""
         return self._average if self._scaler is None else self._average / self._scaler.scale

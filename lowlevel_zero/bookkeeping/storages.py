@@ -23,7 +23,7 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
-    """Put ``p`` over memory of its own, no larger than the padding needs, and return that whole, 1-D.
+    """Give ``p`` a storage without other tensors' bytes, and return it with its padding, 1-D.
 
     The storage of ``p`` is exactly its bytes of it, as writers of files expect (safetensors saves no tensor that leaves
     some of its storage out). What is returned keeps all of it alive.
@@ -53,7 +53,7 @@ def move_onto(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
 
 
 def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Places of two different parameters that share memory, or None."""
+    """Return the places of two different parameters that share memory, or None."""
     spans = sorted(_memory_spans(parameters))
     for (_, stop, one), (start, _, other) in pairwise(spans):
         if start < stop:
@@ -70,7 +70,7 @@ def _memory_spans(parameters: Iterable[Tensor]) -> Iterator[tuple[int, int, int]
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """First and one-past-last byte of what a tensor's elements span."""
+    """Return the addresses of the first and one-past-last byte of a tensor's elements."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), tensor.data_ptr()
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -1,4 +1,4 @@
-"""Settings: the numbers that steer a step beside its gradients, in lines that the ranks compare."""
+"""Settings: the numbers that steer a step besides its gradients, in lines that the ranks compare."""
 
 from __future__ import annotations
 

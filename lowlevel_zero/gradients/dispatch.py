@@ -46,7 +46,7 @@ def _read(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 @performs(Kind.WRITE)
 def _write(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Write to whole gradients; each rank then takes its slices of those that changed."""
+    """Write to whole gradients; each rank then takes its slices of the changed ones."""
     wholes: Wholes = {}
     given, keywords = _whole(args, wholes), _whole(kwargs, wholes)
     written = list(zip(_written(func, args, kwargs), _written(func, given, keywords), strict=True))

@@ -80,7 +80,7 @@ class OptimizerGradients:
             )
 
     def change(self, records: Iterable[ShardedParameter], what: str, change: Change) -> None:
-        """Change the gradients of some parameters; those that no rank had a gradient for are left out.
+        """Change the gradients of some parameters; parameters without a gradient on any rank are left out.
 
         Where the change fails on this rank, its gradients are lost.
 
