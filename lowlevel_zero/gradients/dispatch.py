@@ -217,25 +217,18 @@ def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) ->
     sharded = [each for each in targets if is_sharded(each)]
     if len(sharded) < len(targets):
         func([each for each in targets if not is_sharded(each)], *args[1:])
-    for gradients, records in _by_optimizer(sharded):
+    for gradients, records in _by_optimizer(sharded).items():
         gradients.change(records, name_of(func), change)
     return _finish_edit(args, kwargs, sharded)
 
 
-def _by_optimizer(
-    tensors: Iterable[ShardedGradient],
-) -> Iterator[tuple[OptimizerGradients, list[ShardedParameter]]]:
-    """Records by their optimizer; one that is there twice comes twice, in lists without repetitions."""
-    rounds: list[dict[OptimizerGradients, dict[ShardedParameter, None]]] = []
+def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients, list[ShardedParameter]]:
+    """Return the records of gradients by their optimizer; a gradient that is there twice has its record twice."""
+    found: dict[OptimizerGradients, list[ShardedParameter]] = {}
     for each in tensors:
         record, gradients = _edited(each)
-        free = next((one for one in rounds if record not in one.get(gradients, ())), None)
-        if free is None:
-            rounds.append(free := {})
-        free.setdefault(gradients, {})[record] = None
-    for one in rounds:
-        for gradients, records in one.items():
-            yield gradients, list(records)
+        found.setdefault(gradients, []).append(record)
+    return found
 
 
 # ---- norms ----
@@ -251,7 +244,7 @@ def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
     if given.get("dim") is not None or given.get("keepdim") or not order > 0 or not all(map(_is_current, sharded)):
         return _read(func, args, kwargs)
     norms: dict[ShardedParameter, Tensor] = {}
-    for gradients, records in _by_optimizer(sharded):
+    for gradients, records in _by_optimizer(sharded).items():
         norms |= zip(records, gradients.norms(records, order), strict=True)
     ours = (norms[_edited(each)[0]] for each in sharded)
     ours = ours if dtype is None else (norm.to(dtype) for norm in ours)
