@@ -88,6 +88,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     return _read_one(param, call, _states(optim_state_key))
 
 
+@torch.no_grad()
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Overwrite a parameter: its fp32 master with ``value``, and itself, on all ranks, with what that rounds to.
 
@@ -95,17 +96,58 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         param: the model's parameter.
         value: of its shape, floating-point, the same on every rank.
     """
-    _set_master(param, value, "safe_set_full_fp32_param")
+    optimizer, record = owner_of(param)
+    with collective_call(optimizer, [record], "safe_set_full_fp32_param"):
+        _check_value(value, record)
+    _finish(optimizer)
+    start, stop = record.split.span(record.rank)
+    with optimizer.streams.home():
+        master = record.flatten(value)[start:stop].detach().to(record.p32)
+        record.load_row(master.to(record.p.dtype), master)
+        optimizer.sharded_group_of(record).gathers.gather([record])
 
 
+@torch.no_grad()
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Overwrite the gradient of a parameter that has one; ``value`` as above. A later backward adds to it."""
-    _set_gradient(param, value, "safe_set_full_grad")
+    optimizer, record = owner_of(param)
+    with collective_call(optimizer, [record], "safe_set_full_grad"):
+        _check_value(value, record)
+    optimizer.finish_gradients()
+    if not record.worked:
+        raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
+    assert record.handle is not None
+    record.handle.copy_(value)
 
 
+@torch.no_grad()
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Overwrite a state of a parameter that has been stepped; ``value`` as above, or, for a number, one element."""
-    _set_state(param, value, optim_state_key, "safe_set_full_optimizer_state")
+    key = optim_state_key
+    optimizer, record = owner_of(param)
+    state = _state(optimizer, record)
+    with collective_call(optimizer, [record], f"safe_set_full_optimizer_state({key!r})") as lines:
+        _check_key(optimizer, [record], key)
+        if record.split.owner is not None:
+            raise NotImplementedError(
+                f"{record.name}: expected a parameter of which each rank steps a slice, got one whose states one rank "
+                "keeps whole: load a state dict with the new value by optimizer.load_state_dict"
+            )
+        held = state.get(key)
+        if held is None:
+            raise ValueError(f"{record.name}: expected it to have {key!r}, it has none so far: step it before")
+        if is_slice(key, held, record):
+            _check_value(value, record)
+        else:
+            number = _number(value, held, record)
+            lines.append(f"{key} = {number}")
+    with optimizer.streams.home():
+        if is_slice(key, held, record):
+            fill_slice(held, record.slice_of(value), record)
+        elif isinstance(held, Tensor):
+            held.fill_(number)
+        else:
+            state[key] = type(held)(number)
 
 
 # ---- a whole model ----
@@ -212,66 +254,6 @@ def _read(
 def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[str, Any]:
     state: dict[str, Any] = optimizer.optim.state.get(record.p32, {})
     return state
-
-
-# ---- what is written ----
-
-
-@torch.no_grad()
-def _set_master(param: Tensor, value: Tensor, call: str) -> None:
-    """Overwrite ``p32`` with its slice of ``value``, and ``p`` with what all ranks' slices round to."""
-    optimizer, record = owner_of(param)
-    with collective_call(optimizer, [record], call):
-        _check_value(value, record)
-    _finish(optimizer)
-    start, stop = record.split.span(record.rank)
-    with optimizer.streams.home():
-        master = record.flatten(value)[start:stop].detach().to(record.p32)
-        record.load_row(master.to(record.p.dtype), master)
-        if record.split.numel:
-            gathers = optimizer.sharded_group_of(record).gathers
-            gathers.start_gather([record])
-            gathers.finish()
-
-
-@torch.no_grad()
-def _set_gradient(param: Tensor, value: Tensor, call: str) -> None:
-    optimizer, record = owner_of(param)
-    with collective_call(optimizer, [record], call):
-        _check_value(value, record)
-    optimizer.finish_gradients()
-    if not record.worked:
-        raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
-    assert record.handle is not None
-    record.handle.copy_(value)
-
-
-@torch.no_grad()
-def _set_state(param: Tensor, value: Tensor, key: str, call: str) -> None:
-    optimizer, record = owner_of(param)
-    state = _state(optimizer, record)
-    with collective_call(optimizer, [record], f"{call}({key!r})") as lines:
-        _check_key(optimizer, [record], key)
-        if record.split.owner is not None:
-            raise NotImplementedError(
-                f"{record.name}: expected a parameter of which each rank steps a slice, got one whose states one rank "
-                "keeps whole: load a state dict with the new value by optimizer.load_state_dict"
-            )
-        held = state.get(key)
-        if held is None:
-            raise ValueError(f"{record.name}: expected it to have {key!r}, it has none so far: step it before")
-        if is_slice(key, held, record):
-            _check_value(value, record)
-        else:
-            number = _number(value, held, record)
-            lines.append(f"{key} = {number}")
-    with optimizer.streams.home():
-        if is_slice(key, held, record):
-            fill_slice(held, record.slice_of(value), record)
-        elif isinstance(held, Tensor):
-            held.fill_(number)
-        else:
-            state[key] = type(held)(number)
 
 
 # ---- what is refused ----
