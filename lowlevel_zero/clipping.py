@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .lives import alive
+from .lives import records_of
 from .sharded_optimizer import ShardedOptimizer
 from .stepper import clip_factor
 
@@ -92,12 +92,6 @@ def _parted(
 ) -> tuple[dict[ShardedOptimizer, list[ShardedParameter]], list[Tensor]]:
     """Return sharded parameters by their optimizers, in the same order on all ranks, and the other parameters."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    plain = dict.fromkeys(given)
-    sharded: dict[ShardedOptimizer, list[ShardedParameter]] = {}
-    for optimizer in alive().values():
-        of = {p: record for p in given if (record := optimizer.sharded_parameters.find(p)) is not None}
-        if of:
-            sharded[optimizer] = list(dict.fromkeys(of.values()))
-            for p in of:
-                del plain[p]
-    return sharded, list(plain)
+    sharded = records_of(given)
+    found = {tensor for records in sharded.values() for record in records for tensor in (record.p, record.p32)}
+    return sharded, [each for each in dict.fromkeys(given) if each not in found]

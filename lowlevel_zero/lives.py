@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.distributed import get_process_group_ranks as ranks_of
 
-from .bookkeeping.sharded_parameter import hide_gradients
+from .bookkeeping.sharded_parameter import ShardedParameter, hide_gradients
 from .communication.agreement import Call, together
 from .communication.shard_group import ShardGroup
 from .sharded_optimizer import ShardedOptimizer
@@ -27,6 +27,21 @@ def register(optimizer: ShardedOptimizer) -> None:
 def alive() -> dict[int, ShardedOptimizer]:
     """Return this process's optimizers that are held and not retired, in the order of their construction."""
     return {number: each for number, each in _alive.items() if not each.is_retired}
+
+
+def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[ShardedParameter]]:
+    """Return the records of parameters, or of slices, by the optimizer that trains them, each record once.
+
+    Optimizers are in the order of their construction, and records in the optimizer's own, which all ranks share.
+    Tensors that no optimizer trains are left out.
+    """
+    sought = list(tensors)
+    held: dict[ShardedOptimizer, list[ShardedParameter]] = {}
+    for optimizer in alive().values():
+        found = {record for each in sought if (record := optimizer.sharded_parameters.find(each)) is not None}
+        if found:
+            held[optimizer] = sorted(found, key=lambda record: (record.shard_group, record.index))
+    return held
 
 
 def refuse_wrapped(optimizer: object) -> None:

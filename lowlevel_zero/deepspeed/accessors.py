@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..lives import records_of
 from ..optim.quantised import is_quantised
-from ..optimizer import LowLevelZeroOptimizer
 from ..sharded_group import ShardedGroup
+from ..sharded_optimizer import ShardedOptimizer
 from ..state.values import (
     fill_slice,
     is_slice,
@@ -35,7 +36,7 @@ from ..state.values import (
     whole_masters,
     whole_states,
 )
-from .owners import collective_call, is_frozen, owner_of, owners_of
+from .owners import collective_call, is_frozen, owner_of
 
 __all__ = [
     "full_fp32_params",
@@ -61,8 +62,8 @@ class _Values(NamedTuple):
         key: of a state.
     """
 
-    finish: Callable[[LowLevelZeroOptimizer], None]
-    of: Callable[[LowLevelZeroOptimizer, ShardedGroup, Records], Iterable[Tensor | None]]
+    finish: Callable[[ShardedOptimizer], None]
+    of: Callable[[ShardedOptimizer, ShardedGroup, Records], Iterable[Tensor | None]]
     key: str | None = None
 
 
@@ -185,18 +186,18 @@ def full_optimizer_states(
 # ---- what is read ----
 
 
-def _finish(optimizer: LowLevelZeroOptimizer) -> None:
+def _finish(optimizer: ShardedOptimizer) -> None:
     optimizer.finish_syncs("read or write state")
     optimizer.finish_gathers()
 
 
-def _masters_of(_: LowLevelZeroOptimizer, group: ShardedGroup, own: Records) -> Iterable[Tensor | None]:
+def _masters_of(_: ShardedOptimizer, group: ShardedGroup, own: Records) -> Iterable[Tensor | None]:
     for record in own:
         record.follow_edits()
     return whole_masters(own, group.group)
 
 
-_GRADIENTS = _Values(LowLevelZeroOptimizer.finish_gradients, lambda _, group, own: whole_gradients(own, group))
+_GRADIENTS = _Values(ShardedOptimizer.finish_gradients, lambda _, group, own: whole_gradients(own, group))
 _MASTERS = _Values(_finish, _masters_of)
 
 
@@ -217,7 +218,7 @@ def _read_all(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     named = dict(model.named_parameters())
-    held = owners_of(named.values())
+    held = records_of(named.values())
     if not held:
         raise ValueError(
             f"model: expected parameters of a LowLevelZeroOptimizer that is alive, got a {type(model).__name__} of "
@@ -231,7 +232,7 @@ def _read_all(
 
 @torch.no_grad()
 def _read(
-    optimizer: LowLevelZeroOptimizer,
+    optimizer: ShardedOptimizer,
     records: Records,
     call: str,
     values: _Values,
@@ -251,7 +252,7 @@ def _read(
     return found
 
 
-def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[str, Any]:
+def _state(optimizer: ShardedOptimizer, record: ShardedParameter) -> dict[str, Any]:
     state: dict[str, Any] = optimizer.optim.state.get(record.p32, {})
     return state
 
@@ -259,7 +260,7 @@ def _state(optimizer: LowLevelZeroOptimizer, record: ShardedParameter) -> dict[s
 # ---- what is refused ----
 
 
-def _check_key(optimizer: LowLevelZeroOptimizer, records: Records, key: str) -> None:
+def _check_key(optimizer: ShardedOptimizer, records: Records, key: str) -> None:
     """Raise unless ``key`` may be a state's: one of those that there are, if there are any."""
     known = {name: value for record in records for name, value in _state(optimizer, record).items()}
     if not isinstance(key, str):

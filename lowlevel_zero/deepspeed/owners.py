@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import Alike, together
-from ..lives import alive
-from ..optimizer import LowLevelZeroOptimizer
+from ..lives import records_of
+from ..sharded_optimizer import ShardedOptimizer
 
 _CALLS = Alike("the same call", "call it for the same parameters on every rank, in the same order")
 
 
-def owner_of(param: Tensor) -> tuple[LowLevelZeroOptimizer, ShardedParameter]:
+def owner_of(param: Tensor) -> tuple[ShardedOptimizer, ShardedParameter]:
     """Return the optimizer that trains ``param``, and its record there.
 
     Raises:
@@ -25,7 +25,7 @@ def owner_of(param: Tensor) -> tuple[LowLevelZeroOptimizer, ShardedParameter]:
     """
     if not isinstance(param, Tensor):
         raise TypeError(f"param: expected a parameter of the model, got {type(param).__name__}")
-    for optimizer, (record,) in owners_of([param]).items():
+    for optimizer, (record,) in records_of([param]).items():
         return optimizer, record
     kind = f"a {tuple(param.shape)} tensor"
     if not param.requires_grad:
@@ -41,24 +41,11 @@ def owner_of(param: Tensor) -> tuple[LowLevelZeroOptimizer, ShardedParameter]:
 
 def is_frozen(param: Tensor) -> bool:
     """Return whether ``param`` is a parameter that no optimizer has a slice of, since it isn't trained."""
-    return isinstance(param, nn.Parameter) and not param.requires_grad and not owners_of([param])
-
-
-def owners_of(params: Iterable[Tensor]) -> dict[LowLevelZeroOptimizer, list[ShardedParameter]]:
-    """Return the records of trained ``params`` by optimizer, in the order of construction and the optimizer's own."""
-    sought = dict.fromkeys(params)
-    held: dict[LowLevelZeroOptimizer, list[ShardedParameter]] = {}
-    for optimizer in alive().values():
-        found = [record for p in sought if (record := optimizer.sharded_parameters.find(p)) is not None]
-        if found and isinstance(optimizer, LowLevelZeroOptimizer):
-            held[optimizer] = sorted(found, key=lambda record: (record.shard_group, record.index))
-    return held
+    return isinstance(param, nn.Parameter) and not param.requires_grad and not records_of([param])
 
 
 @contextmanager
-def collective_call(
-    optimizer: LowLevelZeroOptimizer, records: Sequence[ShardedParameter], call: str
-) -> Iterator[list[str]]:
+def collective_call(optimizer: ShardedOptimizer, records: Sequence[ShardedParameter], call: str) -> Iterator[list[str]]:
     """Every rank makes this ``call``, of these parameters; the body, which doesn't communicate, checks it.
 
     The body may add to the lines that have to be alike on all ranks.
