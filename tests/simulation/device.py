@@ -151,16 +151,22 @@ class _Recording(TorchDispatchMode):
         """Call what is but a view or fresh memory, and what tells the host something; put off all else."""
         kwargs = dict(kwargs or {})
         args = tuple(list(each) if isinstance(each, list) else each for each in args)
-        if func.is_view or "empty" in func.name() or not any(map(_has_tensors, (*args, *kwargs.values()))):
+        if "empty" in func.name() or not any(map(_has_tensors, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             self._stream.add(partial(func, *args, **kwargs))
             return _returned(func, args, kwargs)
         results = func(*args, **kwargs)  # of garbage; whoever needs a number of it waits for the stream before
+        if func.is_view and (not isinstance(results, Tensor) or _share_memory(results, args[0])):
+            return results  # and not a copy, which ``to`` returns of another dtype
         if not _has_tensors(results):
             raise NotImplementedError(f"{func} on a stream beside home tells the host something, which would wait")
         self._stream.add(partial(_fill, results, func, args, kwargs))
         return results
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _has_tensors(value: Any) -> bool:

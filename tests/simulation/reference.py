@@ -40,8 +40,11 @@ class PartReference:
         base: gradients that all ranks know of, summed over the ranks.
         own: by rank, what its backwards have added since, and reduce.
         local: by rank, what waits in ``p.grad`` to be reduced.
-        is_one_of_several: what its plain backwards leave waits in ``p.grad`` until the ranks agree.
+        is_one_of_several: it shares the ranks with another one, or has experts: gradients of its plain backwards wait
+            in ``p.grad`` until the ranks complete them.
+        waits: by rank, whether something waits so since an earlier agreement.
         edited_apart: some ranks alone have edited a gradient.
+        edits_vary: ranks have edited different gradients at the same time, and may make the others' edits yet.
         norm: the last step's.
         is_coarse: its numbers are rounded to 16 bits, or follow from others that are.
     """
@@ -51,7 +54,8 @@ class PartReference:
         self.weights = self._whole(number)
         self.masters: dict[Key, nn.Parameter] = {}
         self.is_coarse = any(map(_is_coarse, program.parts if _passes_through(program) else [self.part]))
-        self.is_one_of_several = len(program.parts) > 1
+        has_experts = any(weight.expert for weight in self.part.weights)
+        self.is_one_of_several = len(program.parts) > 1 or has_experts
         self.joined = False
         self.scale = net.SCALE if self.part.half else 1.0
         self.norm: Tensor | None = None
@@ -101,7 +105,8 @@ class PartReference:
         self.base = {}
         self.own: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
         self.local: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
-        self.edited_apart = False
+        self.waits = [False] * self.ranks
+        self.edited_apart = self.edits_vary = False
         self.is_mixed = False  # gradients follow from weights that ranks have written each in its own way
         self.forget_drops()
 
@@ -138,11 +143,14 @@ class PartReference:
         """One rank sets ``p.grad`` to None."""
         when = len(self.ways[rank])
         for key in keys:
-            waits = key in self.local[rank] or (self.is_one_of_several and "plain" in self.ways[rank])
+            waits = key in self.local[rank] or self._waits(rank)
             seen = not waits and (key in self.base or key in self.own[rank])
             (self.dropped if seen else self.maybe_dropped)[rank].add((key, when))
             self.own[rank].pop(key, None)
             self.local[rank].pop(key, None)
+
+    def _waits(self, rank: int) -> bool:
+        return self.waits[rank] or (self.is_one_of_several and "plain" in self.ways[rank])
 
     def drops_differ(self) -> tuple[bool, bool]:
         """Whether the ranks must be told that they have dropped different gradients, and whether they may be."""
@@ -174,17 +182,31 @@ class PartReference:
         gone |= {key for some in maybe for key in some if all(key in maybe[rank] for rank in self.sharers(key))}
         for key in gone:
             self.base.pop(key, None)
+        self.waits = [not with_local and self._waits(rank) for rank in range(self.ranks)]
         for rank in range(self.ranks) if with_local else ():
             self._reduce(rank)
-        for own in self.own:
-            for key, gradient in own.items():
-                self.base[key] = self.base[key] + gradient if key in self.base else gradient
-            own.clear()
+        for own, waits in zip(self.own, self.waits, strict=True):
+            if not waits:
+                for key, gradient in own.items():
+                    self.base[key] = self.base[key] + gradient if key in self.base else gradient
+                own.clear()
         self.forget_drops()
 
-    def edit(self, call: Call) -> None:
+    def edit_alone(self, rank: int, call: Call) -> None:
+        """One rank edits gradients, which the others that share them don't: they have to hear of it."""
+        edited = [key for key in self.base if self.key(key[0], rank) == key and not self.edits_vary]
+        if call.name == "torch's clip":
+            self.edited_apart |= bool(edited)
+        elif self.key(call.at, rank) in edited:
+            key = self.key(call.at, rank)
+            if self.sharers(key) == [rank]:
+                self.edit(call, key)
+            else:
+                self.edited_apart = True
+
+    def edit(self, call: Call, only: Key | None = None) -> None:
         """Edit one weight's averaged gradient, in place. fp16: what has overflowed stays so."""
-        for key in [key for key in self.base if key[0] == call.at]:
+        for key in [key for key in self.base if key[0] == call.at and only in (None, key)]:
             base, weight = (
                 self.base[key],
                 self.weights[key].detach().to(self.base[key].dtype) * call.amount * self._over,
