@@ -173,9 +173,12 @@ class GradientStore:
         self._zero_sums({bucket: found[bucket] for bucket in self.buckets if bucket in found})
 
     def _zero_sums(self, found: Mapping[Bucket, Collection[ShardedParameter]]) -> None:
-        """Make the sums of some parameters of each bucket zeros, on as many ranks as it has them of."""
+        """Make the sums of some parameters of each bucket zeros, on as many ranks as it has them of.
+
+        A factor of the whole bucket is applied to the others first: times one that isn't finite zeros would be NaN.
+        """
         for bucket, some in found.items():
-            sums = bucket.sums()
+            sums = bucket.sums() if bucket.scale is None else self._raw(bucket)
             wanted = set(some)
             for record, part in zip(bucket.records, bucket.split(sums), strict=True):
                 if record in wanted:
