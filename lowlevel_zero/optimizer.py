@@ -181,7 +181,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._settings = Settings(optimizer)
         self._untrained = Untrained(model, self.sharded_parameters, self.shard_group.group_rank, alive)
         self._make_groups()
-        self.calls = Calls(self.sharded_groups, self.shard_group, self._guard, self.step_state)
+        self.calls = Calls(self.sharded_groups, self.shard_group, self._guard, self.step_state, self.streams)
         self.gradients = OptimizerGradients(self.sharded_groups, self.shard_group, self.calls, self.step_state)
         make_handles(self.sharded_parameters, self.gradients)
         self._make_stepper()

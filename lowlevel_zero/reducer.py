@@ -487,6 +487,7 @@ class Reducer:
                     "parameter, no rank has: assign p.grad of the parameter itself, which the step averages"
                 )
                 raise raised_by_all(error, self._group)
+        self._streams.join()
         self._gradients.edit(assigned, {record: [partial(_copy, value)] for record, value in assigned.items()})
 
     def agree_on_syncs(
@@ -494,8 +495,8 @@ class Reducer:
     ) -> bytes | None:
         """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
 
-        Nothing is in flight then, and the current stream waits for all sums. Gradients that are left in ``p.grad``
-        stay there, unless the call ``completes`` them. The call comes first, before anything has been done.
+        Nothing is in flight then. On a device the current stream has yet to ``join`` the sums. Gradients that are left
+        in ``p.grad`` stay there, unless the call ``completes`` them. The call comes first, before anything is done.
         """
         call = call._replace(error=call.error or self._state.failure.refusal(call.name, completes))
         try:
@@ -517,8 +518,6 @@ class Reducer:
         present = self._unused.exchange_presence().wait() if agreed.lacks else None
         while self.buckets.in_flight:
             self._finish_oldest()
-        if self._streams.several:
-            self._streams.join()
         self._keeps_some &= not completes
         return present
 

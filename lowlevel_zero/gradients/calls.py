@@ -13,6 +13,7 @@ from ..communication.agreement import Call, WrittenOnSome, agree, is_raised_by_a
 from ..communication.shard_group import ShardGroup
 from ..diagnostics.guards import Guard
 from ..sharded_group import ShardedGroup
+from ..streams import Streams
 
 
 class Calls:
@@ -23,13 +24,17 @@ class Calls:
         ranks: all data-parallel ranks.
         guard: raises for calls that can't be made.
         state: of the optimizer's step.
+        streams: of the parameters' device.
     """
 
-    def __init__(self, groups: Sequence[ShardedGroup], ranks: ShardGroup, guard: Guard, state: StepState) -> None:
+    def __init__(
+        self, groups: Sequence[ShardedGroup], ranks: ShardGroup, guard: Guard, state: StepState, streams: Streams
+    ) -> None:
         self._groups = groups
         self._ranks = ranks
         self._guard = guard
         self._state = state
+        self._streams = streams
 
     def enter(self, doing: str) -> Call:
         """Finish gathers for a call, and return the call, on which the ranks then have to agree.
@@ -60,11 +65,16 @@ class Calls:
         """Have the ranks agree on ``call`` in each shard group by ``act``, and raise on all ranks if one raises.
 
         The ranks of experts may disagree among themselves alone, so where there are several shard groups, all ranks
-        agree once more. Communicates.
+        agree once more. The current stream then waits for all sums. Communicates.
         """
         if len(self._groups) == 1:
             act(self._groups[0], call)
-            return
+        else:
+            self._agree_in_all_groups(call, act)
+        if self._streams.several:
+            self._streams.join()
+
+    def _agree_in_all_groups(self, call: Call, act: Callable[[ShardedGroup, Call], object]) -> None:
         error, since = None, moment()
         for each in self._groups:
             try:
