@@ -440,7 +440,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         call = self.calls.enter("step")
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)
-        return call._replace(settings=settings, written=self._guard.edited)
+        return call._replace(settings=settings, written=[each for each in self._guard.edited if each.is_written])
 
     def _take_step(self, norm: GlobalNorm, unit: float | Tensor) -> None:
         """Step and gather, with gradients of this ``unit``; the norm is measured on the way, if it isn't due before."""

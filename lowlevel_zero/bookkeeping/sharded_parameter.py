@@ -88,7 +88,8 @@ class ShardedParameter:
         row: this rank's part of it.
         view: ``padded`` as ``p`` shows it: of its shape and strides.
         address: where ``padded`` begins in memory, and ``p`` has to.
-        version: ``p``'s version counter when it was last the same on all ranks; -1: ``p32`` may have to follow it.
+        version: ``p``'s version counter when it was last the same on all ranks; -1: it was moved, or written on some.
+        saved_master: what a state dict brought for ``p32``, which the next step takes where it rounds to ``p``.
         shares_storage: ``p32`` is over the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, or loaded, so it may hold more than what rounds to ``p``.
     """
@@ -98,7 +99,7 @@ class ShardedParameter:
         *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
         *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
-        *("waiting", "_saved_master", "__weakref__"),
+        *("waiting", "saved_master", "__weakref__"),
     )
 
     def __init__(
@@ -129,7 +130,7 @@ class ShardedParameter:
         self.p32: Tensor = split.shaped(self.row, p)
         self.shares_storage = True
         self.note_version()
-        self._saved_master: Known | None = None
+        self.saved_master: Known | None = None
         self.worked = False
         self.arrived = False
         self.waiting: ReferenceType[Tensor] | None = None
@@ -183,7 +184,7 @@ class ShardedParameter:
         """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
         self.take_back()
         if not self.shares_storage:
-            self._settle(self._saved_master)
+            self._settle(self.saved_master)
 
     def restore_master(self, master: Tensor, fp8: bool) -> None:
         """Take a saved ``p32``, ``[s]``, where it rounds to what ``p`` holds, now or before its next step.
@@ -193,10 +194,9 @@ class ShardedParameter:
         sent parameters in fp8.
         """
         if not self.shares_storage:
-            self._saved_master = Known(master.to(self.p32), fp8 or self.fp8)
-            self._settle(self._own, self._saved_master)
+            self.saved_master = Known(master.to(self.p32), fp8 or self.fp8)
+            self._settle(self._own, self.saved_master)
             self.stepped = True
-            self.version = -1
 
     @property
     def _own(self) -> Known:
@@ -217,6 +217,11 @@ class ShardedParameter:
         """Remember that ``p`` holds the same on all ranks now."""
         self.version = self.p._version
 
+    @property
+    def is_written(self) -> bool:
+        """Whether others have written to ``p`` or moved it since it was last the same on all ranks."""
+        return self.p.data_ptr() != self.address or self.p._version != self.version
+
     def follow_edits(self) -> None:
         """Copy values that others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
 
@@ -224,9 +229,9 @@ class ShardedParameter:
         nothing. It does not ask whether other ranks have the same ``p``. Raises as ``take_back`` does.
         """
         self.take_back()
-        if not self.shares_storage and (self.p._version != self.version or self._saved_master is not None):
-            self._settle(self._own, self._saved_master)
-            self._saved_master = None
+        if not self.shares_storage and (self.p._version != self.version or self.saved_master is not None):
+            self._settle(self._own, self.saved_master)
+            self.saved_master = None
 
     def check_kind(self) -> None:
         """Raise ``RuntimeError`` unless ``p`` is of the dtype, device and shape that it had."""
@@ -266,7 +271,7 @@ class ShardedParameter:
         self.row[: len(own)].copy_(exact if self.shares_storage or own.dtype != self.row.dtype else own)
         if not self.shares_storage:
             self.master_row[: len(own)].copy_(exact)
-        self._saved_master = None
+        self.saved_master = None
         self.stepped = master is not None or own.dtype != self.row.dtype
 
     def gather_rows(self, group: ShardGroup) -> None:
@@ -465,5 +470,5 @@ _ALONE = getrefcount(_slot.held)  # references of what one attribute holds
 def follow_edits(records: Iterable[ShardedParameter]) -> None:
     """Call ``follow_edits`` of each record whose ``p`` was moved or written."""
     for record in records:
-        if record.p.data_ptr() != record.address or record.p._version != record.version:
+        if record.is_written or record.saved_master is not None:
             record.follow_edits()

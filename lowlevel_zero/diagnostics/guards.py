@@ -32,7 +32,8 @@ class Guard:
         streams: the streams of the parameters' device.
 
     Attributes:
-        edited: the records whose parameters were written or moved since the ranks agreed last, as ``trouble`` found.
+        edited: the records whose parameters were written or moved since the ranks agreed last, and those for which a
+            state dict has brought a master, as ``trouble`` found.
     """
 
     def __init__(
@@ -105,10 +106,11 @@ class Guard:
                 )
 
     def _look_at_parameters(self) -> None:
-        """Find the parameters that were written or moved; raise for a parameter that can't be stepped."""
+        """Find the parameters whose masters may have to follow; raise for a parameter that can't be stepped."""
         for record in self._parameters.records:
             p = record.p
-            if p.data_ptr() != record.address or p._version != record.version:
+            written = p.data_ptr() != record.address or p._version != record.version
+            if written or record.saved_master is not None:
                 self.edited.append(record)
                 if p.requires_grad or record.worked:
                     record.check_kind()

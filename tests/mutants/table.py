@@ -365,8 +365,8 @@ MUTANTS = [
     Mutant(
         "edits of parameters don't reach masters",
         RECORDS,
-        "self._settle(self._own, self._saved_master)\n            self._saved",
-        "self._saved",
+        "self._settle(self._own, self.saved_master)\n            self.saved",
+        "self.saved",
         "tests/numbers/test_edited_parameters.py",
     ),
     Mutant(

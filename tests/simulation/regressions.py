@@ -99,4 +99,16 @@ REGRESSIONS: dict[str, Program] = {
         Part((Weight(), Weight(expert=True)), ((0,),)),
         ranks=4,
     ),
+    "gradients that aren't finite are clipped, and then become zeros": _program(
+        _both(Call("nan"), Call("torch's clip"), Call("zero_grad to zeros"), STEP)
+    ),
+    "a rank writes a weight before all load a state dict": _program(
+        [(None, Call("write weight")), *_both(Call("reload"), STEP)],
+        Part((Weight(dtype="float16"),), ((0,),), optimizer="adagrad"),
+    ),
+    "gradients that were offloaded in 16 bits are added up beside another optimizer's": _program(
+        _both(*(Call(name, of=1) for name in ("backward", "plain", "torch's clip"))),
+        Part((Weight(),), ((0,),)),
+        Part((Weight(), Weight(dtype="bfloat16")), ((1,),), options=(("cpu_offload", True), ("partition_grad", True))),
+    ),
 }
