@@ -84,7 +84,7 @@ MADE_ONCE = [
     ),
     Mistake(
         "weights that one rank alone has written are stepped",
-        (Change(OPTIMIZER, "settings=settings, written=self._guard.edited)", "settings=settings)"),),
+        (Change(OPTIMIZER, ", written=[each for each in self._guard.edited if each.is_written])", ")"),),
         56,
     ),
     Mistake(
