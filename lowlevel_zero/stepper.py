@@ -262,8 +262,7 @@ class Stepper:
         """Leave a step out: kernels that don't scale gradients don't see to an overflow either."""
         for part in parts:
             for bucket in part.buckets:  # what is kept is what ranks keep whose kernels do
-                if bucket.rows is not None:
-                    bucket.keep_own_row()
+                bucket.to_step()
                 bucket.state, bucket.scale = BucketState.STEPPED, scale.factor
             self._gather(part)
 
@@ -304,8 +303,6 @@ class Stepper:
         """
         if norm is not None:
             norm.add(bucket.measured)
-        if bucket.rows is not None:
-            bucket.keep_own_row()
         row = bucket.to_step()
         bucket.state = BucketState.STEPPED
         dtype = bucket.records[0].p32.dtype

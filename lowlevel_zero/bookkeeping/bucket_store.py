@@ -155,11 +155,6 @@ class Bucket:
         """Return this rank's row of all ranks', ``[body]``; where another rank owns the bucket, ``[0]``."""
         return self.records[0].split.own_row(rows, self.records[0].rank)
 
-    def keep_own_row(self) -> None:
-        """Let others' rows go, where they are kept, and the memory that this rank's shares with them."""
-        self.rows = None
-        self.row = self.row.clone()
-
     def hold_for_step(self, row: Tensor) -> None:
         """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""
         self.rows, self.row, self.scale = None, row, 1.0
@@ -178,7 +173,9 @@ class Bucket:
         return part
 
     def to_step(self) -> Tensor:
-        """Return the row, once it is complete."""
+        """Return the row, ``[body]``, once it is complete, and let go of other ranks' rows and of their memory."""
+        if self.rows is not None:
+            self.rows, self.row = None, self.row.clone()
         return self.row
 
     def split(self, row: Tensor) -> Sequence[Tensor]:

@@ -39,10 +39,6 @@ class HostBucket(Bucket):
         self._norm = _l2_norm(self.row)
         self.row, self._arrived = self._copies.down(self.row)
 
-    def keep_own_row(self) -> None:
-        """Let go of all rows; this rank's own one was copied to the host."""
-        self.rows = None
-
     def hold_for_step(self, row: Tensor) -> None:
         """Keep the row, which may be edited; its norm is measured when asked for."""
         super().hold_for_step(row)
@@ -67,7 +63,8 @@ class HostBucket(Bucket):
         return self._copies.up(part, self._device, asynchronous=False)
 
     def to_step(self) -> Tensor:
-        """Return the row on the host, once the D2H copy has ended."""
+        """Return the row on the host, once the D2H copy has ended, and let go of all rows on the device."""
+        self.rows = None
         self._arrived.synchronize()
         return self.row
 

@@ -154,7 +154,7 @@ MADE_ONCE = [
     ),
     Mistake(
         "others' rows of a sum are held after a step in stage 1",
-        (Change(BUCKETS, "self.row = self.row.clone()", "pass"),),
+        (Change(BUCKETS, "self.rows, self.row = None, self.row.clone()", "self.rows = None"),),
         3,
     ),
 ]
