@@ -302,7 +302,9 @@ class Reducer:
         """Let ``p.grad`` tell of gradients that stay there until the ranks agree."""
         self._keeps_some = True
         for record in (each for each in self._records if not each.is_empty):
-            record.show_unreduced()
+            record.show()
+            record.p32.grad = record.slice_handle
+            record.note_waiting()
 
     # ---- one sync ----
 

@@ -307,16 +307,10 @@ class ShardedParameter:
         """Assign the handle to ``p.grad``; a plain gradient that was there becomes the pending one."""
         if self.p.grad is not self.handle:
             self.pending = self.p.grad
-        self.p.grad = self.shown = self.handle
-
-    def show_unreduced(self) -> None:
-        """Assign the handles to ``p.grad`` and ``p32.grad`` ahead of the reduction that makes ``g``."""
         try:
-            self.show()
+            self.p.grad = self.shown = self.handle
         except RuntimeError:  # the model has been converted, which the step refuses
             self.p.grad = self.shown = None
-        self.p32.grad = self.slice_handle
-        self.note_waiting()
 
     def note_waiting(self) -> None:
         """Remember the gradient in ``p.grad``, which waits for a later sync."""
