@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from .experts.assignment import Assignment, assign, make_groups
 from .optim.quantised import slice_multiple
 from .optim.splits import check_and_choose
 from .options import ZeroOptions
+from .partition import Choice
 
 ADD_GROUP = "add a param group"
 
@@ -59,13 +60,13 @@ class Checked(NamedTuple):
 
     Attributes:
         names: of the parameters in all groups.
-        splits: of the param groups.
+        choices: what decides the split of each parameter.
         assignment: which shard group has which parameter.
         lines: for each shard group, the lines that its ranks must have in common.
     """
 
     names: dict[Tensor, str]
-    splits: list[str]
+    choices: dict[Tensor, Choice]
     assignment: Assignment
     lines: list[list[str]]
 
@@ -86,11 +87,11 @@ def check(
     names = parameter_names((group["params"] for group in optimizer.param_groups), model)
     trained = [p for p in names if p.requires_grad]
     check_parameters(optimizer, trained, names, group, options, model=model)
-    splits = check_and_choose(optimizer, trained, names, options.split)
+    choices = check_and_choose(optimizer, trained, names, options)
     assignment = assign(assigned, group, names, model)
-    lines = [list(describe(optimizer, names, model, assignment.of, at)) for at in assignment.numbers]
-    lines[0] += [f"splits {splits}", *options.alike(), *assignment.in_common(names, options)]
-    return Checked(names, splits, assignment, lines)
+    lines = [list(describe(optimizer, names, choices, model, assignment.of, at)) for at in assignment.numbers]
+    lines[0] += [*options.alike(), *assignment.in_common(names, options)]
+    return Checked(names, choices, assignment, lines)
 
 
 def add_group(
@@ -100,8 +101,8 @@ def add_group(
     options: ZeroOptions,
     model: nn.Module | None,
     scaled: bool,
-) -> tuple[dict[Tensor, str], list[str]]:
-    """Add a group to the wrapped ``optimizer``, check it on all ranks, and return all parameters' names and splits.
+) -> tuple[dict[Tensor, str], dict[Tensor, Choice]]:
+    """Add a group to the wrapped ``optimizer``, check it on all ranks; return all parameters' names, the new's choices.
 
     ``scaled``: losses are scaled, which fp16 parameters require.
     """
@@ -113,7 +114,7 @@ def add_group(
         new = [p for p in optimizer.param_groups[-1]["params"] if p.requires_grad]
         known: dict[Tensor, str] = {record.p: record.name for record in parameters}
         check_parameters(optimizer, new, names, group, options, known=known)
-        splits = check_and_choose(optimizer, new, names, options.split)
+        choices = check_and_choose(optimizer, new, names, options)
         if not scaled and any((options.forced_dtype or p.dtype) == torch.float16 for p in new):
             raise ValueError(
                 "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
@@ -121,11 +122,12 @@ def add_group(
             )
         numbers = range(len(parameters.shard_groups))
         known_groups = len(optimizer.param_groups) - 1
-        lines = [list(describe(optimizer, names, None, parameters.shard_group_of, at, known_groups)) for at in numbers]
-        agreed += [*lines[0], f"splits {splits}"]
+        shard_group_of = parameters.shard_group_of
+        lines = [list(describe(optimizer, names, choices, None, shard_group_of, at, known_groups)) for at in numbers]
+        agreed += lines[0]
     if len(numbers) > 1:
         agree_apart(parameters.shard_groups, lines[1:], ADD_GROUP)
-    return names, splits
+    return names, choices
 
 
 def _agree_on_reductions(group: ShardGroup, device: torch.device) -> None:
@@ -159,14 +161,14 @@ def shard(
     parameters: ParameterStore,
     options: ZeroOptions,
     names: dict[Tensor, str],
-    splits: Sequence[str],
+    choices: Mapping[Tensor, Choice],
     doing: str,
     model: nn.Module | None = None,
 ) -> Sharding:
     """Move new parameters to padded storages and broadcast rank 0's values; then slices may be taken."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
-        sharding = Sharding(optimizer, parameters, options, names, splits, partial(slice_multiple, optimizer))
+        sharding = Sharding(optimizer, parameters, options, names, choices, partial(slice_multiple, optimizer))
         sharding.include_untrained(model)
     with together(parameters.shard_groups[0], doing):
         sharding.broadcast_initial_values()
@@ -179,6 +181,7 @@ def shard(
 def describe(
     optimizer: Optimizer,
     names: dict[Tensor, str],
+    choices: Mapping[Tensor, Choice],
     model: nn.Module | None,
     number_of: Callable[[Tensor], int] = lambda _: 0,
     number: int = 0,
@@ -199,8 +202,9 @@ def describe(
     for at, group in enumerate(optimizer.param_groups[known_groups:], start=known_groups):
         for p in (p for p in group["params"] if number_of(p) == number):
             state = ", ".join(f"{key} {_described(value)}" for key, value in optimizer.state.get(p, {}).items())
-            kind = "trainable" if p.requires_grad else "frozen"
-            yield f"parameter {names[p]} of group {at}: {kind}, {_described(p)}" + (f", state {state}" if state else "")
+            split = f"split by {choices[p].by}, costs {choices[p].costs}" if p in choices else "frozen"
+            told = f", state {state}" if state else ""
+            yield f"parameter {names[p]} of group {at}: {split}, {_described(p)}{told}"
     for tensor, name in own_names(model).items():
         if number_of(tensor) == number:
             yield f"tensor {name} of the model: {_described(tensor)}"

@@ -46,6 +46,7 @@ from .options import (
     MAX_NORM,
     BackwardContext,
     Communication,
+    Cost,
     Diagnostics,
     LossScale,
     ZeroOptions,
@@ -125,6 +126,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         model: nn.Module | None = None,
         stage: int | None = None,
         split: str | None = ZeroOptions.split,
+        cost: Cost | None = ZeroOptions.cost,
         loss_scale: LossScale | None = None,
         communication: Communication | None = None,
         diagnostics: Diagnostics | None = None,
@@ -147,6 +149,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 master_weights=master_weights,
                 backward_context=backward_context,
                 split=split,
+                cost=cost,
                 loss_scale=merged("loss_scale", loss_scale, scale),
                 communication=merged("communication", communication, travel),
                 diagnostics=merged("diagnostics", diagnostics, Diagnostics(verbose)),
@@ -161,7 +164,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         retire_former(checked.trained, checked.names, self.shard_group)
         self.sharded_parameters = ParameterStore(groups, checked.assignment.number_of)
         sharding = shard(
-            optimizer, self.sharded_parameters, self.options, checked.names, checked.splits, CONSTRUCT, model
+            optimizer, self.sharded_parameters, self.options, checked.names, checked.choices, CONSTRUCT, model
         )
         with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
@@ -548,9 +551,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         known = len(self.optim.param_groups)
         parameters, options = self.sharded_parameters, self.options
         try:
-            names, splits = add_group(param_group, self.optim, parameters, options, self.model, self.scaler is not None)
+            scaled = self.scaler is not None
+            names, choices = add_group(param_group, self.optim, parameters, options, self.model, scaled)
             retire_former([p for p in param_group["params"] if p.requires_grad], names, self.shard_group)
-            sharding = shard(self.optim, parameters, options, names, splits, ADD_GROUP)
+            sharding = shard(self.optim, parameters, options, names, choices, ADD_GROUP)
         except BaseException:  # of whatever kind: the wrapped optimizer is as it was
             del self.optim.param_groups[known:]
             raise

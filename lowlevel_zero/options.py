@@ -15,15 +15,17 @@ from types import NoneType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
+from torch import Tensor
+
+from .partition import BY_ELEMENTS, BY_PARAMETERS
 
 BackwardContext: TypeAlias = Callable[[], AbstractContextManager[object]]
+Cost: TypeAlias = Callable[[Tensor], float]
 T = TypeVar("T")
 G = TypeVar("G")
 
 # Elements of the smallest parameter that travels in fp8. Norms and biases are smaller: their bytes count for little.
 FP8_MIN_NUMEL = 2048
-
-BY_ELEMENTS, BY_PARAMETERS = "elements", "parameters"
 
 _FP32 = torch.finfo(torch.float32)
 _WIDTH = 120  # of a docstring's lines
@@ -76,6 +78,7 @@ _BACKOFF = Takes("a number between 0 and 1", _NUMBER, lambda factor: _FP32.tiny 
 _FACTOR = Takes("a finite number above 0 (1 divides after the sum alone)", _NUMBER, lambda f: 0 < f < math.inf)
 _REDUCTION = Takes("'mean' or 'sum' over the ranks", (str,), {"mean", "sum"}.__contains__)
 _CONTEXT = Takes("a callable that returns a context manager, or None", (Callable, NoneType))
+_COST = Takes("a callable that returns the cost of a parameter, or None", (Callable, NoneType))
 
 
 # ---- fields of options ----
@@ -255,6 +258,14 @@ class ZeroOptions:
         "rank steps a parameter whole. None: by elements where the optimizer's class treats elements independently, "
         'else by parameters where it treats those independently. A param group\'s key "split" comes first.',
         SPLIT,
+    )
+    cost: Cost | None = option(
+        None,
+        "a callable that returns what the step of a parameter costs the rank that owns it, a number >= 0 in any unit: "
+        "owners are dealt out so that each rank has as much. None: elements, and of matrices that the optimizer "
+        "orthogonalises operations too, so that memory and work are level.",
+        _COST,
+        may_differ=True,
     )
     loss_scale: LossScale = LossScale()
     communication: Communication = Communication()

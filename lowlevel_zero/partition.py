@@ -7,13 +7,17 @@ same questions, so nothing else asks which of the two it has.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+BY_ELEMENTS, BY_PARAMETERS = "elements", "parameters"
+# Measures of a parameter, as many for each: the cost of its step first.
+Costs: TypeAlias = tuple[float, ...]
 
 # torch's optimizers that step slices as they step what is whole. Their state is per parameter, step counters included.
 ELEMENTWISE = (
@@ -64,7 +68,9 @@ class EvenSplit:
         owner: the rank that owns all of it; None: each rank owns a row.
     """
 
+    by: ClassVar[str] = BY_ELEMENTS
     owner: ClassVar[None] = None
+    costs: ClassVar[Costs] = ()
 
     numel: int
     world_size: int
@@ -142,11 +148,14 @@ class WholeSplit:
         numel: elements of the parameter.
         world_size: ranks that share it.
         owner: the rank that owns it.
+        costs: the measures of it by which owners were dealt out, the cost of its step first.
     """
 
     numel: int
     world_size: int
     owner: int
+    costs: Costs = ()
+    by: ClassVar[str] = BY_PARAMETERS
     multiple: ClassVar[int] = 1
     padding: ClassVar[int] = 0
     rows: ClassVar[int] = 1
@@ -212,25 +221,96 @@ class WholeSplit:
 Split: TypeAlias = EvenSplit | WholeSplit
 
 
-def deal_out(costs: Sequence[int], world_size: int, loads: Sequence[int] = ()) -> list[int]:
-    """Return the owner of each item, the costliest dealt first, each to the rank that has least to do so far.
+# ---- which split a parameter gets ----
 
-    The result is the same on every rank that gives the same costs. Two ranks' loads differ by one item at most, and the
-    largest is at most 4/3 of the least possible (Graham, 1969).
+
+class Choice(NamedTuple):
+    """What decides the split of one parameter.
+
+    Attributes:
+        numel: its elements.
+        by: "elements" or "parameters".
+        costs: the measures of it by which owners are dealt out, the cost of its step first.
+        multiple: what slices by elements are multiples of.
+    """
+
+    numel: int
+    by: str
+    costs: Costs = ()
+    multiple: int = 1
+
+
+def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split] = ()) -> list[Split]:
+    """Return the splits of parameters that the same ranks share, alike on each rank.
 
     Args:
-        costs: what each item costs its owner, in any unit.
-        world_size: ranks that share the items.
-        loads: what each rank has to do before.
+        choices: what decides each split.
+        world_size: ranks that share the parameters.
+        former: the splits of parameters that these ranks share already.
     """
-    heap = [(load, rank) for rank, load in enumerate(loads or [0] * world_size)]
+    splits: list[Split] = [EvenSplit(choice.numel, world_size, choice.multiple) for choice in choices]
+    whole = [at for at, choice in enumerate(choices) if choice.by == BY_PARAMETERS]
+    owned = [(split.owner, split.costs) for split in former if split.owner is not None]
+    for at, owner in zip(whole, deal_out([choices[at].costs for at in whole], world_size, owned), strict=True):
+        splits[at] = WholeSplit(choices[at].numel, world_size, owner, choices[at].costs)
+    return splits
+
+
+def deal_out(costs: Sequence[Costs], world_size: int, owned: Iterable[tuple[int, Costs]] = ()) -> list[int]:
+    """Return the owner of each item: the largest is dealt first, each to the rank that has least so far.
+
+    Each measure of an item counts as a share of that measure's sum over all items. The largest of an item's shares is
+    its size, and the largest of a rank's shares is what the rank has. So every measure is level at once. With one
+    measure the fullest rank has at most 4/3 of the least possible (Graham, 1969).
+
+    The result is the same on every rank that gives the same costs.
+
+    Args:
+        costs: the measures of each item, in any units; each item has as many.
+        world_size: ranks that share the items.
+        owned: owners and measures of items that were dealt out before.
+    """
+    before = list(owned)
+    sums = [sum(measure) or 1 for measure in zip(*costs, *(each for _, each in before), strict=True)]
+    loads = [[0.0] * len(sums) for _ in range(world_size)]
+
+    def take(rank: int, measures: Costs) -> float:
+        loads[rank] = [load + each / total for load, each, total in zip(loads[rank], measures, sums, strict=True)]
+        return max(loads[rank])
+
+    for rank, measures in before:
+        take(rank, measures)
+    heap = [(max(load, default=0.0), rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
+    sizes = [max(each / total for each, total in zip(measures, sums, strict=True)) for measures in costs]
     owners = [0] * len(costs)
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        load, rank = heap[0]
-        owners[place] = rank
-        heapq.heapreplace(heap, (load + costs[place], rank))
+    for place in sorted(range(len(costs)), key=lambda place: -sizes[place]):
+        _, owner = heap[0]
+        owners[place] = owner
+        heapq.heapreplace(heap, (take(owner, costs[place]), owner))
     return owners
+
+
+class Owned(NamedTuple):
+    """What one rank owns of parameters that are stepped whole.
+
+    Attributes:
+        elements: elements of these parameters.
+        work: the cost of their steps.
+    """
+
+    elements: int = 0
+    work: float = 0.0
+
+
+def owned_by_rank(splits: Iterable[Split], world_size: int) -> list[Owned]:
+    """Return what each of ``world_size`` ranks owns of parameters that one rank steps whole."""
+    shares = [Owned()] * world_size
+    for split in splits:
+        if split.owner is not None:
+            elements, work = shares[split.owner]
+            shares[split.owner] = Owned(elements + split.numel, work + (split.costs[0] if split.costs else 0.0))
+    return shares
 
 
 # ---- how wide a row of a bucket buffer is, so that copies and collectives begin at round addresses ----

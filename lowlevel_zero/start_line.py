@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.sharding import owned_elements
 from .communication.process_groups import backends_by_device
 from .layout.held import Sharded
 from .layout.records import layout_of
-from .layout.text import counted, in_bytes
+from .layout.text import counted, in_bytes, shares_text
+from .partition import owned_by_rank
 
 VARIABLE = "LOWLEVEL_ZERO_LOG"
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_LISTED = 16  # ranks in a message, at most
 _log = logging.getLogger("lowlevel_zero")
 
 
@@ -67,18 +66,14 @@ def log_start(optimizer: Sharded) -> None:
 
 
 def log_owners(parameters: ParameterStore) -> None:
-    """Log a line that says how many elements each rank owns of parameters that one rank steps whole."""
+    """Log a line that says what each rank owns of parameters that one rank steps whole."""
     for ranks, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
-        shares = owned_elements(records, ranks.size)
-        if any(shares):
-            counts = ", ".join(f"{share:,}" for share in shares[:_LISTED])
+        whole = [record.split for record in records if record.split.owner is not None]
+        if whole:
             _log.info(
-                "%d parameters are stepped whole by one rank each, which keeps their states; the ranks own %s%s "
-                "elements, the fullest %.2f of the mean",
-                sum(record.split.owner is not None for record in records),
-                counts,
-                f" and {len(shares) - _LISTED} ranks more" if len(shares) > _LISTED else "",
-                max(shares) * len(shares) / sum(shares),
+                "%d parameters are stepped whole by one rank each, which keeps their states; %s",
+                len(whole),
+                shares_text(owned_by_rank(whole, ranks.size)),
             )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..options import BY_PARAMETERS, ZeroOptions
-from ..partition import EvenSplit, Split, WholeSplit, deal_out
+from ..options import ZeroOptions
+from ..partition import Choice, Split, splits_of
 from .parameter_store import ParameterStore
 from .sharded_parameter import Position, ShardedParameter
 from .storages import memory_of
@@ -34,7 +34,7 @@ class Sharding:
         parameters: the records so far.
         options: the caller's choices.
         names: of the optimizer's parameters.
-        splits: by param group.
+        choices: what decides the split of each parameter.
         slice_multiple: returns what slices are multiples of, from a number of elements and of ranks.
     """
 
@@ -45,9 +45,10 @@ class Sharding:
         parameters: ParameterStore,
         options: ZeroOptions,
         names: Mapping[Tensor, str],
-        splits: Sequence[str],
+        choices: Mapping[Tensor, Choice],
         slice_multiple: Callable[[int, int], int],
     ) -> None:
+        self._choices = choices
         self._slice_multiple = slice_multiple
         self._optimizer = optimizer
         self._parameters = parameters
@@ -63,29 +64,28 @@ class Sharding:
                     number = parameters.shard_group_of(p)
                     positions[p] = Position(counts[number], at, names[p], number)
                     counts[number] += 1
-        owners = self._owners([(p, at) for p, at in positions.items() if splits[at.group] == BY_PARAMETERS])
+        splits = self._splits(positions)
         for p, position in positions.items():
-            self._records.append(self._record(p, position, owners.get(p)))
+            self._records.append(self._record(p, position, splits[p]))
         self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
         for record in self._records:
             states = optimizer.state.get(record.p, {}).values()
             self._alike[record.shard_group] += [record.padded, *(each for each in states if isinstance(each, Tensor))]
 
-    def _owners(self, whole: Sequence[tuple[nn.Parameter, Position]]) -> dict[nn.Parameter, int]:
-        """Return the owners of parameters that one rank steps whole: dealt out by shard group, the largest first."""
-        owners: dict[nn.Parameter, int] = {}
+    def _splits(self, positions: Mapping[nn.Parameter, Position]) -> dict[nn.Parameter, Split]:
+        """Return the split of each new parameter, chosen by shard group."""
+        found: dict[nn.Parameter, Split] = {}
         for number, ranks in enumerate(self._parameters.shard_groups):
-            own = [p for p, position in whole if position.shard_group == number]
-            loads = owned_elements(self._parameters.by_shard_group[number], ranks.size)
-            owners.update(zip(own, deal_out([p.numel() for p in own], ranks.size, loads), strict=True))
-        return owners
+            own = [p for p, position in positions.items() if position.shard_group == number]
+            multiples = (self._slice_multiple(p.numel(), ranks.size) for p in own)
+            chosen = [self._choices[p]._replace(multiple=each) for p, each in zip(own, multiples, strict=True)]
+            former = (record.split for record in self._parameters.by_shard_group[number])
+            found.update(zip(own, splits_of(chosen, ranks.size, former), strict=True))
+        return found
 
-    def _record(self, p: nn.Parameter, position: Position, owner: int | None) -> ShardedParameter:
+    def _record(self, p: nn.Parameter, position: Position, split: Split) -> ShardedParameter:
         ranks, travel = self._parameters.shard_groups[position.shard_group], self._options.communication
-        split: Split = EvenSplit(p.numel(), ranks.size, self._slice_multiple(p.numel(), ranks.size))
-        if owner is not None:
-            split = WholeSplit(p.numel(), ranks.size, owner)
-        fp8 = owner is None and travel.in_fp8(p.numel(), ranks.size)
+        fp8 = split.owner is None and travel.in_fp8(p.numel(), ranks.size)
         before = memory_of(p)
         record = ShardedParameter(position, p, split, ranks.rank, travel.dtype, fp8)
         if record.address != before[0]:
@@ -147,15 +147,6 @@ class Sharding:
             for p in settings["params"]:
                 optimizer.state.pop(p, None)  # a frozen one's
             settings["params"] = [record.p32 for record in records if record is not None]
-
-
-def owned_elements(records: Iterable[ShardedParameter], ranks: int) -> list[int]:
-    """Return how many elements each of the ranks owns of parameters that one rank steps whole."""
-    shares = [0] * ranks
-    for record in records:
-        if record.split.owner is not None:
-            shares[record.split.owner] += record.split.numel
-    return shares
 
 
 def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:

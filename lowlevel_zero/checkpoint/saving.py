@@ -23,6 +23,7 @@ from ..communication.agreement import together
 from ..communication.process_groups import context_of, side_group
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
+from ..partition import BY_ELEMENTS
 from ..streams import streams_of
 from .background import Background
 from .contents import Contents, Plan, planned_tensor
@@ -309,13 +310,14 @@ def _settings(contents: Contents, name: Name, optimizer: LowLevelZeroOptimizer, 
 def _layout_options(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
     """Return the options that a run's layout depends on, and unusual splits; loading needs neither."""
     options, travel = optimizer.options, optimizer.options.communication
-    splits = {record.name: (record.split.owner, record.split.multiple) for record in optimizer.sharded_parameters}
+    splits = ((record.name, record.split) for record in optimizer.sharded_parameters)
+    told = {name: (split.by, split.owner, split.multiple, split.costs) for name, split in splits}
     return {
         "communication_dtype": travel.dtype,
         "fp8_communication": travel.fp8,
         "master_weights": options.master_weights,
         "cpu_offload": options.cpu_offload,
-        "splits": {name: split for name, split in splits.items() if split != (None, 1)},
+        "splits": {name: split for name, split in told.items() if split != (BY_ELEMENTS, None, 1, ())},
     }
 
 

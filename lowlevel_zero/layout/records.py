@@ -13,10 +13,10 @@ import torch.distributed as dist
 from ..bookkeeping.bucket_plan import BucketPlan, PlannedBucket
 from ..communication.fp8 import encoded_size
 from ..options import ZeroOptions
-from ..partition import Split
+from ..partition import Owned, Split, owned_by_rank
 from ..sharded_group import ShardedGroup
 from .held import NOTHING, OF_PARAMETERS, Held, Sharded, state_tensors
-from .text import aligned, counted, dtype_text, in_bytes, ranks_text, shape_text
+from .text import aligned, counted, dtype_text, in_bytes, ranks_text, shape_text, shares_text
 
 
 @dataclass(frozen=True)
@@ -191,15 +191,20 @@ class Layout:
         heading += f", padding {padding / max(1, numel):.2%}"
         return "\n\n".join([heading, self._parameters(), self._buckets(), *self._shares()])
 
+    @property
+    def owned(self) -> dict[int, Owned]:
+        """Each global rank's share of the parameters that one rank steps whole; empty: there are none."""
+        found = dict.fromkeys(self.ranks, Owned())
+        for group in dict.fromkeys(p.process_group for p in self.parameters):
+            splits = (p.split for p in self.parameters if p.process_group == group)
+            for rank, (elements, work) in zip(group, owned_by_rank(splits, len(group)), strict=True):
+                found[rank] = Owned(found[rank].elements + elements, found[rank].work + work)
+        return found if any(share.elements for share in found.values()) else {}
+
     def _shares(self) -> list[str]:
         """Return a line about the shares of parameters that ranks own whole, if there are any."""
-        shares = dict.fromkeys(self.ranks, 0)
-        for p in self.parameters:
-            if p.split.owner is not None:
-                shares[p.process_group[p.split.owner]] += p.split.numel
-        most, least, mean = max(shares.values()), min(shares.values()), sum(shares.values()) / len(shares)
-        told = f"{most:,} on the fullest rank, {least:,} on the emptiest, {mean:,.0f} on average"
-        return [f"elements of parameters that a rank owns whole: {told}"] if most else []
+        shares = [*self.owned.values()]
+        return [f"of parameters that a rank owns whole {shares_text(shares)}"] if shares else []
 
     def _parameters(self) -> str:
         head = ("parameter", "shape", "dtype", "group", "elements", "padding", "slice", "owners")

@@ -6,7 +6,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from ..partition import Owned
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_LISTED = 16  # ranks in a message, at most
 
 
 def aligned(rows: Sequence[tuple[str, ...]], right: Collection[int]) -> str:
@@ -48,6 +51,15 @@ def shape_text(shape: Sequence[int]) -> str:
 def dtype_text(dtype: torch.dtype) -> str:
     """Return a dtype without its module, as in ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def shares_text(shares: Sequence[Owned]) -> str:
+    """Return what each rank owns of parameters that one rank steps whole, and how far the fullest is from the mean."""
+    elements, work = zip(*shares, strict=True)
+    counts = ", ".join(f"{count:,}" for count in elements[:_LISTED])
+    more = f" and {counted(len(shares) - _LISTED, 'rank')} more" if len(shares) > _LISTED else ""
+    fullest, busiest = (max(each) * len(each) / (sum(each) or 1) for each in (elements, work))
+    return f"the ranks own {counts}{more} elements, the fullest {fullest:.2f} of the mean, the busiest {busiest:.2f}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..options import BY_ELEMENTS, BY_PARAMETERS, SPLIT
-from ..partition import ELEMENTWISE
+from ..options import SPLIT, Cost, ZeroOptions
+from ..partition import BY_ELEMENTS, BY_PARAMETERS, ELEMENTWISE, Choice
+from .costs import ORTHOGONALISING, costs_of
 from .overrides import check_overrides
 from .probe import full_name, probe_elements, probe_parameters
 from .quantised import check_unstepped, is_known
@@ -71,7 +72,7 @@ _LISTED = (
         r".*adafactor.*|came|sm3.*|adalomo",
         "it factors second moments of a matrix into those of rows and columns, and a slice ends inside a row",
     ),
-    _Listed(r".*muon.*|.*scion|dion\d?", "it orthogonalises the update of a whole matrix"),
+    _Listed(ORTHOGONALISING, "it orthogonalises the update of a whole matrix"),
     _Listed(r".*(lamb|lars)(8bit|32bit)?|larc", "it scales an update by norms of the whole tensor"),
     _Listed(r".*novograd.*|nero|fromage|adam_?mini", "it keeps one second moment for many elements"),
     _Listed(
@@ -90,13 +91,26 @@ _LISTED = (
 
 
 def check_and_choose(
-    optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str], chosen: str | None
-) -> list[str]:
-    """Return the split of each param group; raise unless ``optimizer`` may step ``parameters`` so."""
-    splits = choose_splits(optimizer, chosen, parameters)
+    optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str], options: ZeroOptions
+) -> dict[Tensor, Choice]:
+    """Return what decides the split of each parameter; raise unless ``optimizer`` may step ``parameters`` so."""
+    splits = choose_splits(optimizer, options.split, parameters)
     check_unstepped(optimizer, parameters, names)
     check_overrides(optimizer, parameters, names)
-    return splits
+    wanted = set(parameters)
+    return {
+        p: choice_of(optimizer, group, by, p, names[p], options.cost)
+        for group, by in zip(optimizer.param_groups, splits, strict=True)
+        for p in group["params"]
+        if p in wanted
+    }
+
+
+def choice_of(
+    optimizer: Optimizer, group: Mapping[str, Any], by: str, p: Tensor, name: str, cost: Cost | None
+) -> Choice:
+    """Return what decides the split of one parameter in a param group that is split ``by`` elements or parameters."""
+    return Choice(p.numel(), by, costs_of(optimizer, group, p, name, cost) if by == BY_PARAMETERS else ())
 
 
 def choose_splits(

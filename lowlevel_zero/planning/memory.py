@@ -14,6 +14,7 @@ from ..layout.held import NOTHING, Held
 from ..layout.records import BucketLayout, Layout
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import DTYPE, Communication, Takes, ZeroOptions, merged
+from ..partition import Owned
 from .planned import PlannedRun, most_under_way
 from .state_sizes import OptimizerLike, StateSizes, made_optimizer
 
@@ -31,6 +32,7 @@ class Estimate(Held):
         world_size, stage, cpu_offload: the run.
         host: the bytes that ``cpu_offload`` keeps on the host; the rest is on the device.
         least, mean: the ``total`` of the emptiest rank, and of a rank on average.
+        owned: each rank's share of the parameters that one rank steps whole; empty: there are none.
     """
 
     world_size: int = 1
@@ -39,6 +41,7 @@ class Estimate(Held):
     host: Held = NOTHING
     least: int = 0
     mean: float = 0.0
+    owned: tuple[Owned, ...] = ()
 
     @property
     def device(self) -> int:
@@ -84,7 +87,7 @@ def estimate(
         micro_batches: backwards before a step; after the first, reduced gradients are summed in fp32.
         communication_dtype: dtype in which gradients travel, as ``dtype``.
         reduce_bucket_size, fp8_communication, communication: as in ``LowLevelZeroOptimizer``.
-        options: its ``cpu_offload`` and ``master_weights``.
+        options: its ``cpu_offload``, ``master_weights``, ``split`` and ``cost``.
 
     Raises:
         TypeError, ValueError: what can't be estimated; the message says which argument.
@@ -122,6 +125,7 @@ def estimate(
         host=fullest if chosen.cpu_offload else NOTHING,
         least=everywhere.total + min(held.total for held in by_rank),
         mean=everywhere.total + sum(held.total for held in by_rank) / len(by_rank),
+        owned=tuple(layout.owned.values()) if stage else (),
     )
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from ..layout.held import OWNERS
-from ..layout.text import aligned, counted, in_bytes, unit_of
-from ..options import BY_ELEMENTS, BY_PARAMETERS, Communication, ZeroOptions
+from ..layout.text import aligned, counted, in_bytes, shares_text, unit_of
+from ..options import Communication, ZeroOptions
+from ..partition import BY_ELEMENTS, BY_PARAMETERS
 from .memory import DTYPES, Estimate, as_dtype, estimate
 from .planned import PlannedRun
 from .quantities import elements, per_second, rate, seconds, share, stage, whole_number
@@ -121,7 +122,10 @@ def _memory(options: argparse.Namespace, model: nn.Module | int, title: str, fac
     rows = [_memory_row(each, scale, unequal) for each in found]
     table = _table(head + (("least", "mean") if unequal else ()), rows, left=[2])
     notes = _MEMORY_NOTES + (_UNEQUAL_NOTE if unequal else "")
-    return f"{title}, {options.optimizer}: {unit} per rank\n\n{table}\n\n{notes}"
+    owned = {each.world_size: shares_text(each.owned) for each in found if each.owned}
+    shares = [f"  Of parameters that one of {counted(size, 'rank')} owns whole {text}." for size, text in owned.items()]
+    told = [f"{title}, {options.optimizer}: {unit} per rank", table, *shares, notes]
+    return "\n\n".join(told)
 
 
 def _memory_row(each: Estimate, scale: int, unequal: bool) -> tuple[str, ...]:

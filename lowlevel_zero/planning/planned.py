@@ -18,9 +18,9 @@ from ..communication.backends.shared_memory import SharedMemory
 from ..communication.fp8 import encoded_size
 from ..layout.records import BucketLayout, Layout, ParameterLayout, in_fp8, master_dtype, parameter_layout, with_buckets
 from ..optim.quantised import slice_multiple
-from ..optim.splits import choose_splits
-from ..options import BY_PARAMETERS, Takes, ZeroOptions
-from ..partition import EvenSplit, Split, WholeSplit, alignment_of, deal_out
+from ..optim.splits import choice_of, choose_splits
+from ..options import Takes, ZeroOptions
+from ..partition import Split, alignment_of, splits_of
 from .state_sizes import StateSizes
 
 _ELEMENTS = Takes(
@@ -96,16 +96,13 @@ class PlannedRun:
 
     def _splits(self, shapes: Sequence[Shape], world_size: int) -> list[Split]:
         """Return the splits of trained parameters, as the optimizer chooses them."""
-        optimizer = self.states.optimizer
-        by_group = choose_splits(optimizer, self.options.split)
-        sizes = [shape.shape.numel() for shape in shapes]
-        splits: list[Split] = [
-            EvenSplit(size, world_size, slice_multiple(optimizer, size, world_size)) for size in sizes
-        ]
-        whole = [at for at, shape in enumerate(shapes) if by_group[shape.group or 0] == BY_PARAMETERS]
-        for at, owner in zip(whole, deal_out([sizes[at] for at in whole], world_size), strict=True):
-            splits[at] = WholeSplit(sizes[at], world_size, owner)
-        return splits
+        optimizer, groups = self.states.optimizer, self.states.optimizer.param_groups
+        by_group, choices = choose_splits(optimizer, self.options.split), []
+        for name, shape, dtype, group in shapes:
+            at, p = group or 0, torch.empty(shape, dtype=dtype, device="meta")
+            choice = choice_of(optimizer, groups[at], by_group[at], p, name, self.options.cost)
+            choices.append(choice._replace(multiple=slice_multiple(optimizer, p.numel(), world_size)))
+        return splits_of(choices, world_size)
 
     def _parameter(self, shape: Shape, split: Split, world_size: int) -> ParameterLayout:
         options, group, dtype = self.options, shape.group or 0, master_dtype(shape.dtype, self.options)

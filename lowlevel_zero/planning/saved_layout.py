@@ -6,6 +6,7 @@ Buckets are a run's, which learns them: ``layout_of(optimizer)`` tells them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..bookkeeping.sharding import SCALARS
 from ..checkpoint.objects import Settings
@@ -13,7 +14,7 @@ from ..checkpoint.saved import SavedCheckpoint
 from ..layout.records import Layout, ParameterLayout, parameter_layout
 from ..optim.quantised import is_scale
 from ..options import Communication, ZeroOptions
-from ..partition import EvenSplit, Split, WholeSplit, deal_out
+from ..partition import BY_ELEMENTS, Choice, Split, splits_of
 from ..state.global_names import Ranks
 from ..state.loading import MASTER
 from .memory import as_dtype
@@ -40,7 +41,7 @@ def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int
     ranks_of = {name: experts[name].ranks if name in experts else everyone for name in checkpoint.trained(settings)}
     order = list(dict.fromkeys(ranks_of.values()))
     names = sorted(ranks_of, key=lambda name: order.index(ranks_of[name]))
-    splits = _splits(checkpoint, settings, ranks_of)
+    splits = _splits(checkpoint, settings, ranks_of, len(everyone) == settings["slices"])
     return [_parameter(checkpoint, name, ranks_of[name], options, splits[name]) for name in names]
 
 
@@ -66,23 +67,25 @@ def _options(settings: Settings, stage: int) -> ZeroOptions:
     return ZeroOptions(stage, communication=travel, **places)
 
 
-def _splits(checkpoint: SavedCheckpoint, settings: Settings, ranks_of: Mapping[str, Ranks]) -> dict[str, Split]:
-    """Return the splits of parameters: as they were saved, or as another number of ranks would choose them.
+def _splits(
+    checkpoint: SavedCheckpoint, settings: Settings, ranks_of: Mapping[str, Ranks], as_saved: bool
+) -> dict[str, Split]:
+    """Return the splits of parameters ``as_saved``, or as another number of ranks would choose them.
 
     (Blocks of 8-bit states may make the slices of other ranks larger: only the optimizer knows these blocks.)
     """
-    numels = {name: checkpoint.manifest.tensors[name].numel for name in ranks_of}
-    splits: dict[str, Split] = {name: EvenSplit(numels[name], len(ranks)) for name, ranks in ranks_of.items()}
-    saved = [(name, *each) for name, each in settings["options"]["splits"].items() if name in splits]
-    whole = [name for name, owner, _ in saved if owner is not None]
-    size = len(ranks_of[whole[0]]) if whole else 1
-    dealt = dict(zip(whole, deal_out([numels[name] for name in whole], size), strict=True))
-    for name, owner, multiple in saved:
-        as_saved = len(ranks_of[name]) == settings["slices"]
-        if owner is not None:
-            splits[name] = WholeSplit(numels[name], size, owner if as_saved else dealt[name])
-        elif as_saved:
-            splits[name] = EvenSplit(numels[name], len(ranks_of[name]), multiple)
+    saved, plain = settings["options"]["splits"], (BY_ELEMENTS, None, 1, ())
+    splits: dict[str, Split] = {}
+    for ranks in dict.fromkeys(ranks_of.values()):
+        names = [name for name, of_name in ranks_of.items() if of_name == ranks]
+        chosen: list[Choice] = []
+        for name in names:
+            by, _, multiple, costs = saved.get(name, plain)
+            numel = checkpoint.manifest.tensors[name].numel
+            chosen.append(Choice(numel, by, tuple(costs), multiple if as_saved else 1))
+        for name, split in zip(names, splits_of(chosen, len(ranks)), strict=True):
+            _, owner, _, _ = saved.get(name, plain)
+            splits[name] = replace(split, owner=owner) if as_saved and owner is not None else split
     return splits
 
 

@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "owners are dealt out in turn, whatever they have",
         SPLIT,
-        "(load + costs[place], rank)",
-        "(load + 1, rank)",
+        "heapq.heapreplace(heap, (take(owner, costs[place]), owner))",
+        "heapq.heapreplace(heap, (heap[0][0] + 1, owner))",
         "tests/numbers/test_partition.py",
     ),
     Mutant(

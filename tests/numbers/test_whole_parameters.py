@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from lowlevel_zero.testing import assert_trains_alike
 from tests.support.judging import check_run
 from tests.support.numbers import DROPS, STAGES, check_masters, masters_of, trained
 from tests.support.oracle import Run, build, groups, loss_of
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -316,7 +317,8 @@ def test_layout_tells_each_rank_s_share() -> None:
         return layout.table()
 
     for table in run_ranks(work, 2):
-        assert "rank owns whole: 64 on the fullest rank, 48 on the emptiest, 56 on average" in table
+        owned = "the ranks own 64, 48 elements, the fullest 1.14 of the mean, the busiest 1.14"
+        assert f"of parameters that a rank owns whole {owned}" in table
 
 
 @pytest.mark.parametrize("world_size", [8, 64, 1024])
@@ -334,6 +336,55 @@ def test_as_many_bytes_travel_as_adamw_s(world_size: int) -> None:
     whole, even = sent(by_parameter), sent(torch.optim.AdamW)
     assert whole.keys() == even.keys()
     assert all(whole[purpose] <= 1.02 * even[purpose] for purpose in whole)
+
+
+def test_the_caller_s_cost_deals_out_owners() -> None:
+    def work(rank: int, world_size: int) -> list[int | None]:
+        model = torch.nn.ModuleList(torch.nn.Linear(8, out, bias=False) for out in (1, 2, 3, 8))
+        dear = {id(model[0].weight): 5, id(model[1].weight): 4.5}
+        inner = by_parameter(model.parameters())
+        optimizer = LowLevelZeroOptimizer(inner, model=model, cost=lambda p: dear.get(id(p), 1))
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1, 1))]})
+        return [record.split.owner for record in optimizer.sharded_parameters]
+
+    assert run_ranks(work, 2) == [[0, 1, 1, 0, 1]] * 2
+
+
+COSTS: dict[str, tuple[Any, str, str]] = {
+    "no number": (lambda p: "much", "TypeError", r"cost of weight: expected a finite number >= 0, got str 'much'"),
+    "negative": (lambda p: -1, "ValueError", r"cost of weight: expected a finite number >= 0, got -1"),
+    "no function": (1.5, "TypeError", r"cost: expected a callable that returns the cost of a parameter, or None"),
+    "ranks differ": (lambda p: torch.distributed.get_rank(), "ValueError", r"weight.*costs \(0,\).*costs \(1,\)"),
+}
+
+
+@pytest.mark.parametrize("case", COSTS)
+def test_a_cost_that_owners_can_t_be_dealt_out_by_is_refused(case: str) -> None:
+    cost, raised, message = COSTS[case]
+
+    def wrap(rank: int, world_size: int) -> None:
+        model = torch.nn.Linear(3, 2)
+        LowLevelZeroOptimizer(by_parameter(model.parameters()), model=model, cost=cost)
+
+    for error in run_ranks_expecting(wrap, 2):
+        assert error.type == raised
+        assert re.search(message, error.message), error.message
+
+
+def test_muon_s_work_counts_as_operations() -> None:
+    """A matrix takes more than three of half the size: by elements rank 0 would get one of these too."""
+    muon = type("Muon", (ByParameter,), {})
+
+    def work(rank: int, world_size: int) -> list[int | None]:
+        shapes = [(64, 64), (64, 32), (64, 32), (64, 32), (6, 10)]
+        parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        groups = [{"params": parameters[:4]}, {"params": parameters[4:], "use_muon": False}]
+        optimizer = LowLevelZeroOptimizer(muon(groups, lr=0.1))
+        layout = layout_of(optimizer)
+        assert layout.owned[0].work == 5 * 3 * 64**3
+        return [record.split.owner for record in optimizer.sharded_parameters]
+
+    assert run_ranks(work, 2) == [[0, 1, 1, 1, 1]] * 2
 
 
 class Careless(torch.optim.SGD):

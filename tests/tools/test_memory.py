@@ -563,6 +563,8 @@ def test_the_plan_where_ranks_own_parameters_whole(capsys: pytest.CaptureFixture
     assert [total, least, mean] == [round(each / scale, 2) for each in (expected.total, expected.least, expected.mean)]
     assert least < mean < total
     assert "emptiest rank" in told
+    assert "Of parameters that one of 3 ranks owns whole the ranks own " in told
+    assert sum(share.elements for share in expected.owned) == 10**8
 
 
 COMMANDS = {
