@@ -207,14 +207,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._maker.extend(self.sharded_groups)
 
     def _make_stepper(self) -> None:
-        """Create the stepper, and settle whether a step needs the norm first."""
+        """Create the stepper, and settle whether a step waits for the norm of its gradients."""
         options = self.options
         carry_overrides(self.optim, self.sharded_parameters)
         self._stepper = Stepper(self.optim, self.sharded_groups, on_host=options.cpu_offload)
-        self._norm_first = (
-            options.clip_grad_norm > 0 or self.scaler is not None or options.diagnostics.error_if_nonfinite
-        )
-        self._tells_norm = self._norm_first or not options.communication.overlap_gathers
+        needs_norm = options.clip_grad_norm > 0 or self.scaler is not None or options.diagnostics.error_if_nonfinite
+        self._tells_norm = needs_norm or not options.communication.overlap_gathers
 
     def __del__(self) -> None:
         if "_guard" in self.__dict__:
@@ -389,11 +387,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def _measure(self, norm: GlobalNorm, unit: float | Tensor) -> None:
         """Start the norm of all gradients, times ``unit``."""
-        norm.scale = unit
-        for each in self.sharded_groups:
-            for bucket in each.gradients.sums():
-                norm.add(bucket.measured)
-        norm.start()
+        norm.measure((bucket.measured for each in self.sharded_groups for bucket in each.gradients.sums()), unit)
 
     def _new_norm(self) -> GlobalNorm:
         """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
@@ -446,21 +440,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         return call._replace(settings=settings, written=[each for each in self._guard.edited if each.is_written])
 
     def _take_step(self, norm: GlobalNorm, unit: float | Tensor) -> None:
-        """Step and gather, with gradients of this ``unit``; the norm is measured on the way, if it isn't due before."""
-        if not self._norm_first:
-            norm.scale = unit
-            self._stepper.step(Scale(unit), norm)
-            self._judge(norm)
-            return
+        """Measure and judge the gradients, of this ``unit``; step and gather unless they overflowed."""
         self._measure(norm, unit)
         self._judge(norm)
         if self.options.clip_grad_norm > 0:
             unit = unit * clip_factor(norm.value, self.options.clip_grad_norm)
-        if norm.is_empty and len(self.sharded_parameters.shard_groups) == 1:
-            self._stepper.step_without_gradients()
-            return
+        nothing = norm.is_empty and len(self.sharded_parameters.shard_groups) == 1
         flag = None
-        if self.scaler is not None:
+        if self.scaler is not None and not nothing:
             flag = ~norm.value.isfinite()
             self.scaler.update(flag)
             if not self._skips_by_flag:
@@ -469,20 +456,16 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                     return
                 flag = None
         on_host = self.options.cpu_offload  # which waits for gradients anyway
-        self._stepper.step(Scale(float(unit) if on_host else unit, flag), None)
+        self._stepper.step(Scale(float(unit) if on_host else unit, flag))
 
     def _catch_up(self, norm: GlobalNorm) -> None:
         """Do what other ranks wait for in a step that has failed on this one."""
         try:
-            if not self._norm_first:
-                self._stepper.catch_up(norm)
-                if norm.catch_up():
-                    self._judge(norm)
-            elif norm.catch_up() and self._leaves_out(norm):
+            if norm.catch_up() and self._leaves_out(norm):
                 assert self.scaler is not None
                 self._skip(self.scaler)
             else:
-                self._stepper.catch_up(None)
+                self._stepper.catch_up()
         finally:
             self._end_step()
 

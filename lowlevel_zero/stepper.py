@@ -1,6 +1,7 @@
-"""The stepper: the norm of all gradients, then bucket by bucket: its gradients to their slices, the step, the gather.
+"""The norm of all gradients, and the stepper, which gives slices their gradients, steps them and starts their gathers.
 
-Where it is the same step, the wrapped optimizer's kernels scale gradients themselves.
+It goes part by part where that is the same as one step of the wrapped optimizer, whose kernels then scale gradients
+themselves if they can.
 """
 
 from __future__ import annotations
@@ -34,73 +35,68 @@ _LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiab
 
 
 class GlobalNorm:
-    """L2 norm of a gradient of which each rank holds slices: measured piece by piece, then summed over the ranks.
+    """The L2 norm of a gradient of which each rank holds slices: measured on each rank, then summed over the ranks.
 
-    It is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times ``scale``. An element that is
-    inf or NaN on any rank makes it so on all. Squares are summed in the order in which pieces are added. Nothing here
-    waits for a device.
+    It is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times a scale. An element that is
+    inf or NaN on any rank makes it so on all. Squares are summed in the order of the pieces. Nothing here waits for a
+    device.
 
     Args:
         group: the ranks.
         device: where the norm shall be.
-        scale: what it is multiplied with.
         dtype: in which squares are summed at least; alike on all ranks.
 
     Attributes:
-        scale: as given.
+        is_empty: this rank has measured no piece.
         is_judged: the observer of the step has been told of it.
     """
 
-    def __init__(
-        self, group: ShardGroup, device: torch.device, scale: float | Tensor = 1.0, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.scale = scale
+    def __init__(self, group: ShardGroup, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.is_empty = True
         self.is_judged = False
         self._group = group
         self._device = device
         self._dtype = dtype
-        self._norms: list[Tensor] = []
+        self._scale: float | Tensor = 1.0
         self._started = False
         self._pending: Work[Tensor] | None = None
         self._total: Tensor | None = None  # the sum of squares
         self._value: Tensor | None = None
 
-    def add(self, piece: Tensor) -> None:
-        """Measure one more piece of this rank's, in fp32 at least."""
-        dtype = torch.promote_types(piece.dtype, torch.float32)
-        self._dtype = torch.promote_types(dtype, self._dtype)
-        self._norms.append(torch.linalg.vector_norm(piece, dtype=dtype).to(self._device))
+    def measure(self, pieces: Iterable[Tensor], scale: float | Tensor = 1.0) -> None:
+        """Measure this rank's pieces, in fp32 at least, and start summing their squares over the ranks.
 
-    def start(self) -> None:
-        """All pieces have been added: start summing over the ranks, one number, once; all ranks call it."""
-        if self._started:
-            return
+        Communicates one number: all ranks call it, once. The norm is multiplied by ``scale``.
+        """
+        self._scale = scale
+        norms: list[Tensor] = []
+        for piece in pieces:
+            dtype = torch.promote_types(piece.dtype, torch.float32)
+            self._dtype = torch.promote_types(dtype, self._dtype)
+            norms.append(torch.linalg.vector_norm(piece, dtype=dtype).to(self._device))
         squares = torch.zeros((), dtype=self._dtype, device=self._device)
-        if self._norms:
-            squares += torch.stack([norm.to(self._dtype) for norm in self._norms]).square().sum()
+        if norms:
+            squares += torch.stack([norm.to(self._dtype) for norm in norms]).square().sum()
+        self.is_empty = not norms
         self._pending = self._group.sum_scalar(squares)
         self._started = True
 
     def catch_up(self) -> bool:
-        """Start it unless that is done, and wait for it, as its peers do; whether it is known."""
-        self.start()
+        """Start the sum unless that has been done, and wait for it, as other ranks do; return whether it is known."""
+        if not self._started:
+            self.measure(())
         with suppress(RuntimeError):
             return bool(self.value.dim() == 0)
         return False
 
     @property
     def is_lost(self) -> bool:
-        """Whether an error has kept this rank from knowing it."""
+        """Whether an error has kept this rank from knowing the norm."""
         return self._started and self._pending is None and self._total is None
 
     @property
-    def is_empty(self) -> bool:
-        """Whether this rank has added no piece."""
-        return not self._norms
-
-    @property
     def value(self) -> Tensor:
-        """0-d, fp32 (fp64 if a piece is)."""
+        """The norm, 0-d, fp32 (fp64 if a piece is), once all ranks have measured their pieces."""
         assert self._started, "not started"
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -108,12 +104,12 @@ class GlobalNorm:
         if self._value is None:
             if self._total is None:
                 raise RuntimeError("expected the norm of the gradients, lost it to an error before")
-            self._value = self._total.sqrt() * self.scale
+            self._value = self._total.sqrt() * self._scale
         return self._value
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of ``norm`` are multiplied with so that they don't exceed ``max_norm``: 0-d, at most 1."""
+    """Return the factor, 0-d and at most 1, that brings gradients of this ``norm`` down to ``max_norm``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -201,12 +197,11 @@ class Stepper:
         self._gate = StepGate()
         finalize(self, optim.register_step_pre_hook(self._gate).remove)
 
-    def step(self, scale: Scale, norm: GlobalNorm | None) -> None:
-        """Bucket after bucket gets its gradients, is stepped and starts its gather; all at once where it must be.
+    def step(self, scale: Scale) -> None:
+        """Give slices their gradients, scaled so, step them and gather them, part by part where that is one step.
 
-        Args:
-            scale: how what has been summed becomes gradients.
-            norm: to be measured on the way, when a bucket's gradients are at hand anyway; None: it was before.
+        Communicates: all ranks gather the same parts. Where no parameter has a gradient, an optimizer that may count
+        its steps steps all the same.
         """
         parts, in_parts = self._parts(), steps_in_parts(self._optim)
         self._gate.is_open = True
@@ -215,36 +210,26 @@ class Stepper:
                 self._leave_out(parts, scale)
             elif parts:
                 with _fused(self._optim) if self._on_host else nullcontext():
-                    self._step_parts(parts, scale, norm, in_parts)
+                    self._step_parts(parts, scale, in_parts)
             elif not in_parts:
-                self._step_own()  # param groups may count steps
+                self._step_own()
         finally:
             self._gate.is_open = False
-        self._end(norm)
+        self._end()
 
-    def step_without_gradients(self) -> None:
-        """Step where no parameter has a gradient: an optimizer may count its steps."""
-        if not steps_in_parts(self._optim):
-            self._gate.is_open = True
-            try:
-                self._step_own()
-            finally:
-                self._gate.is_open = False
-
-    def catch_up(self, norm: GlobalNorm | None) -> None:
-        """Do what other ranks wait for in a step that has failed on this one; ``norm`` as in ``step``."""
+    def catch_up(self) -> None:
+        """Gather the parts that other ranks wait for, in a step that has failed on this one."""
         for part in self._parts():
             self._gather(part)
-        self._end(norm)
+        self._end()
 
-    def _end(self, norm: GlobalNorm | None) -> None:
-        if norm is not None:
-            norm.start()
+    def _end(self) -> None:
+        """Wait for the gathers that no reader of a parameter will wait for."""
         for group in self._groups:
             group.gathers.end_step()
 
     def _parts(self) -> list[Part]:
-        """The parts of the step under way that haven't started their gather."""
+        """Return the parts of the step under way that haven't started their gather."""
         if self.left is None:
             self.left = deque(chain.from_iterable(map(self._parts_of, self._groups)))
         return list(self.left)
@@ -266,13 +251,14 @@ class Stepper:
                 bucket.state, bucket.scale = BucketState.STEPPED, scale.factor
             self._gather(part)
 
-    def _step_parts(self, parts: Sequence[Part], scale: Scale, norm: GlobalNorm | None, in_parts: bool) -> None:
+    def _step_parts(self, parts: Sequence[Part], scale: Scale, in_parts: bool) -> None:
+        """Step and gather ``parts`` one after the other, or, unless ``in_parts``, all of them by one step."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it.
         by_optimizer = in_parts and is_fused(self._optim)
         with _scaling(self._optim, scale, parts[0].records[0].p32.device) if by_optimizer else nullcontext():
             for part in parts:
                 for bucket in part.buckets:
-                    self.assign_gradients(bucket, scale, norm, by_optimizer)
+                    self.assign_gradients(bucket, scale, by_optimizer)
                 if in_parts:
                     self._step_part(part.records)
                     self._gather(part)
@@ -282,27 +268,25 @@ class Stepper:
                 self._gather(part)
 
     def _parts_of(self, group: ShardedGroup) -> list[Part]:
-        """Buckets that are stepped and gathered together; first what came last, which the next forward wants first.
+        """Return the buckets that are stepped and gathered together, in parts; those come first that were filled last.
 
-        But to the host gradients come one after the other: the first may be stepped while others are on their way.
+        The next forward wants these first. To the host gradients come one after the other, so there the first bucket
+        is stepped first, while others are on their way.
         """
         buckets = group.gradients.sums()
         ordered = buckets if self._on_host else buckets[::-1]
         parts = in_parts((bucket.records[0].kind, bucket.planned.body, bucket) for bucket in ordered)
         return [Part(group, part, list(chain.from_iterable(bucket.working() for bucket in part))) for part in parts]
 
-    def assign_gradients(self, bucket: Bucket, scale: Scale, norm: GlobalNorm | None, by_optimizer: bool) -> None:
+    def assign_gradients(self, bucket: Bucket, scale: Scale, by_optimizer: bool) -> None:
         """Give each ``p32`` of a bucket its raw ``g``, scaled, as gradient: in place where dtypes allow it.
 
         Args:
             bucket: whose sums are complete.
             scale: how sums become gradients.
-            norm: what is to measure them first.
             by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips. What
                 is kept doesn't depend on it, since ranks may differ in it.
         """
-        if norm is not None:
-            norm.add(bucket.measured)
         row = bucket.to_step()
         bucket.state = BucketState.STEPPED
         dtype = bucket.records[0].p32.dtype
@@ -323,7 +307,7 @@ class Stepper:
                     record.p32.grad = record.shaped(gradient) if gradient.numel() else None
 
     def _step_own(self) -> None:
-        """Step once; for the time of the call, the param groups are without the parameters that other ranks own."""
+        """Step all slices at once; meanwhile the param groups are without parameters that other ranks own."""
         groups: list[dict[str, Any]] = self._optim.param_groups
         others = {record.p32 for each in self._groups for record in each.records if not record.owns_some}
         whole = [group["params"] for group in groups]

@@ -26,10 +26,8 @@ def slices_of(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def global_norm(slices: Sequence[Tensor], unit: float | Tensor, group: ShardGroup, device: torch.device) -> Tensor:
-    norm = GlobalNorm(group, device, unit)
-    for piece in slices:
-        norm.add(piece)
-    norm.start()
+    norm = GlobalNorm(group, device)
+    norm.measure(slices, unit)
     return norm.value
 
 
