@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .partition import BY_ELEMENTS, BY_PARAMETERS
+from .partition import BY_ELEMENTS, BY_PARAMETERS, Split
 
 BackwardContext: TypeAlias = Callable[[], AbstractContextManager[object]]
 Cost: TypeAlias = Callable[[Tensor], float]
@@ -200,9 +200,9 @@ class Communication:
         False, "pad rows of more than 2**16 elements to a multiple of that (Megatron's name)."
     )
 
-    def in_fp8(self, numel: int, world_size: int) -> bool:
-        """Return whether a parameter of ``numel`` elements travels in fp8 between ``world_size`` ranks."""
-        return self.fp8 and numel >= FP8_MIN_NUMEL and world_size > 1
+    def in_fp8(self, split: Split) -> bool:
+        """Return whether a parameter travels in fp8, which one that a rank owns whole never does."""
+        return self.fp8 and split.owner is None and split.numel >= FP8_MIN_NUMEL and split.world_size > 1
 
     def unit(self, world_size: int) -> float:
         """Return the factor that turns a sum of divided gradients into their mean or sum over the ranks."""
@@ -285,6 +285,10 @@ class ZeroOptions:
                 "communication.reduce_scatter_with_fp32_accumulation=True: expected stage 2, which reduce-scatters, "
                 "got stage 1, which all-reduces: pass stage=2 too, or leave it out"
             )
+
+    def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the master slice of a parameter of ``dtype``."""
+        return torch.promote_types(dtype, torch.float32) if self.master_weights else dtype
 
     def _all(self) -> Iterator[tuple[str, object, About]]:
         """Yield the path, value and facts of each option, as in ``communication.bucket_size``."""

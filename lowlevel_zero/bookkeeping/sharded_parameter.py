@@ -155,16 +155,15 @@ class ShardedParameter:
         """Whether ``p32`` holds what ``p`` can't."""
         return self.fp8 or self.p32.dtype != self.p.dtype
 
-    def make_master(self, precise: bool = True, on_host: bool = False) -> None:
-        """Let ``p32`` be a copy of the row, or over the row itself where that will do: where it isn't rounded to fp8.
+    def make_master(self, dtype: torch.dtype, on_host: bool = False) -> None:
+        """Make ``p32`` a copy of the row in ``dtype``, or the row itself where dtype, device and fp8 allow it.
 
         It requires grad as what optimizers step does: callers who find it in ``param_groups`` may set that.
 
         Args:
-            precise: in fp32's precision at least, else in ``p``'s dtype.
-            on_host: on the host, and a copy always.
+            dtype: of ``p32``.
+            on_host: a copy on the host, whatever its dtype.
         """
-        dtype = torch.promote_types(self.p.dtype, torch.float32) if precise else self.p.dtype
         device = torch.device("cpu") if on_host else self.row.device
         own = self.row_for_master(device, dtype, copy=on_host or self.fp8)
         self.shares_storage = own is self.row

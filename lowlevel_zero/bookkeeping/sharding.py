@@ -48,46 +48,33 @@ class Sharding:
         choices: Mapping[Tensor, Choice],
         slice_multiple: Callable[[int, int], int],
     ) -> None:
-        self._choices = choices
-        self._slice_multiple = slice_multiple
         self._optimizer = optimizer
         self._parameters = parameters
         self._options = options
         self._known = len(parameters.groups)
-        self._records: list[ShardedParameter] = []
         self._left: list[tuple[int, int, str]] = []
-        counts = [len(records) for records in parameters.by_shard_group]
-        positions: dict[nn.Parameter, Position] = {}
-        for at, settings in enumerate(optimizer.param_groups[self._known :], start=self._known):
-            for p in settings["params"]:
-                if p.requires_grad:
-                    number = parameters.shard_group_of(p)
-                    positions[p] = Position(counts[number], at, names[p], number)
-                    counts[number] += 1
-        splits = self._splits(positions)
-        for p, position in positions.items():
-            self._records.append(self._record(p, position, splits[p]))
+        new = optimizer.param_groups[self._known :]
+        group_of: dict[nn.Parameter, int] = {
+            p: at for at, group in enumerate(new, start=self._known) for p in group["params"] if p.requires_grad
+        }
+        places: dict[nn.Parameter, tuple[Position, Split]] = {}
+        for number, ranks in enumerate(parameters.shard_groups):
+            before = parameters.by_shard_group[number]
+            own = [p for p in group_of if parameters.shard_group_of(p) == number]
+            wanted = [choices[p]._replace(multiple=slice_multiple(p.numel(), ranks.size)) for p in own]
+            splits = splits_of(wanted, ranks.size, (record.split for record in before))
+            for index, (p, split) in enumerate(zip(own, splits, strict=True), start=len(before)):
+                places[p] = Position(index, group_of[p], names[p], number), split
+        self._records = [self._record(p, *places[p]) for p in group_of]
         self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
         for record in self._records:
             states = optimizer.state.get(record.p, {}).values()
             self._alike[record.shard_group] += [record.padded, *(each for each in states if isinstance(each, Tensor))]
 
-    def _splits(self, positions: Mapping[nn.Parameter, Position]) -> dict[nn.Parameter, Split]:
-        """Return the split of each new parameter, chosen by shard group."""
-        found: dict[nn.Parameter, Split] = {}
-        for number, ranks in enumerate(self._parameters.shard_groups):
-            own = [p for p, position in positions.items() if position.shard_group == number]
-            multiples = (self._slice_multiple(p.numel(), ranks.size) for p in own)
-            chosen = [self._choices[p]._replace(multiple=each) for p, each in zip(own, multiples, strict=True)]
-            former = (record.split for record in self._parameters.by_shard_group[number])
-            found.update(zip(own, splits_of(chosen, ranks.size, former), strict=True))
-        return found
-
     def _record(self, p: nn.Parameter, position: Position, split: Split) -> ShardedParameter:
         ranks, travel = self._parameters.shard_groups[position.shard_group], self._options.communication
-        fp8 = split.owner is None and travel.in_fp8(p.numel(), ranks.size)
         before = memory_of(p)
-        record = ShardedParameter(position, p, split, ranks.rank, travel.dtype, fp8)
+        record = ShardedParameter(position, p, split, ranks.rank, travel.dtype, travel.in_fp8(split))
         if record.address != before[0]:
             self._left.append((*before, position.name))
         return record
@@ -136,7 +123,7 @@ class Sharding:
         for settings in groups:
             parameters.move_to_new_group(list(settings["params"]))
         for record in self._records:
-            record.make_master(precise=self._options.master_weights, on_host=self._options.cpu_offload)
+            record.make_master(self._options.master_dtype(record.p.dtype), on_host=self._options.cpu_offload)
             parameters.add(record)
             if record.p in optimizer.state:
                 whole = optimizer.state.pop(record.p)

@@ -269,10 +269,10 @@ def parameter_layout(
 ) -> ParameterLayout:
     """Return the layout of a parameter whose place in a bucket isn't known yet; ``states``: bytes of its slice's."""
     travels = options.communication.dtype or dtype
-    master = master_dtype(dtype, options)
+    master = options.master_dtype(dtype)
     gradients = Held(gradients=(split.slice_size if options.stage == 2 else split.padded_numel) * travels.itemsize)
     everywhere = Held(parameters=split.padded_numel * dtype.itemsize)
-    copied = options.cpu_offload or master != dtype or in_fp8(split, options)
+    copied = options.cpu_offload or master != dtype or options.communication.in_fp8(split)
     elements = split.padded_numel // split.rows
     own = Held(masters=elements * master.itemsize if copied else 0, states=states)
     if options.stage == 2:
@@ -280,16 +280,6 @@ def parameter_layout(
     else:
         everywhere += gradients
     return ParameterLayout(name, shape, dtype, travels, split, group, ranks, everywhere, own)
-
-
-def master_dtype(dtype: torch.dtype, options: ZeroOptions) -> torch.dtype:
-    """Return the dtype of the master slice of a parameter of ``dtype``."""
-    return torch.promote_types(dtype, torch.float32) if options.master_weights else dtype
-
-
-def in_fp8(split: Split, options: ZeroOptions) -> bool:
-    """Return whether a parameter travels in fp8, which one that a rank owns whole never does."""
-    return split.owner is None and options.communication.in_fp8(split.numel, split.world_size)
 
 
 def with_buckets(groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]], stage: int, rank: int = 0) -> Layout:

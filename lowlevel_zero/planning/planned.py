@@ -16,7 +16,7 @@ from ..communication.backends.memory_pool import block_bytes
 from ..communication.backends.native import Native
 from ..communication.backends.shared_memory import SharedMemory
 from ..communication.fp8 import encoded_size
-from ..layout.records import BucketLayout, Layout, ParameterLayout, in_fp8, master_dtype, parameter_layout, with_buckets
+from ..layout.records import BucketLayout, Layout, ParameterLayout, parameter_layout, with_buckets
 from ..optim.quantised import slice_multiple
 from ..optim.splits import choice_of, choose_splits
 from ..options import Takes, ZeroOptions
@@ -105,7 +105,7 @@ class PlannedRun:
         return splits_of(choices, world_size)
 
     def _parameter(self, shape: Shape, split: Split, world_size: int) -> ParameterLayout:
-        options, group, dtype = self.options, shape.group or 0, master_dtype(shape.dtype, self.options)
+        options, group, dtype = self.options, shape.group or 0, self.options.master_dtype(shape.dtype)
         if not split.numel:
             states = [0] * (group + 1)
         elif split.owner is None:
@@ -140,7 +140,7 @@ def _cut(numel: float, bucket_size: int, options: ZeroOptions) -> list[Shape]:
 
 
 def _item(p: ParameterLayout, options: ZeroOptions) -> Item:
-    fp8, travels = in_fp8(p.split, options), p.communication_dtype
+    fp8, travels = options.communication.in_fp8(p.split), p.communication_dtype
     alignment = alignment_of(travels, options.communication.pad_buckets_for_high_nccl_busbw)
     return Item(p.split, (p.dtype, travels, fp8, p.split.owner), travels == p.dtype, fp8, alignment)
 

@@ -96,7 +96,7 @@ def test_what_is_not_of_the_parameter_s_size_is_not_cut() -> None:
 
 def test_sixteen_bit_state_becomes_the_master_s_dtype() -> None:
     record = record_of(torch.zeros(4).bfloat16(), 0, 2)
-    record.make_master()
+    record.make_master(torch.float32)
     state = {"exp_avg": torch.ones(4).bfloat16(), "wide": torch.ones(4).double(), "flags": torch.ones(4).bool()}
     cut = slice_state(state, record)
     assert [cut[key].dtype for key in ("exp_avg", "wide", "flags")] == [torch.float32, torch.float64, torch.bool]
