@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,21 @@ _BACKWARDS = Alike(
 
 
 # ---- checks on each rank, before anything changes ----
+
+
+@contextmanager
+def garbage_collector_paused() -> Iterator[None]:
+    """Keep Python's cyclic garbage collector from running in the body, which creates dozens of objects a parameter.
+
+    The collector would look at all of them again and again, and at all that the program has beside them.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def mapping_and_model(pg_to_param_list: Any, model: nn.Module | None) -> tuple[Any, nn.Module | None]:
@@ -76,6 +92,7 @@ class Checked(NamedTuple):
         return [p for p in self.names if p.requires_grad]
 
 
+@garbage_collector_paused()
 def check(
     optimizer: Optimizer, model: nn.Module | None, assigned: Any, group: ShardGroup, options: ZeroOptions
 ) -> Checked:
@@ -156,6 +173,7 @@ def connected(ranks: ShardGroup, checked: Checked, options: ZeroOptions) -> list
     return groups
 
 
+@garbage_collector_paused()
 def shard(
     optimizer: Optimizer,
     parameters: ParameterStore,
@@ -168,7 +186,7 @@ def shard(
     """Move new parameters to padded storages and broadcast rank 0's values; then slices may be taken."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
-        sharding = Sharding(optimizer, parameters, options, names, choices, partial(slice_multiple, optimizer))
+        sharding = Sharding(optimizer, parameters, options, names, choices, slice_multiple(optimizer))
         sharding.include_untrained(model)
     with together(parameters.shard_groups[0], doing):
         sharding.broadcast_initial_values()

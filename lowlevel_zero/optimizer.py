@@ -26,6 +26,7 @@ from .construction import (
     agreed_verbosity,
     check,
     connected,
+    garbage_collector_paused,
     join,
     mapping_and_model,
     shard,
@@ -166,7 +167,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         sharding = shard(
             optimizer, self.sharded_parameters, self.options, checked.names, checked.choices, CONSTRUCT, model
         )
-        with together(self.shard_group, CONSTRUCT):
+        with garbage_collector_paused(), together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
             self._assemble(optimizer, model)
             log_start(self)

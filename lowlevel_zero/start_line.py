@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from .bookkeeping.parameter_store import ParameterStore
 from .communication.process_groups import backends_by_device
 from .layout.held import Sharded
-from .layout.records import layout_of
+from .layout.records import bytes_of
 from .layout.text import counted, in_bytes, shares_text
 from .partition import owned_by_rank
 
@@ -50,7 +50,7 @@ def log_start(optimizer: Sharded) -> None:
             "fp8_communication: rounding on the host takes longer than it saves, but over a link between hosts of "
             "less than about 4 Gbit/s"
         )
-    held = layout_of(optimizer).bytes
+    held = bytes_of(optimizer)
     with _shown():
         _log.info(
             "ZeRO stage %d: %s elements in %s over %s, %s by %s, %s a rank beside the optimizer's states",

@@ -248,6 +248,12 @@ def layout_of(optimizer: Sharded) -> Layout:
     return with_buckets(members, optimizer.options.stage, dist.get_rank())
 
 
+def bytes_of(optimizer: Sharded) -> Held:
+    """Return the bytes that this rank holds of all parameters when their gradients are there. Doesn't communicate."""
+    members = [each for group in optimizer.sharded_groups for each in _members(optimizer, group)]
+    return Layout(dist.get_rank(), optimizer.options.stage, tuple(members), ()).bytes
+
+
 def _members(optimizer: Sharded, group: ShardedGroup) -> list[ParameterLayout]:
     ranks, found = tuple(group.group.slice_ranks), []
     for record in group.records:

@@ -12,7 +12,7 @@ is gathered and cut like any other. No bit is lost either way, at any number of 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,21 +64,28 @@ def check_unstepped(optimizer: Optimizer, new: Sequence[Tensor], names: Mapping[
         )
 
 
-def slice_multiple(optimizer: Optimizer, numel: int, world_size: int) -> int:
-    """Return the number that the sizes of a parameter's slices must be multiples of.
+def slice_multiple(optimizer: Optimizer) -> Callable[[int, int], int]:
+    """Return a function that returns the number which the sizes of a parameter's slices must be multiples of.
+
+    Its arguments are the parameter's elements and the ranks that share it.
 
     Args:
         optimizer: the optimizer that steps the slices.
-        numel: the parameter's elements.
-        world_size: ranks that share it.
     """
-    block, whole_blocks = block_size(optimizer), _is_torchao(optimizer)
-    size = EvenSplit(numel, world_size).slice_size
-    if block == 1 or size < _smallest(optimizer):
-        return 1
-    if whole_blocks and numel % block:
-        return size + 1 if size % block == 0 else 1  # it would quantise slices of whole blocks
-    return block
+    block = block_size(optimizer)
+    if block == 1:
+        return lambda numel, world_size: 1
+    whole_blocks, smallest = _is_torchao(optimizer), _smallest(optimizer)
+
+    def multiple(numel: int, world_size: int) -> int:
+        size = EvenSplit(numel, world_size).slice_size
+        if size < smallest:
+            return 1
+        if whole_blocks and numel % block:
+            return size + 1 if size % block == 0 else 1  # it would quantise slices of whole blocks
+        return block
+
+    return multiple
 
 
 # ---- a slice's state ----

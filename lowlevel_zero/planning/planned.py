@@ -98,10 +98,11 @@ class PlannedRun:
         """Return the splits of trained parameters, as the optimizer chooses them."""
         optimizer, groups = self.states.optimizer, self.states.optimizer.param_groups
         by_group, choices = choose_splits(optimizer, self.options.split), []
+        multiple = slice_multiple(optimizer)
         for name, shape, dtype, group in shapes:
             at, p = group or 0, torch.empty(shape, dtype=dtype, device="meta")
             choice = choice_of(optimizer, groups[at], by_group[at], p, name, self.options.cost)
-            choices.append(choice._replace(multiple=slice_multiple(optimizer, p.numel(), world_size)))
+            choices.append(choice._replace(multiple=multiple(p.numel(), world_size)))
         return splits_of(choices, world_size)
 
     def _parameter(self, shape: Shape, split: Split, world_size: int) -> ParameterLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
@@ -297,6 +298,19 @@ def test_buckets_are_larger_on_a_gpu_unless_they_were_chosen(monkeypatch: pytest
     assert run_ranks(work, 1) == [1]
     monkeypatch.setattr(ShardGroup, "bucket_size", lambda self, device: {"cpu": 1}[device.type])
     assert run_ranks(work, 1) == [4]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
+    def work(rank: int, world_size: int) -> list[bool]:
+        (gc.enable if enabled else gc.disable)()
+        wrap(net())
+        found = [gc.isenabled()]
+        with pytest.raises(ValueError, match="optimizer: expected at least one parameter"):
+            wrap(net().requires_grad_(False))
+        return [*found, gc.isenabled()]
+
+    assert run_ranks(work, 1) == [[enabled, enabled]]
 
 
 def test_a_group_that_comes_later_is_converted_too() -> None:

@@ -235,7 +235,7 @@ def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
     def load(rank: int, world_size: int, multiple: int) -> tuple[list[Tensor], list[bool]]:
         model = Net()
         if multiple > 1:
-            patch_rank(construction, "slice_multiple", lambda optimizer, numel, world_size: multiple)
+            patch_rank(construction, "slice_multiple", lambda optimizer: lambda numel, world_size: multiple)
         optimizer = wrap(model, BITSANDBYTES["AdamW8bit"])
         load_checkpoint(tmp_path / "saved", model, optimizer)
         are = quantised(optimizer)
@@ -253,7 +253,7 @@ def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
 def test_slices_are_multiples() -> None:
     def work(rank: int, world_size: int, multiple: int) -> None:
         model = Net()
-        patch_rank(construction, "slice_multiple", lambda optimizer, numel, world_size: multiple)
+        patch_rank(construction, "slice_multiple", lambda optimizer: lambda numel, world_size: multiple)
         optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=0.1))
         for p, place in zip(model.parameters(), layout_of(optimizer).parameters, strict=True):
             least, split = -(-p.numel() // world_size), place.split
