@@ -82,6 +82,7 @@ PARTS = (
     Part("overhead", "overhead", "", "--parameters 50 --rounds 1 --world-sizes 1 8 64"),
     Part("overhead-4096-elements", "overhead", "--elements 4096 --rounds 7", "--parameters 50 --rounds 1"),
     Part("scale", "scale", "", "--size tiny --world-sizes 8 64"),
+    Part("construction", "construction", "", "--models 50x10 --rounds 1 --simulated 8"),
     Part("collectives", "collectives", "--rounds 7", "--world-sizes 2 --elements 1024 --rounds 1"),
     *(
         Part(f"hosts-{name}", "hosts", link, "--size tiny --rounds 1 --steps 1 --warm-up 2 --patience 0")

@@ -104,6 +104,22 @@ def scales(content: dict[str, Any]) -> Table:
     return Table(titles, cells)
 
 
+def constructions(content: dict[str, Any]) -> Table:
+    """Microseconds a parameter, and memory, by model and ranks."""
+    cells = [
+        [
+            row["name"],
+            f"{row['parameters']:,} x {row['elements']:,}",
+            f"{row['ranks']:,}",
+            *(f"{1e6 * row[kind] / row['parameters']:,.0f}" for kind in ("cpu", "wall")),
+            f"{row['memory'] / 1e6:,.0f}",
+        ]
+        for row in content["rows"]
+    ]
+    titles = ["", "parameters x elements", "ranks", "computing, us a parameter", "us a parameter", "peak beyond, MB"]
+    return Table(titles, cells)
+
+
 def collectives(content: dict[str, Any]) -> Table:
     """Milliseconds of each way, and ratios to the native one; medians over the rounds."""
     cells = [
@@ -167,6 +183,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
     "peak": peaks,
     "overhead": overheads,
     "scale": scales,
+    "construction": constructions,
     "collectives": collectives,
     "cuda": cuda,
     "hosts": hosts,

@@ -12,7 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bars, checkpoints, collectives, cuda, hosts, overhead, peak, peers, readme, report, scale, step
+from benchmarks import (
+    bars,
+    checkpoints,
+    collectives,
+    construction,
+    cuda,
+    hosts,
+    overhead,
+    peak,
+    peers,
+    readme,
+    report,
+    scale,
+    step,
+)
 from benchmarks.fake import fake_world, make_finite
 from benchmarks.peers import CONTESTANTS
 from benchmarks.peers.reachable import reachable_tensors
@@ -120,6 +134,14 @@ def test_scale_holds_less_the_more_ranks_there_are(tmp_path: Path) -> None:
         assert rows[name, 64]["collectives"] > 0
 
 
+def test_construction_is_measured_on_real_and_on_simulated_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "construction.json"
+    construction.main(["--models", "20x10", "--rounds=1", "--simulated", "8", f"--out={out}"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["name"], row["ranks"]) for row in rows] == [("ours", 2), ("ddp", 2), ("fsdp2", 2), ("ours", 8)]
+    assert all(row["cpu"] > 0 for row in rows)
+
+
 def test_a_fake_world_undoes_itself() -> None:
     def look(rank: int, world_size: int) -> tuple[int, int, bool]:
         real = dist.all_reduce
@@ -178,7 +200,7 @@ def test_tensors_are_found_wherever_a_library_keeps_them() -> None:
 
 
 def test_every_part_of_the_plan_is_a_benchmark_that_takes_its_arguments() -> None:
-    runnable = (step, peak, overhead, scale, collectives, cuda, hosts, checkpoints)
+    runnable = (step, peak, overhead, scale, construction, collectives, cuda, hosts, checkpoints)
     modules = {module.__name__: module for module in runnable}
     assert {bar.part for bar in bars.BARS} <= {part.name for part in PARTS}
     for part in PARTS:
