@@ -7,7 +7,7 @@ same questions, so nothing else asks which of the two it has.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -126,6 +126,21 @@ class EvenSplit:
         """Return a slice as the optimizer sees it: flat, whatever the parameter is ``like``."""
         return flat
 
+    def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a rank's part of a parameter, or state, of this ``shape``."""
+        return (self.slice_size,)
+
+    def whole_shape(self, shape: Sequence[int], of_parameter: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole state of which ranks have parts of this ``shape``."""
+        return tuple(of_parameter)
+
+    def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``rank``'s part of a whole state, padded with zeros; ``flatten`` gives memory order."""
+        start, stop = self.span(rank)
+        own = whole.new_zeros(self.slice_size)
+        own[: stop - start] = flatten(whole)[start:stop]
+        return own
+
     def reduce(self, group: Collectives, buffer: Tensor, fp8: bool, about: Any) -> Any:
         """Start summing a bucket buffer so that each rank is left its own row."""
         return group.reduce_scatter(buffer, fp8, about)
@@ -206,6 +221,18 @@ class WholeSplit:
         if flat.numel() < self.numel:
             return flat
         return torch.as_strided(flat, like.shape, like.stride(), flat.storage_offset())
+
+    def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the owner's part of a parameter, or state, of this ``shape``: all of it."""
+        return tuple(shape)
+
+    def whole_shape(self, shape: Sequence[int], of_parameter: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole state of which the owner has this ``shape``: the same."""
+        return tuple(shape)
+
+    def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the owner's part of a whole state: all of it."""
+        return whole
 
     def reduce(self, group: Collectives, buffer: Tensor, fp8: bool, about: Any) -> Any:
         """Start summing a bucket buffer so that the owner is left the sum, ``[row]``, and others nothing, ``[0]``."""

@@ -292,6 +292,10 @@ class ShardedParameter:
         own[: stop - start] = self.flatten(tensor)[start:stop]
         return own
 
+    def own_part(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole state, of ``p``'s shape or of another that the split divides."""
+        return self.split.own_part(whole, self.rank, self.flatten)
+
     def shaped(self, own: Tensor) -> Tensor:
         """Return this rank's slice, ``[s]``, in ``p32``'s shape; the memory is the same."""
         return self.split.shaped(own, self.p)

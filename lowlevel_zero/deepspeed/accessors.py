@@ -30,7 +30,6 @@ from ..optim.quantised import is_quantised
 from ..sharded_group import ShardedGroup
 from ..sharded_optimizer import ShardedOptimizer
 from ..state.values import (
-    fill_slice,
     is_slice,
     whole_gradients,
     whole_masters,
@@ -129,26 +128,22 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     state = _state(optimizer, record)
     with collective_call(optimizer, [record], f"safe_set_full_optimizer_state({key!r})") as lines:
         _check_key(optimizer, [record], key)
-        if record.split.owner is not None:
-            raise NotImplementedError(
-                f"{record.name}: expected a parameter of which each rank steps a slice, got one whose states one rank "
-                "keeps whole: load a state dict with the new value by optimizer.load_state_dict"
-            )
         held = state.get(key)
-        if held is None:
+        if held is None and record.owns_some:
             raise ValueError(f"{record.name}: expected it to have {key!r}, it has none so far: step it before")
-        if is_slice(key, held, record):
-            _check_value(value, record)
-        else:
-            number = _number(value, held, record)
-            lines.append(f"{key} = {number}")
+        if held is not None and is_slice(key, held, record):
+            _check_value(value, record, record.split.whole_shape(held.shape, record.p.shape))
+        elif held is not None:
+            _number(value, held, record)
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            lines.append(f"{key} = {float(value)}")
     with optimizer.streams.home():
-        if is_slice(key, held, record):
-            fill_slice(held, record.slice_of(value), record)
+        if held is not None and is_slice(key, held, record):
+            held.copy_(record.own_part(value))
         elif isinstance(held, Tensor):
-            held.fill_(number)
-        else:
-            state[key] = type(held)(number)
+            held.fill_(float(value))
+        elif held is not None:
+            state[key] = type(held)(float(value))
 
 
 # ---- a whole model ----
@@ -278,18 +273,19 @@ def _check_key(optimizer: ShardedOptimizer, records: Records, key: str) -> None:
         raise TypeError(f"{records[0].name}: expected {key!r} to be a tensor or a number, it is {type(value).__name__}")
 
 
-def _check_value(value: Tensor, record: ShardedParameter) -> None:
-    """Raise unless ``value`` is a floating-point tensor of the parameter's shape."""
+def _check_value(value: Tensor, record: ShardedParameter, shape: Sequence[int] | None = None) -> None:
+    """Raise unless ``value`` is a floating-point tensor of this ``shape``; None: of the parameter's."""
+    expected = tuple(record.p.shape if shape is None else shape)
     if not isinstance(value, Tensor):
         raise TypeError(f"{record.name}: expected a tensor as its value, got {type(value).__name__}")
     if not value.is_floating_point():
         raise TypeError(f"{record.name}: expected a floating-point value, got {value.dtype}: pass value.float()")
-    if value.shape != record.p.shape:
-        raise ValueError(f"{record.name}: expected a value of {tuple(record.p.shape)}, got {tuple(value.shape)}")
+    if value.shape != expected:
+        raise ValueError(f"{record.name}: expected a value of {expected}, got {tuple(value.shape)}")
 
 
 def _number(value: object, held: object, record: ShardedParameter) -> float:
-    """The one number that ``value`` is, for a state that is one."""
+    """Return the one number that ``value`` is, for a state that is one."""
     for each in (held, value):
         if not (each.numel() == 1 if isinstance(each, Tensor) else isinstance(each, (int, float))):
             got = f"a tensor of {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__

@@ -198,11 +198,3 @@ def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
 def at_least_fp32(tensor: Tensor) -> Tensor:
     """Return ``tensor``, as fp32 if it is bf16 or fp16."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def fill_slice(own: Tensor, value: Tensor, record: ShardedParameter) -> None:
-    """Let ``own`` hold ``value``, another slice ``[s]`` of any dtype, with zeros for padding."""
-    start, stop = record.split.span(record.rank)
-    flat = record.flat_slice(own)
-    flat[: stop - start].copy_(value[: stop - start])
-    flat[stop - start :].zero_()
