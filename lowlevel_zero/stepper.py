@@ -24,6 +24,7 @@ from .bookkeeping.gather_store import in_parts
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
+from .optim.owned_step import OwnedStep
 from .partition import ELEMENTWISE
 from .sharded_group import ShardedGroup
 
@@ -194,6 +195,7 @@ class Stepper:
         self._groups = groups
         self.skips_by_flag = is_fused(optim)
         self.left: deque[Part] | None = None
+        self._owned_step = OwnedStep(optim)
         self._gate = StepGate()
         finalize(self, optim.register_step_pre_hook(self._gate).remove)
 
@@ -307,17 +309,8 @@ class Stepper:
                     record.p32.grad = record.shaped(gradient) if gradient.numel() else None
 
     def _step_own(self) -> None:
-        """Step all slices at once; meanwhile the param groups are without parameters that other ranks own."""
-        groups: list[dict[str, Any]] = self._optim.param_groups
-        others = {record.p32 for each in self._groups for record in each.records if not record.owns_some}
-        whole = [group["params"] for group in groups]
-        try:
-            for group in groups if others else ():
-                group["params"] = [p32 for p32 in group["params"] if p32 not in others]
-            self._optim.step()
-        finally:
-            for group, members in zip(groups, whole, strict=True):
-                group["params"] = members
+        """Step once, without the parameters that other ranks own."""
+        self._owned_step(chain.from_iterable(each.records for each in self._groups))
 
     def _step_part(self, part: Sequence[ShardedParameter]) -> None:
         """Step ``part`` alone: for the time of the call the optimizer has the param groups and members of it."""

@@ -11,7 +11,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -61,6 +61,22 @@ def probe_parameters(optimizer: Optimizer, dims: Sequence[int]) -> str | None:
             return _difference_of_owned(optimizer, dims, drops=True)
     except NoProbe:
         return _tried(partial(_difference_of_owned, dims=dims, drops=False), optimizer)
+
+
+def needs_a_parameter(optimizer: Optimizer) -> bool:
+    """Return whether the step of ``optimizer``'s class fails on empty param groups; False where none can be made."""
+    try:
+        with _undisturbed():
+            options = [_own_options(group) for group in optimizer.param_groups]
+            other = _fresh(optimizer, options, [[torch.nn.Parameter(torch.zeros(_LARGE[:2]))] for _ in options])
+            for group in other.param_groups:
+                group["params"] = []
+            with suppress(Exception):  # whatever the class raises
+                other.step()
+                return False
+            return True
+    except NoProbe:
+        return False
 
 
 def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) -> str | None:

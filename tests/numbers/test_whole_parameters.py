@@ -286,6 +286,10 @@ def test_gradients_are_read_edited_and_clipped_as_whole_ones() -> None:
         ran.values()
 
 
+# On the owner, and on ranks that are told of its error.
+_REFUSED = (ValueError, RuntimeError)
+
+
 def test_deepspeed_s_accessors_read_and_write_whole_values() -> None:
     def work(rank: int, world_size: int) -> None:
         model = torch.nn.Linear(5, 3).bfloat16()
@@ -301,8 +305,33 @@ def test_deepspeed_s_accessors_read_and_write_whole_values() -> None:
         safe_set_full_fp32_param(weight, value)
         torch.testing.assert_close(safe_get_full_fp32_param(weight), value)
         assert torch.equal(weight.detach(), value.bfloat16())
-        with pytest.raises(NotImplementedError, match="weight: expected a parameter of which each rank steps a slice"):
-            safe_set_full_optimizer_state(weight, value, "mean")
+        safe_set_full_optimizer_state(weight, 2 * value, "mean")
+        torch.testing.assert_close(safe_get_full_optimizer_state(weight, "mean"), 2 * value)
+        with pytest.raises(_REFUSED, match=r"weight: expected a value of \(3, 5\), got \(5, 3\)"):
+            safe_set_full_optimizer_state(weight, value.t(), "mean")
+        with pytest.raises(_REFUSED, match="weight: expected one of its states, mean, got 'median'"):
+            safe_set_full_optimizer_state(weight, value, "median")
+
+    run_ranks(work, 2)
+
+
+def test_deepspeed_s_accessors_write_states_of_other_shapes_and_numbers() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = torch.nn.Linear(5, 3)
+        optimizer = LowLevelZeroOptimizer(factored(model.parameters()), model=model, stage=2)
+        weight = model.weight
+        with pytest.raises(_REFUSED, match="weight: expected it to have 'rows', it has none so far"):
+            safe_set_full_optimizer_state(weight, torch.ones(3), "rows")
+        optimizer.backward(model(torch.ones(2, 5)).sum())
+        optimizer.step()
+        safe_set_full_optimizer_state(weight, torch.arange(3.0), "rows")
+        torch.testing.assert_close(safe_get_full_optimizer_state(weight, "rows"), torch.arange(3.0))
+        safe_set_full_optimizer_state(weight, torch.tensor(7.0), "step")
+        assert safe_get_full_optimizer_state(weight, "step") == 7
+        with pytest.raises(_REFUSED, match=r"weight: expected a value of \(3,\), got \(3, 5\)"):
+            safe_set_full_optimizer_state(weight, torch.ones(3, 5), "rows")
+        with pytest.raises(ValueError, match="step = 0.0.*step = 1.0"):
+            safe_set_full_optimizer_state(weight, float(rank), "step")  # type: ignore[arg-type]
 
     run_ranks(work, 2)
 
@@ -416,6 +445,33 @@ class Counting(Careless):
             group["steps"] = group.get("steps", 0) + 1
             for p in (each for each in group["params"] if each.grad is not None):
                 p.data.sub_(group["lr"] / group["steps"] * p.grad / p.grad.norm())
+
+
+class NeverEmpty(Counting):
+    """Looks at the first parameter of each group, and counts the steps of groups."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(group["params"][0].dim() == 2 for group in self.param_groups)
+        super().step(closure)
+        for p in (each for group in self.param_groups for each in group["params"]):
+            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+
+
+def test_a_class_that_fails_on_an_empty_group_is_given_a_parameter_in_it() -> None:
+    """Each rank owns the only matrix of one group, and nothing of the third but on rank 0."""
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        return NeverEmpty([{"params": [layer.weight]} for layer in model], lr=0.1)
+
+    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
+        return torch.stack([(layer.weight.sin() * (rank + step + 1)).sum() for layer in model]).sum()
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(5, 4), torch.nn.Linear(2, 2))
+
+    found = assert_trains_alike(make, model, tolerance=0, loss=loss, world_size=4)
+    assert found.splits == ("parameters",) * 3
+    assert sum(size > 0 for size in found.states) <= 3
 
 
 @pytest.mark.parametrize("chosen", [{}, {"clip_grad_norm": 1e6}], ids=["", "clipped"])
