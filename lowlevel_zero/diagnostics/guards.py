@@ -51,23 +51,11 @@ class Guard:
         self._model = model
         self.edited: list[ShardedParameter] = []
 
-    def enter(self, call: str) -> None:
-        """Raise ``RuntimeError`` for a ``call`` in a backward, in inference mode, in a graph's capture or in a fork."""
-        self.refuse_in_backward(call)
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                f"{call}: expected it outside of torch.inference_mode, whose tensors can't be updated later, got it "
-                "within: use torch.no_grad where gradients aren't wanted"
-            )
-        if self._streams.several and self._streams.captures():
-            raise RuntimeError(
-                f"{call}: expected it outside of a CUDA graph's capture, got it within: hosts have their part in it, "
-                "which a graph doesn't replay: capture the model's forward and backward, as "
-                "torch.cuda.make_graphed_callables does, and leave the optimizer out"
-            )
+    def enter(self, call: str, updates: bool = True) -> None:
+        """Raise ``RuntimeError`` for a ``call`` in a backward or in a fork of this process.
 
-    def refuse_in_backward(self, call: str) -> None:
-        """Raise ``RuntimeError`` for a ``call`` in a backward, or in a fork of this process."""
+        A call that ``updates`` tensors on the device is also refused in inference mode and in a graph's capture.
+        """
         progress = self._parameters.shard_groups[0].progress
         if os.getpid() != progress.process:
             progress.check_process(call)
@@ -80,6 +68,17 @@ class Guard:
             raise RuntimeError(
                 f"{call}: expected it outside of optimizer.backward_pass, got it within: leave the with block first, "
                 "which finishes the backward, and run one backward in it"
+            )
+        if updates and torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{call}: expected it outside of torch.inference_mode, whose tensors can't be updated later, got it "
+                "within: use torch.no_grad where gradients aren't wanted"
+            )
+        if updates and self._streams.several and self._streams.captures():
+            raise RuntimeError(
+                f"{call}: expected it outside of a CUDA graph's capture, got it within: hosts have their part in it, "
+                "which a graph doesn't replay: capture the model's forward and backward, as "
+                "torch.cuda.make_graphed_callables does, and leave the optimizer out"
             )
 
     def trouble(self) -> RuntimeError | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import Handle
 from ..communication.progress import listed
 
 _log = logging.getLogger("lowlevel_zero")
@@ -58,14 +59,15 @@ class Untrained:
         self._lacked = lacked
         if not due or self._model is None:
             return
+        with_gradients = (p for p in self._model.parameters() if p.requires_grad and p.grad is not None)
+        untrained = {p for p in with_gradients if not isinstance(p.grad, Handle)}
+        if not untrained:
+            return
         alive = self._alive().values()
         of_model = [each.sharded_parameters for each in alive if each.model is self._model]
         if not of_model or of_model[0] is not self._parameters:  # the first optimizer of a model checks for all
             return
-        trained = {record.p for each in alive for record in each.sharded_parameters.records}
-        untrained = {p for p in self._model.parameters() if p.requires_grad and p.grad is not None} - trained
-        if not untrained:
-            return
+        untrained -= {record.p for each in alive for record in each.sharded_parameters.records}
         new = [name for p, name in own_names(self._model).items() if p in untrained and name not in self._told]
         if new:
             self._told.update(new)

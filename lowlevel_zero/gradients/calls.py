@@ -105,7 +105,7 @@ class Calls:
         Args:
             doing: one of the names of ``Call``, the same on every rank.
         """
-        self._guard.refuse_in_backward(doing)
+        self._guard.enter(doing, updates=False)
         with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
             self.agree(Call(doing), lambda each, call: each.reducer.agree_on_syncs(call))
         self._state.failure.raise_deferred()
