@@ -55,10 +55,10 @@ from .options import (
     stage_of,
     with_meanings,
 )
-from .sharded_group import GroupMaker
+from .sharded_group import ShardedGroup
 from .sharded_optimizer import ShardedOptimizer
 from .start_line import log_start
-from .stepper import GlobalNorm, Scale, Stepper, clip_factor
+from .stepper import GlobalNorm, Stepper, clip_factor
 from .streams import streams_of
 
 _log = logging.getLogger("lowlevel_zero")
@@ -181,6 +181,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.device = self.sharded_parameters.records[0].padded.device
         self.streams = streams_of([self.device])
         self._make_state()
+        self._warned = False
         self._guard = Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
         self._settings = Settings(optimizer)
         self._untrained = Untrained(model, self.sharded_parameters, self.shard_group.group_rank, alive)
@@ -196,16 +197,24 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         half = any(record.p.dtype == torch.float16 for record in self.sharded_parameters)
         self.scaler = LossScaler(self.options.loss_scale, self.device) if half else None
         self.step_state = StepState(self.options.communication.unit(self.shard_group.ranks), self.scaler)
-        self._warned = False
 
     def _make_groups(self) -> None:
         """Create the parts that reduce, keep and gather for each shard group's parameters."""
-        parameters, options = self.sharded_parameters, self.options
         self.sharded_groups = []
-        self._observer = BadNumbers(parameters, self.sharded_groups, options, self.scaler)
-        stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
-        self._maker = GroupMaker(parameters, options, self.streams, stepping, self.step_state, self._observer.packed)
-        self._maker.extend(self.sharded_groups)
+        self._observer = BadNumbers(self.sharded_parameters, self.sharded_groups, self.options, self.scaler)
+        self._stepping = StepOnHost(self.streams) if self.options.cpu_offload else StepOnDevice()
+        self._extend_groups()
+
+    def _extend_groups(self) -> None:
+        """Take new records into the plans and hooks of their groups; create the groups that had no records before."""
+        known = {each.number: each for each in self.sharded_groups}
+        common = self.options, self.streams, self._stepping, self.step_state, self._observer.packed
+        for number, records in enumerate(self.sharded_parameters.by_shard_group):
+            if number in known:
+                known[number].reducer.extend()
+            elif records:
+                known[number] = ShardedGroup(number, self.sharded_parameters, *common)
+        self.sharded_groups[:] = [known[number] for number in sorted(known)]
 
     def _make_stepper(self) -> None:
         """Create the stepper, and settle whether a step waits for the norm of its gradients."""
@@ -388,7 +397,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def _measure(self, norm: GlobalNorm, unit: float | Tensor) -> None:
         """Start the norm of all gradients, times ``unit``."""
-        norm.measure((bucket.measured for each in self.sharded_groups for bucket in each.gradients.sums()), unit)
+        norm.measure([bucket.measured for each in self.sharded_groups for bucket in each.gradients.sums()], unit)
 
     def _new_norm(self) -> GlobalNorm:
         """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
@@ -457,7 +466,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                     return
                 flag = None
         on_host = self.options.cpu_offload  # which waits for gradients anyway
-        self._stepper.step(Scale(float(unit) if on_host else unit, flag))
+        self._stepper.step(float(unit) if on_host else unit, flag)
 
     def _catch_up(self, norm: GlobalNorm) -> None:
         """Do what other ranks wait for in a step that has failed on this one."""
@@ -544,5 +553,5 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             raise
         with together(self.shard_group, ADD_GROUP):
             sharding.take_slices()
-            self._maker.extend(self.sharded_groups)
+            self._extend_groups()
             make_handles((record for record in parameters if record.handle is None), self.gradients)

@@ -114,18 +114,6 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-class Scale(NamedTuple):
-    """How sums become gradients.
-
-    Attributes:
-        factor: what they are to be multiplied with to be averaged, unscaled and clipped.
-        overflow: 0-d; where it is true, an optimizer that scales gradients itself leaves everything as it is.
-    """
-
-    factor: float | Tensor
-    overflow: Tensor | None = None
-
-
 class Part(NamedTuple):
     """Buckets of a shard group that are stepped and gathered together, and their parameters that worked."""
 
@@ -199,20 +187,24 @@ class Stepper:
         self._gate = StepGate()
         finalize(self, optim.register_step_pre_hook(self._gate).remove)
 
-    def step(self, scale: Scale) -> None:
-        """Give slices their gradients, scaled so, step them and gather them, part by part where that is one step.
+    def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
+        """Give slices their gradients, step them and gather them, part by part where that is one step.
 
         Communicates: all ranks gather the same parts. Where no parameter has a gradient, an optimizer that may count
         its steps steps all the same.
+
+        Args:
+            factor: multiplies sums, which are averaged, unscaled and clipped then.
+            overflow: 0-d; where it is true, parameters and states stay as they are. None: the step is never left out.
         """
         parts, in_parts = self._parts(), steps_in_parts(self._optim)
         self._gate.is_open = True
         try:
-            if scale.overflow is not None and not (in_parts and is_fused(self._optim)) and scale.overflow.item():
-                self._leave_out(parts, scale)
+            if overflow is not None and not (in_parts and is_fused(self._optim)) and overflow.item():
+                self._leave_out(parts, factor)
             elif parts:
                 with _fused(self._optim) if self._on_host else nullcontext():
-                    self._step_parts(parts, scale, in_parts)
+                    self._step_parts(parts, factor, overflow, in_parts)
             elif not in_parts:
                 self._step_own()
         finally:
@@ -245,22 +237,25 @@ class Stepper:
         self.left.popleft()  # before an older gather may fail: this one has started
         part.group.gathers.limit()
 
-    def _leave_out(self, parts: Sequence[Part], scale: Scale) -> None:
+    def _leave_out(self, parts: Sequence[Part], factor: float | Tensor) -> None:
         """Leave a step out: kernels that don't scale gradients don't see to an overflow either."""
         for part in parts:
             for bucket in part.buckets:  # what is kept is what ranks keep whose kernels do
                 bucket.to_step()
-                bucket.state, bucket.scale = BucketState.STEPPED, scale.factor
+                bucket.state, bucket.scale = BucketState.STEPPED, factor
             self._gather(part)
 
-    def _step_parts(self, parts: Sequence[Part], scale: Scale, in_parts: bool) -> None:
+    def _step_parts(
+        self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool
+    ) -> None:
         """Step and gather ``parts`` one after the other, or, unless ``in_parts``, all of them by one step."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it.
         by_optimizer = in_parts and is_fused(self._optim)
-        with _scaling(self._optim, scale, parts[0].records[0].p32.device) if by_optimizer else nullcontext():
+        device = parts[0].records[0].p32.device
+        with _scaling(self._optim, factor, overflow, device) if by_optimizer else nullcontext():
             for part in parts:
                 for bucket in part.buckets:
-                    self.assign_gradients(bucket, scale, by_optimizer)
+                    self.assign_gradients(bucket, factor, by_optimizer, overflow is not None)
                 if in_parts:
                     self._step_part(part.records)
                     self._gather(part)
@@ -277,29 +272,35 @@ class Stepper:
         """
         buckets = group.gradients.sums()
         ordered = buckets if self._on_host else buckets[::-1]
-        parts = in_parts((bucket.records[0].kind, bucket.planned.body, bucket) for bucket in ordered)
-        return [Part(group, part, list(chain.from_iterable(bucket.working() for bucket in part))) for part in parts]
+        parts = in_parts([(bucket.records[0].kind, bucket.planned.body, bucket) for bucket in ordered])
+        return [
+            Part(group, part, [record for bucket in part for record in bucket.records if record.worked])
+            for part in parts
+        ]
 
-    def assign_gradients(self, bucket: Bucket, scale: Scale, by_optimizer: bool) -> None:
+    def assign_gradients(
+        self, bucket: Bucket, factor: float | Tensor, by_optimizer: bool, keeps_sums: bool = False
+    ) -> None:
         """Give each ``p32`` of a bucket its raw ``g``, scaled, as gradient: in place where dtypes allow it.
 
         Args:
             bucket: whose sums are complete.
-            scale: how sums become gradients.
+            factor: multiplies the sums.
             by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips. What
                 is kept doesn't depend on it, since ranks may differ in it.
+            keeps_sums: the optimizer may skip, so gradients are copies of the sums.
         """
         row = bucket.to_step()
         bucket.state = BucketState.STEPPED
         dtype = bucket.records[0].p32.dtype
-        if row.dtype == dtype and scale.overflow is None:
+        if row.dtype == dtype and not keeps_sums:
             bucket.scale = 1.0
         else:
-            bucket.scale = scale.factor
+            bucket.scale = factor
             row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
-        exact = isinstance(scale.factor, float) and scale.factor == 1.0
+        exact = isinstance(factor, float) and factor == 1.0
         if not (by_optimizer or exact):
-            row.mul_(scale.factor)
+            row.mul_(factor)
         shaped = bucket.records[0].split.owner is not None
         for record, gradient in zip(bucket.records, bucket.split(row.to(dtype)), strict=True):
             if record.worked:
@@ -331,14 +332,14 @@ class Stepper:
 
 
 @contextmanager
-def _scaling(optim: Any, scale: Scale, device: torch.device) -> Iterator[None]:
+def _scaling(optim: Any, factor: float | Tensor, overflow: Tensor | None, device: torch.device) -> Iterator[None]:
     """Tell a fused ``optim`` what to multiply its gradients with, and when to do nothing, as ``GradScaler`` would."""
-    inverse = 1.0 / scale.factor
+    inverse = 1.0 / factor
     if isinstance(inverse, Tensor):
         optim.grad_scale = inverse.to(device, torch.float32)
     else:  # without waiting for the device, which a copy of the host's number would
         optim.grad_scale = torch.full((), inverse, dtype=torch.float32, device=device)
-    optim.found_inf = None if scale.overflow is None else scale.overflow.float()
+    optim.found_inf = None if overflow is None else overflow.float()
     try:
         yield
     finally:

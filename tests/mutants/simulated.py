@@ -288,8 +288,8 @@ DRAWN = [
         (
             Change(
                 STEPPER,
-                "if row.dtype == dtype and scale.overflow is None:\n            bucket.scale = 1.0",
-                "if row.dtype == dtype and scale.overflow is None:\n            bucket.scale = scale.factor",
+                "if row.dtype == dtype and not keeps_sums:\n            bucket.scale = 1.0",
+                "if row.dtype == dtype and not keeps_sums:\n            bucket.scale = factor",
             ),
         ),
     ),

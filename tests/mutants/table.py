@@ -268,8 +268,8 @@ MUTANTS = [
     Mutant(
         "a fused kernel multiplies where it should divide",
         STEPPER,
-        "inverse = 1.0 / scale.factor",
-        "inverse = scale.factor",
+        "inverse = 1.0 / factor",
+        "inverse = factor",
         STEPPING,
     ),
     Mutant("gradients are scaled twice", STEPPER, "if not (by_optimizer or exact):", "if not exact:", STEPPING),
