@@ -333,7 +333,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         finally:
             StepState.in_backward.remove(self.step_state)
             if failed:
-                self.step_state.failure.note(sys.exc_info()[1])
+                self.step_state.failure.note(sys.exc_info()[1], Damage.GRADIENTS)
             with ExitStack() as ends:
                 for each in reversed(self.sharded_groups):
                     ends.callback(each.reducer.end, failed)

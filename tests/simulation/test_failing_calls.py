@@ -131,6 +131,45 @@ def test_training_goes_on_where_a_use_of_gradients_fails(carrier: Carrier) -> No
     sweep(carrier, Uses, 11, partition_grad=True)
 
 
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_no_step_is_taken_after_a_backward_that_raised_on_one_rank(carrier: Carrier) -> None:
+    """Also where this rank goes on as if nothing had happened: its gradients are half there."""
+
+    def job(rank: int) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+        def told(call: Callable[[], Any]) -> str:
+            try:
+                call()
+            except (RuntimeError, ArithmeticError) as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        def fail(_: Tensor) -> None:
+            raise ArithmeticError("no gradient today")
+
+        def backward() -> None:
+            optimizer.backward(model(X[0][rank]).square().mean())
+
+        hook = model.weight.register_hook(fail) if rank == 1 else None
+        texts = [told(backward)]
+        if hook is not None:
+            hook.remove()
+        return [*texts, *map(told, (optimizer.step, optimizer.zero_grad, backward, optimizer.step))]
+
+    outcome = simulate(job, RANKS, 0, carrier)
+    assert (outcome.deadlock, outcome.errors) == (None, {}), outcome.tracebacks
+    own, other = outcome.results[1], outcome.results[0]
+    assert (own[0], other[0]) == ("ArithmeticError: no gradient today", "")
+    for text in (own[1], other[1]):
+        assert "zero_grad" in text
+        assert "no gradient today" in text
+    assert other[1].startswith("RuntimeError: rank 1 could not step")
+    assert own[2:] == other[2:] == ["", "", ""]
+
+
 class FailingOnce(torch.optim.SGD):
     """Raises in its first step on rank 1."""
 
