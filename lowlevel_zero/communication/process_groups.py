@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from time import monotonic
 from typing import Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -99,7 +98,7 @@ class GroupContext:
         Collectives that are under way are finished first: peers may wait for them.
         """
         self.is_alive = False
-        deadline, leaving = monotonic() + _PATIENCE, Threads()
+        deadline, leaving = runtime().now() + _PATIENCE, Threads()
         for user in list(self.users):
             user.leave(leaving)
         self._end(leaving, deadline)
@@ -116,7 +115,7 @@ class GroupContext:
         self._end(self.threads, deadline)
 
     def _end(self, threads: Threads, deadline: float) -> None:
-        if not threads.end(deadline - monotonic()):
+        if not threads.end(deadline - runtime().now()):
             self._break_off()
             threads.end(_AFTER_BREAK)
 
@@ -152,7 +151,7 @@ def context_of(group: dist.ProcessGroup) -> GroupContext:
 @atexit.register
 def _end_all_threads() -> None:
     """End all threads before the interpreter: one that returned from a wait afterwards would abort the process."""
-    deadline = monotonic() + _AT_EXIT
+    deadline = runtime().now() + _AT_EXIT
     for context in list(_contexts.values()):
         context.end_threads(deadline)
 

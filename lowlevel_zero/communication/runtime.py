@@ -47,12 +47,12 @@ class Threads:
 
     def end(self, seconds: float) -> bool:
         """Let all threads end after their tasks; return whether they have in time."""
-        deadline = time.monotonic() + seconds
+        deadline = runtime().now() + seconds
         threads = [thread for thread in list(self._tasks) if thread is not current_thread()]
         for thread in threads:
             self._tasks[thread].put(None)
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - runtime().now()))
         return not any(thread.is_alive() for thread in threads)
 
 

@@ -43,16 +43,17 @@ def blocks(network: Network) -> tuple[str, ...]:
     """Blocks of shared memory that can't be given back, but for one of each rank's.
 
     That one holds the last few numbers that ranks have agreed on: peers say that they have read
-    it in their next record.
+    it in their next record. With its pool a rank's memory is given back whole.
     """
     pools = [each for each in gc.get_objects() if issubclass(type(each), Memory)]
-    while any(records for pipe in network.pipes for records in pipe.coming.values()):
+    pipes = [network.pipes[pool.pipe.descriptor] for pool in pools]
+    while any(records for pipe in pipes for records in pipe.coming.values()):
         for pool in pools:
             pool.pipe.collect()
     for pool in pools:
         pool.trim()
     found = []
-    for memory in network.memories:
+    for memory in (network.memories[pool.address.memory.descriptor] for pool in pools):
         for offset, nbytes in sorted(memory.resident.items(), key=lambda each: each[1])[1:]:
             found.append(f"rank {memory.rank}: {nbytes} bytes at {offset}")
     return tuple(found)

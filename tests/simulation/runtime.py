@@ -51,12 +51,50 @@ class SimulatedFuture(Future[T]):
         return super().result(None if self.done() else 0)
 
 
+class Tasks(deque["Callable[[], None] | None"]):
+    """Tasks of an actor; None ends it."""
+
+    def put(self, task: Callable[[], None] | None) -> None:
+        """Add a task."""
+        self.append(task)
+
+
+class SimulatedThread(Thread):
+    """An actor, for the owner of a rank's threads, which joins them.
+
+    Args:
+        name: the actor's name.
+        network: of all ranks.
+        rank: the actor's rank.
+        todo: the actor's tasks.
+    """
+
+    def __init__(self, name: str, network: Network, rank: Rank, todo: Tasks) -> None:
+        super().__init__(name=name)
+        self._network, self._of_rank, self._todo = network, rank, todo
+        self._actor: Actor | None = None
+
+    def start(self) -> None:
+        """Start the actor, which keeps this object alive."""
+        scheduler = self._network.scheduler
+        self._actor = scheduler.start(self._of_rank, self.name, partial(_work, self._network, self._todo, self))
+
+    def is_alive(self) -> bool:
+        """Return whether the actor runs."""
+        return self._actor in self._network.scheduler.actors()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the actor's end; not for the actor that calls this."""
+        if self._network.scheduler.running is not self._actor:
+            self._network.scheduler.wait(lambda: not self.is_alive(), timeout)
+
+
 class SimulatedWorker(Worker):
     """An actor that carries out tasks."""
 
-    def __init__(self, name: str, network: Network, rank: Rank) -> None:
-        self._name, self._network, self._rank = name, network, rank
-        self._todo: deque[Callable[[], None] | None] = deque()
+    def __init__(self, name: str, network: Network, rank: Rank, threads: Threads) -> None:
+        self._name, self._network, self._rank, self._threads = name, network, rank, threads
+        self._todo = Tasks()
         self._started = False
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
@@ -66,21 +104,20 @@ class SimulatedWorker(Worker):
         self._todo.append(partial(carry_out, task, done))
         if not self._started:
             self._started = True
-            actors: list[Actor] = []
-            body = partial(_work, self._network, self._todo, actors)
-            actors.append(self._network.scheduler.start(self._rank, self._name, body))
+            self._threads.start(SimulatedThread(self._name, self._network, self._rank, self._todo), self._todo)
             finalize(self, self._todo.append, None).atexit = False
         return done
 
 
 @torch.no_grad()
-def _work(network: Network, todo: deque[Callable[[], None] | None], actors: list[Actor]) -> None:
-    scheduler, actor = network.scheduler, actors.pop()
+def _work(network: Network, todo: Tasks, thread: SimulatedThread) -> None:
+    scheduler, actor = network.scheduler, network.scheduler.running
+    assert actor is not None
     with actor.rank.counted():
         _carry_out_all(scheduler, actor, todo)
 
 
-def _carry_out_all(scheduler: Scheduler, actor: Actor, todo: deque[Callable[[], None] | None]) -> None:
+def _carry_out_all(scheduler: Scheduler, actor: Actor, todo: Tasks) -> None:
     while True:
         if not todo:
             scheduler.wait(lambda: bool(todo))
@@ -134,7 +171,7 @@ class SimulatedRuntime(Runtime):
 
     def worker(self, name: str, threads: Threads) -> Worker:
         """An actor."""
-        return SimulatedWorker(name, self._network, self._rank)
+        return SimulatedWorker(name, self._network, self._rank, threads)
 
     def watch(self, thread: Thread, over: SimpleQueue[Any], threads: Threads) -> None:
         """Nobody needs to look: a deadlock is told at once."""
