@@ -26,7 +26,7 @@ BOTH = ("through", "plain through", "nested")  # backwards through the models of
 
 OF_ONE_OPTIMIZER = ("backward", "pass", "nan", "raising", "through", "nested", "closure")  # begun by optimizer.backward
 
-WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct")
+WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct", "construct aside")
 
 SAVE = "save a checkpoint to"
 
@@ -52,6 +52,8 @@ CALLS: dict[str, Kind] = {
     "add group": Kind("add_param_group", completes=False),
     "synchronize": Kind("synchronize"),
     "construct": Kind("construct its LowLevelZeroOptimizer"),
+    "construct aside": Kind("construct its LowLevelZeroOptimizer"),
+    "restore": Kind("load the checkpoint"),
     "together": Kind("look at gradients"),
     "model.zero_grad": Kind(),
     "grad = None": Kind(),
@@ -63,7 +65,8 @@ CALLS: dict[str, Kind] = {
 }
 
 # After the rows, and after an error, every rank begins anew: it clears gradients, meets the others in a call that
-# programs don't make elsewhere, makes settings and weights alike where they have come to differ, and trains on.
+# programs don't make elsewhere, makes settings and weights alike where they have come to differ, and trains on. Where
+# an operation raises, it loads the checkpoint that it has saved before the first row.
 REPAIRED = 0.25  # what written weights become
 
 
@@ -72,9 +75,12 @@ def closing(program: Program) -> list[Call]:
     parts = range(len(program.parts))
     begin = [Call(name, of) for name in ("zero_grad", "together") for of in parts]
     train = [Call(name, of) for of in parts for name in ("backward", "step", "zero_grad")]
+    aside = [Call("construct aside")] * program.aside
+    if program.raises:
+        return [*(Call(name, of) for name in ("zero_grad", "restore") for of in parts), *train, *train]
     if program.fault is None and all(map(is_alike, program.rows)):
-        return begin + train
-    return [*begin, Call("repair", amount=REPAIRED), *train, *train]
+        return begin + train + aside
+    return [*begin, Call("repair", amount=REPAIRED), *train, *train, *aside]
 
 
 def all_calls(program: Program, rank: int) -> list[Call | None]:

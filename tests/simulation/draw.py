@@ -14,6 +14,7 @@ SHAPES = [(3,), (), (1,), (0, 3), (7,), (2, 3), (4,), (2, 2, 2), (16,)]
 CARRIERS = ("messages", "memory", "nccl")
 MOST_CALLS = 12
 FAULT_WITHIN = 200  # messages or hand-overs of a rank: about as many as the longest programs have
+OPERATIONS = 500  # of a rank: most programs have about as many
 
 # How often what comes between backward and step.
 BETWEEN = {
@@ -92,14 +93,19 @@ class Drawing:
         experts = any(weight.expert for part in self.parts for weight in part.weights)
         if self.chance(0.45) and not (experts and self.carrier == "nccl"):
             kind, rows = self.differing(rows)
-        return Program(self.ranks, self.carrier, tuple(self.parts), tuple(rows[:MOST_CALLS]), seed, self.fault(), kind)
+        rows, fault = rows[:MOST_CALLS], self.fault()
+        if fault is not None and fault.kind == "raise":  # checkpoints are of the first groups
+            rows = [row for row in rows if not any(call is not None and call.name == "add group" for call in row)]
+        aside = (fault is None or fault.kind == "wait") and self.chance(0.1)
+        return Program(self.ranks, self.carrier, tuple(self.parts), tuple(rows), seed, fault, kind, aside)
 
     def fault(self) -> Fault | None:
-        """A message that waits, or a rank that dies; where the program never comes to it, there is none."""
-        kind = self.random.choices([None, "wait", "die"], [82, 12, 6])[0]
+        """An operation that raises, a message that waits, or a rank that dies, if the program comes to it."""
+        kind = self.random.choices([None, "raise", "wait", "die"], [73, 9, 12, 6])[0]
         if kind is None:
             return None
-        return Fault(self.random.randrange(self.ranks), int(FAULT_WITHIN * self.random.random() ** 2), kind)
+        rank, within = self.random.randrange(self.ranks), self.random.random()
+        return Fault(rank, int(OPERATIONS * within if kind == "raise" else FAULT_WITHIN * within**2), kind)
 
     def chance(self, odds: float) -> bool:
         return self.random.random() < odds

@@ -34,8 +34,6 @@ from tests.simulation.run import quiet
 from tests.simulation.training import STEPS, Diary, Raised, Training
 from tests.simulation.world import simulate
 
-RANKS = 2
-
 
 class Point(NamedTuple):
     """One run of the sweep.
@@ -70,7 +68,7 @@ def play(lesson: Lesson, fault: Fault | None, batches: Sequence[Sequence[int]] |
 
     The operations are counted where nothing is to fail.
     """
-    diaries = [Diary() for _ in range(RANKS)]
+    diaries = [Diary() for _ in range(lesson.ranks)]
 
     def job(rank: int) -> Diary:
         training = Training(lesson, rank, diaries[rank], folder, None if batches is None else batches[rank])
@@ -81,7 +79,7 @@ def play(lesson: Lesson, fault: Fault | None, batches: Sequence[Sequence[int]] |
 
     with quiet(), tempfile.TemporaryDirectory() as folder:
         seed = 0 if fault is None else fault.at
-        return Played(simulate(job, RANKS, seed, lesson.carrier, fault, count=fault is None), diaries)
+        return Played(simulate(job, lesson.ranks, seed, lesson.carrier, fault, count=fault is None), diaries)
 
 
 @cache
@@ -125,7 +123,7 @@ def _told(errors: Mapping[int, BaseException]) -> str:
 def _against_end(point: Point, outcome: Outcome[Diary]) -> str:
     """Return which process hasn't ended by an error that names the rank, where one of them has let it be ended."""
     if point.rank in outcome.errors:
-        for rank in range(RANKS):
+        for rank in range(LESSONS[point.lesson].ranks):
             error = outcome.errors.get(rank)
             if error is None or not re.search(rf"\brank {point.rank}\b|injected fault", str(error)):
                 return f"not ended: rank {rank} has ended by {error}; {_told(outcome.errors)}"
@@ -166,7 +164,8 @@ def _against_training(point: Point, diaries: Sequence[Diary]) -> str:
 def points(names: Sequence[str] = tuple(LESSONS)) -> Iterator[Point]:
     """Yield every operation of every rank in each lesson; one more step follows it, in which the others are told."""
     for name in names:
-        operations = play(LESSONS[name], None, [range(STEPS - 1)] * RANKS).outcome.operations
+        lesson = LESSONS[name]
+        operations = play(lesson, None, [range(STEPS - 1)] * lesson.ranks).outcome.operations
         for rank, count in sorted(operations.items()):
             yield from (Point(name, rank, at) for at in range(count))
 

@@ -330,8 +330,15 @@ class Judge:
         if call.name in ("zero_grad", "load"):
             part.forget() if call.name == "zero_grad" else part.load()
             return
+        if call.name == "restore":
+            self.parts[call.of] = PartReference(self.program, call.of)
+            return
         if call.name == "construct":
             self.is_shared |= self.program.carrier == "nccl"
+        elif call.name == "construct aside":
+            if outlived := {rank: each.outlived for rank, each in here.items() if each.outlived}:
+                raise Failure("left behind", f"process groups beside one that has been destroyed: {outlived}")
+            return
         elif call.name != "save":
             apart = part.dropped_apart() if CALLS[call.name].quiet else []  # it may have had nothing to ask
             part.finish(with_local=CALLS[call.name].completes)

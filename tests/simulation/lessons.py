@@ -60,6 +60,7 @@ class Lesson:
         first: what is called once, before the first checkpoint is saved.
         half: parameters are fp16.
         drops: with every other batch a rank leaves a layer out.
+        ranks: how many there are; of four, two each share a layer of experts.
     """
 
     calls: Sequence[str] = TRAIN
@@ -69,6 +70,12 @@ class Lesson:
     first: Sequence[str] = ()
     half: bool = False
     drops: bool = False
+    ranks: int = 2
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the last layer is an expert, of which the even and the odd ranks have one each."""
+        return self.ranks == 4
 
 
 STAGE_2 = {"partition_grad": True, "reduce_bucket_size": 12}
@@ -107,6 +114,27 @@ LESSONS: dict[str, Lesson] = {
         carrier="memory",
     ),
     "one more group": Lesson(first=("add_param_group",), options={"overlap_allgather": True}),
+    "experts": Lesson(options=STAGE_2, ranks=4),
+    # A rank that fails before one of these calls leaves the others waiting in it.
+    "others wait in modes": Lesson(
+        ("train", "model(...)", "backward", "eval", "train", "step", "eval", "zero_grad"),
+        optimizer="with modes",
+        options={"split": "elements"},
+    ),
+    "others wait in looks": Lesson(
+        ("model(...)", "backward", "clip_grad_norm_", "get_param_grad", "step", "get_param_grad", "zero_grad"),
+        options=STAGE_2,
+        carrier="memory",
+    ),
+    "others wait in states": Lesson(
+        ("model(...)", "state_dict", "backward", "load_state_dict", "step", "state_dict", "zero_grad"),
+        optimizer="adam",
+        options=STAGE_2,
+    ),
+    "others wait in loads": Lesson(
+        (*TRAIN[:2], "load_checkpoint", *TRAIN[:2], "step", "save_checkpoint", "zero_grad", "load_checkpoint"),
+        carrier="memory",
+    ),
 }
 
 
@@ -138,4 +166,4 @@ def _layer(inputs: int, outputs: int, generator: torch.Generator, half: bool) ->
     return layer.half() if half else layer
 
 
-X = torch.randn(BATCHES, 3, 2, 3, generator=torch.Generator().manual_seed(1))
+X = torch.randn(BATCHES, 4, 2, 3, generator=torch.Generator().manual_seed(1))

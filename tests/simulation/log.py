@@ -36,6 +36,7 @@ class Entry:
         told: what the call returned, if that is compared.
         held: after a step, the bytes of gradients that this rank holds.
         absent: the call wasn't made, since it had nothing to do: no sharded gradient stood in ``p.grad``, say.
+        outlived: names of the process groups that outlive the one which they were made for.
         error: what left the call.
     """
 
@@ -44,6 +45,7 @@ class Entry:
     told: Tensor | None = None
     held: int = 0
     absent: bool = False
+    outlived: tuple[str, ...] = ()
     error: Error | None = None
 
 

@@ -111,6 +111,7 @@ class Program:
         rows: calls by place and rank.
         fault: what goes wrong beside, as ``outcome.Fault`` has it; None: nothing.
         kind: what the program was drawn to be, for statistics.
+        aside: in the end, all ranks train another model over a process group of its own, and destroy that.
     """
 
     ranks: int = 2
@@ -120,10 +121,16 @@ class Program:
     schedule: int = 0
     fault: Fault | None = None
     kind: str = "alike"
+    aside: bool = False
 
     def of_rank(self, rank: int) -> list[Call | None]:
         """One rank's calls."""
         return [row[rank] for row in self.rows]
+
+    @property
+    def raises(self) -> bool:
+        """Whether an operation of the package is to raise."""
+        return self.fault is not None and self.fault.kind == "raise"
 
     def with_rows(self, rows: list[Row]) -> Program:
         return replace(self, rows=tuple(rows))
@@ -133,6 +140,7 @@ class Program:
 
     def _settings(self) -> list[str]:
         lines = [f"{self.ranks} ranks by {self.carrier}, schedule {self.schedule}, {self.kind}"]
+        lines += ["in the end, another model over a process group of its own"] * self.aside
         for number, part in enumerate(self.parts):
             lines.append(f"model {number}: {part.optimizer}, layers {list(map(list, part.layers))}")
             lines += [f"  w{at}: {_described(weight)}" for at, weight in enumerate(part.weights)]

@@ -19,10 +19,13 @@ from tests.simulation import net
 from tests.simulation.calls import BACKWARDS, BOTH, EDITS, all_calls, written
 from tests.simulation.log import Entry, Error, Log
 from tests.simulation.net import Batches, Net, loss_of, run_layers
+from tests.simulation.outcome import InjectedFault
 from tests.simulation.program import Part, Program
 from tests.support.options import grouped
 
 TRIES = 6  # how often a rank may begin anew
+# Calls whose exceptions end a process, as the docs' table has it: the others wait for the rank.
+ENDS = ("gradient", "reload", "together", "load", "load raising", "restore")
 
 
 class UserError(Exception):
@@ -45,16 +48,21 @@ class Rank:
         self.optimizers = [self._optimizer(part, model) for part, model in zip(program.parts, self.nets, strict=True)]
         self.log = Log()
 
-    def _optimizer(self, part: Part, model: Net) -> LowLevelZeroOptimizer:
+    def _optimizer(self, part: Part, model: Net, group: Any = None) -> LowLevelZeroOptimizer:
         wrapped = net.OPTIMIZERS[part.optimizer](net.groups_of(part, list(model.weights)))
-        return LowLevelZeroOptimizer(wrapped, model=model, **_keywords(part, model, self.groups))
+        keywords = _keywords(part, model, self.groups)
+        if group is not None and part.levels == "none":
+            keywords["dp_process_group"] = group
+        return LowLevelZeroOptimizer(wrapped, model=model, **keywords)
 
     def play(self) -> Log:
         calls, at, tries = all_calls(self.program, self.rank), 0, 0
+        for of in range(len(self.nets)) if self.program.raises else ():
+            save_checkpoint(f"{self.folder}/start/{of}", self.nets[of], self.optimizers[of])
         try:
             while at < len(calls) and tries < TRIES:
                 call = calls[at]
-                if call is None or self._did(Entry(at, call)):
+                if call is None or self._did(entry := Entry(at, call)) or self._goes_on(entry):
                     at += 1
                 else:
                     tries += 1
@@ -71,10 +79,15 @@ class Rank:
             _DO[entry.call.name](self, entry)
         except Exception as error:
             entry.error = Error(type(error).__name__, str(error), tuple(_package(error)))
-            if isinstance(error, LostRank):
+            if isinstance(error, LostRank) or (isinstance(error, InjectedFault) and entry.call.name in ENDS):
                 raise
             return False
         return True
+
+    def _goes_on(self, entry: Entry) -> bool:
+        """Return whether the rank takes no notice of the exception of a backward, and makes its next call."""
+        injected = entry.error is not None and entry.error.type == InjectedFault.__name__
+        return injected and entry.call.name in BACKWARDS and self.program.schedule % 2 == 1
 
     # ---- calls ----
 
@@ -211,6 +224,13 @@ class Rank:
             finally:
                 self.nets[of].refuses = None
 
+    def restore(self, entry: Entry) -> None:
+        """Load the checkpoint of the start."""
+        of = entry.call.of
+        load_checkpoint(f"{self.folder}/start/{of}", self.nets[of], self.optimizers[of])
+        for at in self.program.parts[of].trained:
+            self.nets[of][at].requires_grad_(True)
+
     def together(self, entry: Entry) -> None:
         self.optimizers[entry.call.of].get_working_grads_by_group_id(0)
 
@@ -247,6 +267,19 @@ class Rank:
         optimizer = self._optimizer(part, model)
         batch = self.batches.of(entry.call.of, entry.place, self.rank)
         optimizer.backward(loss_of(part, model.weights, entry.call.drops, batch))
+
+    def construct_aside(self, entry: Entry) -> None:
+        """Train another model over a process group that is destroyed behind the optimizer."""
+        groups = torch.distributed.distributed_c10d._world.pg_names
+        before = set(groups.values())
+        group = dist.new_group()
+        part = self.program.parts[entry.call.of]
+        model = Net(part, seed=2)
+        optimizer = self._optimizer(part, model, group)
+        optimizer.backward(loss_of(part, model.weights, 0, self.batches.of(entry.call.of, entry.place, self.rank)))
+        del optimizer
+        dist.destroy_process_group(group)
+        entry.outlived = tuple(sorted(set(groups.values()) - before))
 
     def clear_model(self, entry: Entry) -> None:
         self.nets[entry.call.of].zero_grad()
@@ -326,6 +359,8 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "add group": Rank.add_group,
     "synchronize": Rank.synchronize,
     "construct": Rank.construct,
+    "construct aside": Rank.construct_aside,
+    "restore": Rank.restore,
     "model.zero_grad": Rank.clear_model,
     "grad = None": Rank.drop,
     "learning rate": Rank.learning_rate,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
 from tests.simulation.judge import Failure, Judge
+from tests.simulation.judge_errors import judge_raised, judge_told
 from tests.simulation.log import Log
 from tests.simulation.net import Batches
 from tests.simulation.outcome import Outcome, SimulationEnded
@@ -83,7 +83,7 @@ def told(seed: int, verdict: Verdict) -> str:
 
 def _folder(program: Program) -> AbstractContextManager[str]:
     """A folder for checkpoints, if any are saved."""
-    saves = any(call is not None and call.name == "save" for row in program.rows for call in row)
+    saves = program.raises or any(call is not None and call.name == "save" for row in program.rows for call in row)
     return TemporaryDirectory() if saves else nullcontext("")
 
 
@@ -95,7 +95,10 @@ def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
     if outcome.mismatch is not None:
         raise Failure("mismatch", outcome.mismatch)
     if program.fault is not None and isinstance(outcome.errors.get(program.fault.rank), SimulationEnded):
-        _judge_death(outcome)
+        judge_told(outcome)
+        return 0
+    if program.raises and outcome.failed:
+        judge_raised(program, outcome, batches)
         return 0
     if outcome.errors:
         told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in outcome.errors.items())
@@ -105,13 +108,3 @@ def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
     if outcome.left:
         raise Failure("left behind", str(outcome.left))
     return judge.refused
-
-
-def _judge_death(outcome: Outcome[Log]) -> None:
-    """Raise ``Failure`` unless all that ranks have raised tells that one was lost, or refuses a call."""
-    raised = {rank: error for rank, error in outcome.errors.items() if not isinstance(error, SimulationEnded)}
-    told = [(rank, f"{type(error).__name__}: {error}") for rank, error in raised.items()]
-    told += [(rank, str(entry.error)) for rank, log in outcome.results.items() for entry in log.errors]
-    for rank, error in told:
-        if not re.search(r"\bexpected\b|Connection closed|UserError", error):
-            raise Failure("death untold", f"rank {rank}: {error}")

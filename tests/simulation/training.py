@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -21,7 +22,8 @@ STEPS = 3  # that a training takes
 TRIES = 8  # how often a rank may call the same again
 CONSTRUCT = "LowLevelZeroOptimizer(...)"
 # What all ranks are told where one of them has made another call, or can't make this one.
-REFUSED = re.compile(r"expected the same call on every rank|rank \d+ could not")
+OTHER_CALLS = "expected the same call on every rank"
+REFUSED = re.compile(rf"{OTHER_CALLS}|rank \d+ could not")
 
 
 class Raised(NamedTuple):
@@ -83,6 +85,8 @@ class Training:
         self._model = Model(lesson, rank)
         self._optimizer: LowLevelZeroOptimizer | None = None
         self._loss: Tensor | None = None
+        self._state: dict[str, Any] = {}
+        self._experts = _group_of_experts(rank) if lesson.has_experts else None
         self._batch = self._number = self._loads = self._saved_at = 0
         self.diary = diary
 
@@ -119,7 +123,7 @@ class Training:
                 raise ProcessEnds(raised.text)
             if recovery is Recovery.CONSTRUCT and name != CONSTRUCT:
                 self._do(CONSTRUCT)
-            if recovery in (Recovery.ZERO_GRAD, Recovery.LOAD, Recovery.RESTART):
+            if recovery in (Recovery.ZERO_GRAD, Recovery.LOAD, Recovery.RESTART) or OTHER_CALLS in raised.text:
                 self._call_until_done("zero_grad")
                 raise Anew
         raise AssertionError(f"{name} raises again and again: {raised}")
@@ -168,9 +172,10 @@ class Training:
     def construct(self) -> None:
         trained = [p for p in self._model.parameters() if p.requires_grad]
         plain = OPTIMIZERS[self._lesson.optimizer](trained)
-        self._optimizer = LowLevelZeroOptimizer(
-            plain, model=self._model, **grouped({"stall_timeout": 0.0, **self._lesson.options})
-        )
+        options: dict[str, Any] = {"stall_timeout": 0.0, **self._lesson.options}
+        if self._experts is not None:
+            options["pg_to_param_list"] = {self._experts: list(self._model.c.parameters())}
+        self._optimizer = LowLevelZeroOptimizer(plain, model=self._model, **grouped(options))
 
     def add_param_group(self) -> None:
         self._model.c.requires_grad_(True)
@@ -236,8 +241,11 @@ class Training:
         self._loads += 1
         del self.diary.taken[self._saved_at :]
 
+    def state(self) -> None:
+        self._state = self._zero.state_dict()
+
     def load_state(self) -> None:
-        self._zero.load_state_dict(self._zero.state_dict())
+        self._zero.load_state_dict(self._state)
 
 
 CALLS: dict[str, Callable[[Training], Any]] = {
@@ -258,11 +266,17 @@ CALLS: dict[str, Callable[[Training], Any]] = {
     "get_param_grad": Training.get_param_grad,
     "get_grad_norm": lambda training: training._zero.get_grad_norm(),
     "verify": lambda training: training._zero.verify(),
-    "state_dict": lambda training: training._zero.state_dict(),
+    "state_dict": Training.state,
     "load_state_dict": Training.load_state,
     "save_checkpoint": Training.save,
     "load_checkpoint": Training.load,
 }
+
+
+def _group_of_experts(rank: int) -> dist.ProcessGroup:
+    """Return the group of the even or of the odd ranks, which share an expert; all four ranks make both."""
+    groups = [dist.new_group([half, half + 2]) for half in range(2)]
+    return groups[rank % 2]
 
 
 def _copied(tensor: Tensor) -> Tensor:
