@@ -68,7 +68,8 @@ def needs_a_parameter(optimizer: Optimizer) -> bool:
     try:
         with _undisturbed():
             options = [_own_options(group) for group in optimizer.param_groups]
-            other = _fresh(optimizer, options, [[torch.nn.Parameter(torch.zeros(_LARGE[:2]))] for _ in options])
+            matrix = torch.zeros(_LARGE[:2], device="cpu")
+            other = _fresh(optimizer, options, [[torch.nn.Parameter(matrix)] for _ in options])
             for group in other.param_groups:
                 group["params"] = []
             with suppress(Exception):  # whatever the class raises
