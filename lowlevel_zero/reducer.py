@@ -327,7 +327,7 @@ class Reducer:
             self._warned = True
             _log.warning(
                 "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "
-                "model.zero_grad() was called"
+                "model.zero_grad() was called: call optimizer.zero_grad() after each step"
             )
 
     def _join_sync(self, used: bytes | None) -> None:

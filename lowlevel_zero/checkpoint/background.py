@@ -1,4 +1,4 @@
-"""Writes in the background: a failure that nobody has waited for fails the process at its end."""
+"""Background work: a thread's result is kept, and a failure that nobody collects fails the process at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("lowlevel_zero")
 
 
 class Background(Future[T]):
-    """A future of what a thread does, for which the interpreter's end waits.
+    """A future of a thread's work. The interpreter waits for the thread before it ends.
 
     A failure is logged when it happens. If neither ``result`` nor ``exception`` has told anybody by then, the process
     ends with exit code 120, which is Python's own for what fails at the end.
@@ -31,7 +31,7 @@ class Background(Future[T]):
         self.set_running_or_notify_cancel()  # nobody can cancel it: other ranks write, too
 
     def run(self, work: Callable[[], T]) -> None:
-        """Do the work in this thread, and keep what it returns or raises."""
+        """Do the work in this thread, and keep its result or its exception."""
         try:
             value = work()
         except BaseException as error:  # raised where it is waited for
@@ -40,7 +40,7 @@ class Background(Future[T]):
             self.set_result(value)
 
     def start(self, work: Callable[[], T], executor: Executor | None = None) -> None:
-        """Have a thread do the work: the ``executor``'s, or one of its own."""
+        """Do the work in a thread: the ``executor``'s, or a new one."""
         atexit.register(self._fail_at_exit)
         if executor is not None:
             executor.submit(self._run_logged, work)
@@ -48,14 +48,14 @@ class Background(Future[T]):
             threading.Thread(target=self._run_logged, args=(work,), name="lowlevel_zero checkpoint").start()
 
     def result(self, timeout: float | None = None) -> T:
-        """Return what the work has returned, when it is over, or raise what it has raised."""
+        """Wait for the work, and return its result, or raise its exception."""
         try:
             return super().result(timeout)
         finally:
             self._note_told()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what the work has raised, when it is over."""
+        """Wait for the work, and return its exception; None: it succeeded."""
         error = super().exception(timeout)
         self._note_told()
         return error
@@ -80,7 +80,7 @@ class Background(Future[T]):
 
 
 class _Failing:
-    """Stands for ``sys.stdout`` at the interpreter's end, whose flush raises: that sets the exit code."""
+    """A stand-in for ``sys.stdout`` at the interpreter's end. Its flush raises once, which sets the exit code."""
 
     closed = False
 
@@ -91,7 +91,7 @@ class _Failing:
         return getattr(self._stdout, name)
 
     def flush(self) -> None:
-        """Flush the stream, and raise once."""
+        """Restore ``sys.stdout``, flush it, and raise ``RuntimeError``."""
         sys.stdout = self._stdout
         self._stdout.flush()
         raise RuntimeError(f"an asynchronous save failed, and nobody has waited for it: {self._error}")

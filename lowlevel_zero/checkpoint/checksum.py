@@ -35,7 +35,7 @@ class FileSum(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileSum:
-        """Return the length and checksum of a file, which is mapped and not copied."""
+        """Read a file through a memory map, and return its length and checksum."""
         found = Checksum()
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -56,7 +56,7 @@ class Checksum:
         self._begun = bytearray(_BLOCK)  # a block of which a part has come
 
     def add(self, data: memoryview) -> None:
-        """Take the next bytes into account; they are in memory that could be written."""
+        """Add the next bytes to the checksum; they lie in writable memory."""
         self._bytes += len(data)
         if self._filled or len(data) < _BLOCK:
             taken = min(len(data), _BLOCK - self._filled)

@@ -1,4 +1,4 @@
-"""Leaving: a sharded checkpoint becomes model.safetensors and optimizer.pt, which load without this package."""
+"""Consolidation: a sharded checkpoint becomes model.safetensors and optimizer.pt, which load without this package."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def consolidate(
     written.mkdir()
 
     def read(name: str, key: str, like: Tensor) -> Tensor:
-        """A tensor of the model, or the state ``key`` of a parameter, which is ``like`` this one."""
+        """Return a tensor of the model, or a parameter's state ``key``, read into a new tensor like ``like``."""
         tensor = _room_for(like, written)
         checkpoint.read({} if key else {name: tensor}, {name: {key: tensor}} if key else {})
         done(tensor.nbytes)
@@ -92,19 +92,19 @@ def consolidate(
 
 
 def bytes_to_do(checkpoint: SavedCheckpoint) -> int:
-    """All that is read to check it, and all tensors that are written."""
+    """Return the bytes that ``consolidate`` reads to check the files, plus the bytes of all tensors that it writes."""
     written = [checkpoint.model[name] for _, name in _names(checkpoint)]
     written += [each for state in checkpoint.states.values() for each in state.values()]
     return sum(each.nbytes for each in written) + sum(file.bytes for file in checkpoint.manifest.files.values())
 
 
 def not_tensors(checkpoint: SavedCheckpoint) -> list[str]:
-    """Names in the model's state dict of what isn't a tensor: extra states of modules."""
+    """Return the names of the model's extra states that aren't tensors, which safetensors can't hold."""
     return [name for name, value in checkpoint.objects.model.items() if not isinstance(value, Tensor)]
 
 
 def refuse_existing(out: Path, force: bool) -> None:
-    """Raise ``FileExistsError`` where ``out`` is taken: nothing that this module didn't write is ever replaced."""
+    """Raise ``FileExistsError`` if ``out`` exists, or, with ``force``, if it holds any other file than these two."""
     if not os.path.lexists(out):
         return
     if not force:
@@ -122,20 +122,20 @@ def refuse_existing(out: Path, force: bool) -> None:
 
 
 def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], Tensor]) -> dict[str, Tensor]:
-    """The model's state dict, row-major: the format has no strides. It has no shared tensors either: each its own."""
+    """Read the model's state dict; each tensor is contiguous and shares no memory, as safetensors requires."""
     extra = {name: value for name, value in checkpoint.objects.model.items() if isinstance(value, Tensor)}
     found = {alias: read(name, "", checkpoint.model[name].contiguous()) for alias, name in _names(checkpoint)}
     return found | extra
 
 
 def _names(checkpoint: SavedCheckpoint) -> list[tuple[str, str]]:
-    """Every name of each of the model's tensors, with the first one."""
+    """Return pairs of a name and the name under which the tensor is stored: tied tensors have several names."""
     tied = checkpoint.manifest.tied.items()
     return [(name, name) for name in checkpoint.model] + [each for each in tied if each[1] in checkpoint.model]
 
 
 def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], Tensor]) -> Any:
-    """Each optimizer's ``state_dict``, in a list or a dict as they were saved; the only one's itself."""
+    """Read each optimizer's state dict; return a list or a dict of them as they were saved, or the only one itself."""
     found: dict[Name, State] = {}
     for of, settings in checkpoint.objects.optimizers.items():
         states = {name: checkpoint.states.get(name, {}) for name in checkpoint.trained(settings)}
@@ -157,7 +157,7 @@ def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], 
 
 
 def _of_elements(state: State, p: Tensor, block: int) -> State:
-    """Return the state of a parameter like ``p`` with a scale for each element in place of one for each block."""
+    """Return the state of a parameter like ``p``, with each block's scale repeated for its elements."""
     return {
         key: scales_of(value, block, 0, p.numel()).as_strided(p.shape, p.stride()) if is_scale(key, state) else value
         for key, value in state.items()
@@ -165,7 +165,7 @@ def _of_elements(state: State, p: Tensor, block: int) -> State:
 
 
 def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool) -> State:
-    """What ``LowLevelZeroOptimizer.state_dict()`` was. The groups count parameters, frozen ones included."""
+    """Return the state dict that ``LowLevelZeroOptimizer.state_dict()`` gave; groups number all parameters."""
     groups = settings["param_groups"]
     places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
     state = {places[name]: {**of, **settings["states"].get(name, {})} for name, of in tensors.items()}
@@ -186,7 +186,7 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool
 
 
 def _room_for(like: Tensor, folder: Path) -> Tensor:
-    """A tensor like a dense one: a large one in a file without a name, which goes with it."""
+    """Return a new dense tensor like ``like``. A large one lies in a mapped file that is deleted with it."""
     if like.nbytes < _MAPPED_FROM:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -51,14 +51,14 @@ class Entry(NamedTuple):
 
     @property
     def split(self) -> Split:
-        """Return how its elements are divided among the ranks that save it.
+        """Return how the tensor's elements are divided among the ranks that save it.
 
         Ranks may have different values of what no optimizer trains: the first one that shares it saves all of it.
         """
         return EvenSplit(self.saved.numel, 1) if self.record is None else self.record.split
 
     def writers(self, number: int) -> list[int]:
-        """Return the global rank that writes each part; replicas of parts take turns, by the tensor's ``number``."""
+        """Return the global rank that writes each part; replicas of a part take turns, by the tensor's ``number``."""
         if self.record is None:
             return dist.get_process_group_ranks(self.ranks.group)[:1]
         return [holders[number % len(holders)] for holders in self.ranks.holders]
@@ -76,7 +76,7 @@ class Entry(NamedTuple):
         return self.boxed(flat[start:stop], self.ranks.group_rank)
 
     def to_load(self, dtype: torch.dtype) -> BoxedTensor:
-        """Return room for the part that this rank reads, in the dtype that was saved: all of what isn't trained.
+        """Return a tensor of the saved dtype for the part that this rank reads; all of it if it isn't trained.
 
         It is the parameter's own row, if that is of this dtype.
         """
@@ -157,7 +157,7 @@ class Contents:
         self._number_of |= {name: _number_of(module, number_of) for name, module in self._stateful.items()}
 
     def _enter(self, model: nn.Module) -> dict[Tensor, int]:
-        """Find the entries and their aliases, and return the numbers of the shard groups of tensors."""
+        """Fill ``entries`` and ``tied``, and return the number of each tensor's shard group."""
         owners = _owners(self.optimizers)
         number = {group.group: at for at, group in enumerate(self.groups) if at}
         number_of = {p: number.get(owner.ranks.group, 0) for p, owner in owners.items()}
@@ -187,7 +187,7 @@ class Contents:
         return number_of
 
     def meet(self, doing: str, exclude_frozen: bool = False) -> None:
-        """Learn what other ranks have, where they have different experts. Communicates then: every rank calls it.
+        """Learn the names of other ranks' experts. Communicates if the model has experts: every rank calls it.
 
         Args:
             doing: what for, as ``agree`` has it.
@@ -213,14 +213,14 @@ class Contents:
         self.excluded = {n: each for n, each in self.saved.items() if exclude_frozen and each.kind == FROZEN}
 
     def lines(self, number: int = 0) -> list[str]:
-        """Return what has to be alike on all ranks of the shard group of this index."""
+        """Return the lines that must be alike on all ranks of the shard group of this index."""
         first = [f"{len(self.groups)} groups that share parameters"] if number == 0 else []
         return first + [f"{name} {entry.saved}" for name, entry in self.entries.items() if entry.shard_group == number]
 
     # ---- what is saved ----
 
     def plan(self) -> Plan:
-        """Return the tensors of this rank: those that all ranks share, and experts by name. Doesn't communicate."""
+        """Return the tensors that this rank saves: the shared ones, and experts by name. Doesn't communicate."""
         states = {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
         place = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(self.group.group))}
         plan = Plan([], {}, {})
@@ -240,7 +240,7 @@ class Contents:
         return plan
 
     def whole_plan(self, plan: Plan) -> list[PlannedTensor]:
-        """Return the tensors of all ranks. Communicates with experts."""
+        """Return the plan of all ranks' tensors. Communicates if the model has experts."""
         experts = dict(plan.experts)
         for of_rank in from_all_ranks(self.groups, plan.experts):
             experts |= {name: planned for name, planned in of_rank.items() if name not in experts}
@@ -275,7 +275,7 @@ class Contents:
 
     @torch.no_grad()
     def load_objects(self, saved: SavedCheckpoint, undo: ExitStack) -> None:
-        """Load extra states of modules and settings of optimizers, on this rank: all that runs the caller's code.
+        """Load modules' extra states and optimizers' settings on this rank, which runs all of the caller's code.
 
         Slices of the optimizers' states have no values until ``read``. ``undo`` gets what takes it all back.
         """
@@ -290,7 +290,7 @@ class Contents:
 
     @torch.no_grad()
     def read(self, saved: SavedCheckpoint) -> None:
-        """Overwrite this rank's part of each tensor by what was saved, one parameter at a time. Doesn't communicate."""
+        """Read this rank's part of each saved tensor into place, one parameter at a time. Doesn't communicate."""
         for name, entry in self.entries.items():
             if name in saved.manifest.tensors:
                 own = entry.to_load(saved.model[name].dtype)
@@ -306,7 +306,7 @@ class Contents:
 
     @torch.no_grad()
     def gather(self, objects: Objects) -> None:
-        """Give all ranks the rows that each has read, and go on with bucket plans and loss scales. Communicates."""
+        """Gather the rows that the ranks have read, and load bucket plans and loss scales. Communicates."""
         trained = [entry for entry in self.entries.values() if entry.record is not None]
         for entry in sorted(trained, key=lambda entry: entry.shard_group):  # in which all have the same order
             assert entry.record is not None
@@ -318,7 +318,7 @@ class Contents:
             state.load_progress(objects.optimizers[of])
 
     def lost(self, saved: SavedCheckpoint) -> list[str]:
-        """Return the parameters whose saved states no optimizer takes, since it doesn't train them any more."""
+        """Return the parameters whose saved states have no place, since no optimizer trains them any more."""
         optimizers = saved.objects.optimizers.items()
         return [name for of, settings in optimizers for name in self.states_of[of].lost(settings, saved.states)]
 
@@ -327,7 +327,7 @@ class Contents:
 
 
 class _Owner(NamedTuple):
-    """The optimizer whose param groups have a parameter, its record if that trains it, and the ranks that share it."""
+    """The optimizer that has a parameter in a param group, its record if it is trained, and its shard group."""
 
     optimizer: Name
     group: int | None
@@ -336,7 +336,7 @@ class _Owner(NamedTuple):
 
 
 def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _Owner]:
-    """Return for each parameter the optimizer that trains it, else the first that has it."""
+    """Map each parameter to the optimizer that trains it, or else to the first one with it in a param group."""
     found: dict[Tensor, _Owner] = {}
     for name, optimizer in optimizers.items():
         store = optimizer.sharded_parameters
@@ -384,13 +384,13 @@ def _stateful(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _number_of(module: nn.Module, numbers: Mapping[Tensor, int]) -> int:
-    """Return the number of the shard group that all tensors of a module belong to; 0 where they differ."""
+    """Return the number of the shard group that all tensors of a module belong to; 0 if they belong to several."""
     own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())}
     return own.pop() if len(own) == 1 else 0
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Copy ``values``; of an expanded tensor, whose elements share memory, each element once."""
+    """Copy ``values`` into ``tensor``. If the tensor is expanded, copy each element of its memory once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

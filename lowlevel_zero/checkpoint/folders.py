@@ -1,4 +1,4 @@
-"""Where checkpoints are: found, put in their place and pruned, so that a crash leaves each of them whole or gone.
+"""Checkpoint folders: finding, publishing and pruning them, so that a crash leaves each of them whole or gone.
 
 A save writes to a directory beside its target and renames that at the end, to where nothing is. Pruning removes the
 files that a checkpoint's manifest lists, and no others. So what users keep there, links included, stays as it is.
@@ -81,7 +81,7 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
 
 
 def _newest_of(found: Iterable[Found]) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint, and why others are damaged that are newer, as far as that can be told."""
+    """Return the newest whole checkpoint, and a message for each newer checkpoint that is damaged."""
     found = list(found)
     damaged = [each.damage for each in found if each.head is None]
     for each in _newest_first(found):
@@ -108,7 +108,7 @@ def _damage(path: Path) -> str | None:
 
 
 def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
-    """Return what the first rank's ``look`` returns; its ``OSError`` or ``ValueError`` is raised on every rank."""
+    """Call ``look`` on the first rank, and return its result, or raise its error, on all. Communicates."""
     seen: Any = None
     if group.group_rank == 0:
         try:
@@ -122,7 +122,7 @@ def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
 
 
 def locate(path: Path) -> Path:
-    """Return where the checkpoint ``path`` is: there, or the newest in that directory.
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint in that directory.
 
     Raises:
         NotADirectoryError: it is a file.
@@ -146,7 +146,7 @@ def locate(path: Path) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Raise unless a checkpoint can be put at ``path``: where nothing is, or an empty directory.
+    """Raise unless ``path`` is free for a checkpoint: nothing is there, or an empty directory.
 
     Raises:
         NotADirectoryError: a file is there, or above it.
@@ -166,12 +166,12 @@ def check_target(path: Path) -> None:
 
 
 def path_beside(path: Path, token: str) -> Path:
-    """Return where ``path`` is written before it is whole; ``token``: 16 hexadecimal digits."""
+    """Return where a save writes the checkpoint ``path`` before it is whole; ``token``: 16 hexadecimal digits."""
     return path.with_name(f"{path.name}.{token}.tmp")
 
 
 def publish(written: Path, path: Path) -> None:
-    """Move the directory ``written`` to ``path``, where nothing may be but an empty directory.
+    """Rename the directory ``written`` to ``path``, where nothing is or an empty directory, and sync both directories.
 
     Raises:
         FileExistsError, NotADirectoryError: something is there.
@@ -190,7 +190,7 @@ def publish(written: Path, path: Path) -> None:
 
 
 def prune(path: Path, keep: int, runs: Collection[str]) -> None:
-    """Leave the ``keep`` newest of these runs' whole checkpoints beside ``path``, and remove the others.
+    """Keep the ``keep`` newest whole checkpoints of these runs beside ``path``, and remove the older ones.
 
     Warns of what can't be removed, and goes on with the others.
     """
@@ -212,7 +212,7 @@ def remove(path: Path) -> None:
 
 
 def claim(written: Path) -> IO[bytes]:
-    """Make the folder ``written``, which isn't taken for remains as long as the file that is returned is open.
+    """Make the folder ``written``, and lock it against removal as remains, until the returned file is closed.
 
     The system lets go of it when the process ends, however it does. Remains of other saves beside ``written`` go.
     """
@@ -226,7 +226,7 @@ def claim(written: Path) -> IO[bytes]:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a directory, written through to the disk, where the file system can do that."""
+    """Write a file, or a directory's names, through to the disk. A directory that can't be synced is left as it is."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -242,7 +242,7 @@ def sync(path: Path) -> None:
 
 
 def _found_in(folder: Path) -> list[Found]:
-    """Return the checkpoints in ``folder``, damaged ones too; what a symbolic link shows isn't there."""
+    """Return the checkpoints in ``folder``, damaged ones included. Symbolic links are skipped."""
     places = sorted(folder.iterdir()) if folder.is_dir() else []
     return list(_found_at(place for place in places if not (place.is_symlink() or _BESIDE.fullmatch(place.name))))
 
@@ -259,7 +259,7 @@ def _found_at(places: Iterable[Path]) -> Iterator[Found]:
 
 
 def _clear_remains(written: Path) -> None:
-    """Remove what saves and removals that were broken off have left beside the folder ``written``."""
+    """Remove the remains of interrupted saves and removals beside the folder ``written``."""
     for path in list(written.parent.iterdir()):
         with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
             if path.name.endswith(_REMOVED):
@@ -278,7 +278,7 @@ def _warning_of_what_stays() -> Iterator[None]:
 
 
 def _finish_removal(removed: Path) -> None:
-    """Remove the files of a checkpoint whose manifest was moved to ``removed``, and then that."""
+    """Delete the files that the manifest moved to ``removed`` lists, and then the manifest itself."""
     path = removed.with_name(removed.name.removesuffix(_REMOVED))
     if not (path / MANIFEST).exists():  # else another one has been put there since
         for name in manifest_in(removed).files:
@@ -289,7 +289,7 @@ def _finish_removal(removed: Path) -> None:
 
 
 def _is_abandoned(written: Path) -> bool:
-    """Return whether the folder ``written`` holds files of a save alone, whose process has gone."""
+    """Return whether the folder ``written`` holds only files of a save, and the process of that save has ended."""
     if written.is_symlink() or not written.is_dir():
         return False
     if not all(_OWN_FILES.fullmatch(each.name) for each in written.iterdir()):

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: everything is read and checked beside what is there, and taken over when all ranks can."""
+"""Loading a checkpoint: every rank checks everything first; then each reads its slices into place."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _state_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
 
 
 def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[Name, Any]) -> None:
-    """Raise ``ValueError`` unless the checkpoint is of this model, its optimizers and schedulers."""
+    """Raise ``ValueError`` unless the checkpoint is one of this model, its optimizers and its schedulers."""
     contents.check_same(saved.manifest)
     for name, settings in saved.objects.optimizers.items():
         try:
@@ -149,7 +149,7 @@ def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[
 
 
 def _read(saved: SavedCheckpoint, contents: Contents) -> None:
-    """Read this rank's part into place. What has been read by the time of an error stays."""
+    """Read this rank's part into place. After an error the tensors that were read keep the new values."""
     try:
         contents.read(saved)
     except (OSError, ValueError) as error:
@@ -163,7 +163,7 @@ def _read(saved: SavedCheckpoint, contents: Contents) -> None:
 
 
 def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:
-    """Log what the checkpoint doesn't bring, and what of it nobody is given."""
+    """Log on the first rank which parameters the checkpoint lacks, and which ranks' own states don't fit these ranks."""
     left_out = list(saved.manifest.excluded)
     if left_out:
         _log.warning(
@@ -180,7 +180,7 @@ def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:
 
 
 def _who_is_given(states: list[int], ranks: int) -> str:
-    """Return in words which ranks are given a state, and which aren't."""
+    """Return in words which ranks are given a state of their own, and which are given none."""
     without = [rank for rank in range(ranks) if rank not in states]
     surplus = [rank for rank in states if rank >= ranks]
     text = f"{ranks} ranks load: " + (f"saved by {ranks_text(states)}" if states else "none was saved")

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds and the sizes and checksums of its files, as one JSON file written last.
+"""The manifest: a checkpoint's tensors, and its files with sizes and checksums, as one JSON file written last.
 
 Its first line tells to which run the checkpoint belongs and how new it is. Only that line is read of checkpoints that a
 save or ``latest`` passes by.
@@ -51,12 +51,12 @@ class SavedTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch's."""
+        """Return ``dtype`` as a ``torch.dtype``."""
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -106,11 +106,11 @@ class Manifest:
 
     @property
     def rank_states(self) -> list[int]:
-        """Ranks that saved a state of their own."""
+        """Return the ranks that saved a state of their own."""
         return [rank for rank in range(self.world_size) if RANK_STATE.format(rank) in self.files]
 
     def to_text(self) -> str:
-        """The manifest as JSON, with a digest of itself."""
+        """Return the manifest as JSON, with a digest of its content."""
         content = asdict(self)
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
         head = {name: content[name] for name in Head._fields}
@@ -118,7 +118,7 @@ class Manifest:
         return f"{json.dumps(head)[:-1]},\n{json.dumps({**rest, 'digest': _digest(content)})[1:]}"
 
     def check_files(self, folder: Path, names: Iterable[str] | None = None, verify: bool = True) -> None:
-        """Raise ``ValueError`` for the first file (of ``names``) that isn't what was written.
+        """Raise ``ValueError`` for the first file (of ``names``) whose size, or whose checksum, isn't the manifest's.
 
         By its size and, to ``verify``, by its checksum: those files are read whole.
         """
@@ -136,7 +136,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the checkpoint ``folder``.
+    """Read the manifest of the checkpoint ``folder``, and return it.
 
     Raises:
         ValueError: there is none, it is damaged, or it is of another format.
@@ -148,7 +148,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_head(folder: Path) -> Head:
-    """Return the first line of the manifest of the checkpoint ``folder``; raises as ``read_manifest`` does."""
+    """Read only the first line of the manifest of the checkpoint ``folder``; raises as ``read_manifest`` does."""
     path = folder / MANIFEST
     try:
         with path.open(encoding="utf-8") as file:
@@ -161,7 +161,7 @@ def read_head(folder: Path) -> Head:
 
 
 def manifest_in(path: Path) -> Manifest:
-    """Return the manifest that the file ``path`` holds; raises as ``read_manifest`` does."""
+    """Read a manifest from the file ``path``, and check its digest; raises as ``read_manifest`` does."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         digest = content.pop("digest")
@@ -178,7 +178,7 @@ def manifest_in(path: Path) -> Manifest:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that ``content``, of a file without its digest, describes."""
+    """Build a ``Manifest`` from parsed JSON without its digest."""
     outside = [name for name in content["files"] if Path(name).name != name]
     if outside:
         raise TypeError(f"expected names of files in its folder, got {outside[0]}")

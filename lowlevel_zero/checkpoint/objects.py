@@ -67,7 +67,7 @@ class Objects:
         return content.getvalue(), places
 
     def check(self) -> None:
-        """Raise ``TypeError`` for a part that could not be read back, by its name."""
+        """Raise ``TypeError`` naming the first part that ``torch.load(weights_only=True)`` could not read back."""
         try:
             packed(vars(self), "the checkpoint's objects")
         except TypeError:
@@ -92,7 +92,7 @@ def _leaves(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def read_objects(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> Objects:
-    """Return the objects of the checkpoint ``folder``, with the ``tensors`` that are among them, by name.
+    """Read the objects of the checkpoint ``folder``; tensors among them come from ``tensors``, by name.
 
     Raises:
         ValueError: the file is damaged, or more than data.
@@ -144,12 +144,12 @@ def packed(value: object, what: str) -> bytes:
 
 
 def unpacked(data: bytes | memoryview) -> Any:
-    """Return the value that ``packed`` has made ``data`` of."""
+    """Return the value that ``packed`` has turned into ``data``. Nothing in ``data`` is run."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def read_data(path: Path) -> Any:
-    """Return the value of a file that ``packed`` has made the content of.
+    """Read a file that holds ``packed`` data, and return the value.
 
     Raises:
         ValueError: the file is damaged, or more than data.
@@ -179,7 +179,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that knows the classes of torch.distributed.checkpoint's ``.metadata`` and no others."""
+    """An unpickler that accepts only the classes of torch.distributed.checkpoint's ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name.removeprefix("Pure") in ("PosixPath", "WindowsPath"):
@@ -191,7 +191,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | Path) -> Metadata:
-    """Return ``torch.distributed.checkpoint``'s metadata of the checkpoint ``folder``: its tensors' sizes and places.
+    """Read ``torch.distributed.checkpoint``'s metadata of the checkpoint ``folder``: its tensors' sizes and places.
 
     Raises:
         ValueError: the file is damaged, or a pickle of something else, which has not been run.

@@ -1,4 +1,4 @@
-"""One optimizer, or several that train a model together, and their schedulers: by name."""
+"""One optimizer, or several that train a model together, and their schedulers, by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Name: TypeAlias = int | str | None
 
 
 def by_name(given: Any) -> dict[Name, Any]:
-    """Return optimizers or schedulers by name, in one order on all ranks; a list of one is that one."""
+    """Return optimizers or schedulers by name, sorted alike on all ranks; a list of one counts as that one."""
     if isinstance(given, Mapping):
         return {name: given[name] for name in sorted(given, key=str)}
     if isinstance(given, (list, tuple)) and len(given) != 1:
@@ -27,7 +27,7 @@ def by_name(given: Any) -> dict[Name, Any]:
 
 
 def group_of(given: Any) -> ShardGroup:
-    """Return the ranks of the optimizers, which make the call together and tell each other what else is wrong.
+    """Return the shard group of the first optimizer given, whose ranks make the call together.
 
     Raises:
         TypeError: there is no optimizer of this package's.
@@ -89,7 +89,7 @@ def check_rank_state(rank_state: object) -> None:
 
 
 def check_same_optimizers(optimizers: Collection[Name], saved: Collection[Name]) -> None:
-    """Raise ``ValueError`` unless these optimizers are those that were ``saved``."""
+    """Raise ``ValueError`` unless the optimizers have the names of those in the checkpoint."""
     if set(optimizers) != set(saved):
         raise ValueError(
             f"optimizer: expected {names_text(saved, 'optimizer')}, with which the checkpoint was saved, got "
@@ -98,12 +98,12 @@ def check_same_optimizers(optimizers: Collection[Name], saved: Collection[Name])
 
 
 def called(name: Name, kind: str = "optimizer") -> str:
-    """Return how messages call an optimizer, or the scheduler that belongs to it."""
+    """Return the name of an optimizer, or of its scheduler, for messages."""
     return kind if name is None else f"{kind}[{name!r}]"
 
 
 def names_text(names: Collection[Name], kind: str) -> str:
-    """Return how messages call all optimizers of these names."""
+    """Return the number and names of optimizers or schedulers, for messages."""
     if set(names) == {None}:
         return f"one {kind}"
     if all(isinstance(name, int) for name in names):

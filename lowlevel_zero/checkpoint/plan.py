@@ -1,4 +1,4 @@
-"""The plan of a checkpoint's files: which ranks write which parts of each tensor, and where those lie.
+"""The plan of a checkpoint's files: which rank writes which part of each tensor, and at which offset.
 
 The plan follows from the splits of the tensors by arithmetic. Each rank computes its own part of it, and the first rank
 computes all of it for ``torch.distributed.checkpoint``'s ``.metadata``. No rank is asked for its plan.
@@ -77,19 +77,19 @@ class Pickled(NamedTuple):
 
 
 def name_of(path: Keys) -> str:
-    """Return the name that ``torch.distributed.checkpoint`` has for a value with these keys."""
+    """Join keys to the name that ``torch.distributed.checkpoint`` gives a value."""
     return ".".join(map(str, path))
 
 
 def aligned(offset: int) -> int:
-    """Return the least offset at which a tensor may begin."""
+    """Round an offset up to the next one at which a tensor may begin."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def metadata_of(
     plan: Iterable[PlannedTensor], pickles: Iterable[Pickled], ranks: int, tied: Mapping[Keys, Keys]
 ) -> bytes:
-    """Return the content of ``.metadata``.
+    """Return the pickled content of ``.metadata``, torch.distributed.checkpoint's index.
 
     Args:
         plan: the tensors of all ranks. Each rank writes its parts in this order.

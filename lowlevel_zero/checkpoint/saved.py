@@ -1,4 +1,4 @@
-"""A checkpoint as it lies on the disk: everything but the tensors' values, which are read straight into place."""
+"""A checkpoint on disk: its index and objects are loaded; tensors' values are read straight into place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATE = ("optim", "state")  # the first keys of an optimizer's states
 
 
 class _Run(NamedTuple):
-    """Elements of a saved tensor that follow each other in memory order, and in a file.
+    """Elements of a saved tensor that are adjacent both in memory order and in a file.
 
     Attributes:
         start: the place of the first one in the tensor.
@@ -40,12 +40,12 @@ class _Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Return the place behind the last element."""
+        """Return the index behind the last element."""
         return self.start + torch.Size(self.layout.sizes).numel()
 
 
 class SavedCheckpoint:
-    """A checkpoint that was saved; nothing in it is run.
+    """A checkpoint on disk. Nothing in it is run.
 
     Attributes:
         path: the folder.
@@ -77,7 +77,7 @@ class SavedCheckpoint:
 
     @cached_property
     def model(self) -> dict[str, Tensor]:
-        """Return the model's tensors without values, on the meta device, in the memory order of what was saved."""
+        """Return the model's tensors without values, on the meta device, with their saved memory order."""
         return {name: _like(entry, entry.torch_dtype) for name, entry in self.manifest.tensors.items()}
 
     @cached_property
@@ -113,7 +113,7 @@ class SavedCheckpoint:
     # ---- values ----
 
     def read(self, model: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Fill tensors, or boxes of them, by this process alone: the model's by name, and states by name and key.
+        """Read tensors, or boxes of them, in this process alone: the model's by name, states by name and key.
 
         Each byte is read once, straight into place, if a tensor has the memory order in which it was saved and is on
         the host.
@@ -129,7 +129,7 @@ class SavedCheckpoint:
                 self._fill(name_of((*_STATE, name, key)), tensor, self.states[name][key].stride())
 
     def _fill(self, full: str, tensor: Tensor, saved: Shape) -> None:
-        """Fill a tensor, or boxes of it, by what was saved with the strides ``saved``."""
+        """Read a tensor, or boxes of it, from the file of a tensor with the strides ``saved``."""
         if isinstance(tensor, BoxedTensor):
             flat, start, strides = tensor.local, tensor.start, tensor.strides
         else:
@@ -143,7 +143,7 @@ class SavedCheckpoint:
             flat.copy_(flat_in_memory_order(whole, like)[start : start + len(flat)])
 
     def _read_range(self, full: str, flat: Tensor, start: int, saved: Shape) -> None:
-        """Fill ``flat``, 1-D, by the elements of a tensor from ``start`` on, in memory order."""
+        """Read the elements of a tensor from ``start`` on, in memory order, into the 1-D ``flat``."""
         missing, stop = len(flat), start + len(flat)
         for run in self._runs(full, saved) if missing else ():
             first, last = max(start, run.start), min(stop, run.stop)
@@ -166,7 +166,7 @@ class SavedCheckpoint:
             yield _Run(start, layout, place.relative_path, place.offset)
 
     def _read_run(self, full: str, run: _Run, first: int, flat: Tensor) -> None:
-        """Fill ``flat`` by the elements of ``run`` from the tensor's element ``first`` on."""
+        """Read the elements of ``run`` from the tensor's element ``first`` on into ``flat``."""
         if flat.dtype != run.layout.dtype:
             raise ValueError(f"{self.path}: {full}: expected {flat.dtype}, got {run.layout.dtype}")
         host = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: all ranks agree and write their slices; when all have, the first puts it in its place."""
+"""Saving a checkpoint: all ranks agree and write their slices; then the first rank renames the folder."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Saving(Background[Path]):
         self.staging: Tensor | None = None
 
     def wait(self) -> Path:
-        """Return the checkpoint's path, when it is there.
+        """Wait until the checkpoint is written, and return its path.
 
         Raises:
             RuntimeError: it could not be written, on whichever rank; raised on all.
@@ -151,7 +151,7 @@ class Saving(Background[Path]):
         return self.result()
 
     def stage(self, values: Mapping[Keys, Tensor], former: Tensor | None) -> dict[Keys, Tensor]:
-        """Return copies of 1-D ``values`` on the host, in ``former`` memory if that is large enough.
+        """Copy 1-D ``values`` to the host, into ``former`` memory if it is large enough, and return the copies.
 
         It is pinned where values come from a device. Returns when the values may change.
         """
@@ -176,7 +176,7 @@ class Saving(Background[Path]):
 
 
 class _Prepared(NamedTuple):
-    """What this rank knows of a save before the first rank knows the plan of all.
+    """A rank's part of a save before the first rank has the plan of all ranks.
 
     Attributes:
         plan: the tensors of this rank.
@@ -197,7 +197,7 @@ def _prepare(
     staging: Saving | None,
     lines: list[str],
 ) -> _Prepared:
-    """Collect what this rank writes; ``lines`` get the names of states, which all ranks that share them must have.
+    """Collect the tensors and files that this rank writes, and extend ``lines`` by the states' names.
 
     ``staging``: a save that copies the values to the host. None: they are written before training goes on.
     """
@@ -226,7 +226,7 @@ def _prepare(
 
 
 def _write(writer: CheckpointWriter, keep: int | None, run: Run) -> Path:
-    """Write a checkpoint, and then have a thread, for which nobody waits, remove older ones of this run."""
+    """Write a checkpoint, and then start a thread that removes older ones of this run; nobody waits for it."""
     path = writer.write()
     if keep is not None:
         Thread(target=prune, args=(path, keep, run.ids), name="lowlevel_zero pruning").start()
@@ -244,7 +244,7 @@ def finish_last(group: ShardGroup) -> None:
 
 
 class Run(NamedTuple):
-    """The run that some optimizers are of.
+    """The run that a set of optimizers belongs to.
 
     Attributes:
         ids: its own, and then those of the runs that it went on from.
@@ -258,7 +258,7 @@ class Run(NamedTuple):
 def run_of(
     group: ShardGroup, optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = (), serial: int = 0
 ) -> Run:
-    """Return the run of these optimizers, from now on with the ``others`` and a new serial number.
+    """Return the run of these optimizers, extended by ``others`` and with a new serial number, and store it in them.
 
     The first call for optimizers communicates: the first rank names their run.
 
@@ -297,7 +297,7 @@ def _tell_untrained(contents: Contents) -> None:
 
 
 def _settings(contents: Contents, name: Name, optimizer: LowLevelZeroOptimizer, scheduler: Any) -> Settings:
-    """Return what one of the optimizers has beside tensors."""
+    """Return one optimizer's settings, its scheduler's state and the options that its layout depends on."""
     return {
         **contents.states_of[name].settings(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -322,7 +322,7 @@ def _layout_options(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
 
 
 def _manifest(contents: Contents, run: Run, stage: int) -> Manifest:
-    """Return the manifest, but for the files, which are known when all has been written."""
+    """Return the manifest without its files, which are added when all of them are written."""
     return Manifest(
         version=__version__,
         torch=torch.__version__,

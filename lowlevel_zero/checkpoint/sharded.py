@@ -1,4 +1,4 @@
-"""An optimizer for one's own ``dcp.save``, ``dcp.async_save`` and ``dcp.load``, beside a model's state dict."""
+"""``Sharded``: an optimizer's state for your own ``dcp.save``, ``dcp.async_save`` and ``dcp.load``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Sharded(Stateful):
         self._own = ""  # what state_dict() has given last, to tell it from what was loaded in its place
 
     def state_dict(self) -> dict[str, Any]:
-        """What it holds, and zeros for states that a step is going to make; to save, or to load into.
+        """Return the state to save, or to load into, with zeros for states that a step will make. Communicates.
 
         Slices share memory with the optimizer's. Masters have followed what others wrote into parameters. On every
         rank the model's persistent buffers become those of the first rank that shares them, as DDP makes them before
@@ -104,7 +104,7 @@ class Sharded(Stateful):
         self._warn_of_masters([name for name, keys in present.items() if MASTER in keys], slices)
 
     def _warn_of_masters(self, saved: Sequence[str], slices: Mapping[ShardedParameter, State]) -> None:
-        """Warn of the first fp32 master that was ``saved`` and not asked for, on the first rank."""
+        """Warn on the first rank of the first fp32 master that was ``saved`` but has no place in an fp32 run."""
         lost = [r.name for r, state in slices.items() if r.name in saved and takes_master(r) and MASTER not in state]
         if lost and self.optimizer.shard_group.group_rank == 0:
             _log.warning(
@@ -116,7 +116,7 @@ class Sharded(Stateful):
             )
 
     def _settings(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the settings that were saved; of what another optimizer has saved, be it with groups, plain ones."""
+        """Return the saved settings; of a checkpoint that another optimizer wrote, defaults and its groups."""
         marks = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
         saved = [mark for mark in marks if mark is not self._own]
         named = [{**group, "params": [name for name in group["params"] if name not in marks]} for group in groups]
@@ -126,7 +126,7 @@ class Sharded(Stateful):
 
 
 def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
-    """Overwrite the model's persistent buffers with those of the first rank that shares them. Communicates."""
+    """Broadcast the model's persistent buffers from the first rank that shares them. Communicates."""
     tensors = () if optimizer.model is None else named_tensors(optimizer.model, persistent=True)
     names = {tensor: name for name, tensor in tensors}
     store = optimizer.sharded_parameters
@@ -141,7 +141,7 @@ def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
 
 
 def _check_trained(names: Mapping[Tensor, str], records: Sequence[ShardedParameter]) -> None:
-    """Raise ``ValueError`` where the model has another parameter of a name than the optimizer trains."""
+    """Raise ``ValueError`` if the model has a different parameter under the name of a trained one."""
     trained = {record.name: record.p for record in records}
     for tensor, name in names.items():
         if trained.get(name, tensor) is not tensor:
@@ -152,7 +152,7 @@ def _check_trained(names: Mapping[Tensor, str], records: Sequence[ShardedParamet
 
 
 def _names(optimizer: LowLevelZeroOptimizer) -> dict[Tensor, str]:
-    """The global names of parameters. Communicates with experts."""
+    """Return the global names of parameters. Communicates if the model has experts."""
     parameters, own = optimizer.sharded_parameters, optimizer.parameter_names()
     numbers = {name: parameters.shard_group_of(p) for p, name in own.items()}
     names = GlobalNames(parameters.shard_groups, numbers)

@@ -1,4 +1,4 @@
-"""Sharded state: an optimizer's state by parameter name, of which each rank has its own slices alone."""
+"""Sharded state: an optimizer's state by parameter name; each rank holds its own slices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ States: TypeAlias = dict[str, dict[str, Tensor]]
 
 
 class ShardedState:
-    """Reads and writes what an optimizer holds, as *tensors* and as *settings*, which are all the rest.
+    """The tensors and the settings of an optimizer's state, by parameter name, to save and to load.
 
     Tensors go by parameter and key. What has one number an element of the parameter is a ``BoxedTensor`` of the
     parameter's shape, whatever the world size. What hasn't (a step counter) is the same on every rank, and whole.
@@ -98,7 +98,7 @@ class ShardedState:
         ]
 
     def _own_state(self, record: ShardedParameter) -> State:
-        """Return this rank's state of a parameter; where one rank owns it, with lists of tensors as tensors."""
+        """Return this rank's state of a parameter; of an owned parameter, with nested tensors under flat names."""
         state = with_master(stored_state(self._optim, self._optim.state.get(record.p32, {})), record)
         return state if record.split.owner is None else flattened(state)
 
@@ -127,7 +127,7 @@ class ShardedState:
         return _boxed(value, record) if is_slice(key, value, record) else value.detach().clone()
 
     def room(self) -> States:
-        """Return zeros for the tensors that parameters without state will have after a step, as far as can be told."""
+        """Return zeros for the states that a step will make for parameters without state, if a probe can tell."""
         new = {name: record for name, record in self._records.items() if not (self.present[name] or self._others[name])}
         try:
             first = {sample: states_of_shape(self._optim, sample) for sample in {*map(_sample_shape, new.values())}}
@@ -140,7 +140,7 @@ class ShardedState:
         }
 
     def settings(self) -> State:
-        """Return everything that isn't in ``tensors``."""
+        """Return the part of the state that isn't in ``tensors``: class, param groups, loss scale, bucket plans."""
         groups = zip(self._optim.param_groups, self._group_names, strict=True)
         shared = next((group for group in self._optimizer.sharded_groups if group.number == 0), None)
         return {
@@ -160,7 +160,7 @@ class ShardedState:
     # ---- writing ----
 
     def whole(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
-        """Return room to load into, for those of the ``saved`` states that are the same on every rank."""
+        """Return zeros to load into, for the ``saved`` states that are whole on every rank."""
         return {
             name: {
                 key: _room(key, like, record)
@@ -174,7 +174,7 @@ class ShardedState:
     def announced(
         self, saved: Mapping[str, Mapping[str, Tensor]], whole: States, settings: Mapping[str, Any]
     ) -> dict[ShardedParameter, State]:
-        """Return the ``saved`` states as ``load`` takes them: ``whole`` ones have values, and slices take no memory."""
+        """Return states for ``load``: ``whole`` ones with values, and sliced ones as placeholders without memory."""
         found: dict[ShardedParameter, State] = {}
         for name, record in self._records.items():
             flat = {**settings["states"].get(name, {}), **whole.get(name, {})}
@@ -186,7 +186,7 @@ class ShardedState:
         return found
 
     def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
-        """Return room to load into, for this rank's slices of the ``saved`` states of a parameter, its master too.
+        """Return boxes to load into, for this rank's slices of a parameter's ``saved`` states and its master.
 
         It is the memory of the states that ``load`` has replaced, where those are of the same kind.
         """
@@ -203,7 +203,7 @@ class ShardedState:
         }
 
     def _room_for_scales(self, like: Tensor, record: ShardedParameter) -> BoxedTensor:
-        """Return room for the scales of all blocks that this rank's slice has elements of."""
+        """Return boxes for the scales of all blocks that this rank's slice overlaps."""
         start, stop = record.split.span(record.rank)
         block = block_size(self._optim)
         count = max(0, -(-stop // block) - start // block)
@@ -211,7 +211,7 @@ class ShardedState:
         return BoxedTensor(own, start // block, like.shape, like.stride())
 
     def _own(self, name: str, key: str, tensor: Tensor | None, of: Collection[str]) -> Tensor:
-        """Return a state as this rank's optimizer holds it: a slice ``[s]`` padded with zeros, or what is whole."""
+        """Return a loaded state in the form of this rank's optimizer: a slice ``[s]`` padded with zeros, or whole."""
         record = self._records[name]
         if tensor is None or not (is_scale(key, of) and isinstance(tensor, BoxedTensor)):
             return _own(name, key, tensor, record)
@@ -221,7 +221,7 @@ class ShardedState:
         return torch.nn.functional.pad(own, (0, record.split.slice_size - len(own)))
 
     def fill(self, name: str, slices: Mapping[str, Tensor]) -> None:
-        """Give a parameter its slices, but for the master, where ``load`` has announced them."""
+        """Put loaded ``slices``, except the master, into the optimizer's state, in place of ``load``'s placeholders."""
         record = self._records[name]
         held = self._optim.state.get(record.p32, {})
         if not held:
@@ -234,7 +234,7 @@ class ShardedState:
         held.update(_as_held(flat, record))
 
     def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` unless ``settings`` are of an optimizer of this class, with these parameters and groups.
+        """Raise ``ValueError`` unless ``settings`` have this optimizer's class, block size, groups and parameters.
 
         ``states``: what was saved by parameter and key, as far as the class isn't recorded.
         """
@@ -262,14 +262,14 @@ class ShardedState:
                 raise ValueError(f"{surplus}: param group {at} was saved with it, and is without it here: {_REMEDY}")
 
     def lost(self, settings: Mapping[str, Any], saved: Mapping[str, Collection[str]]) -> list[str]:
-        """Return the parameters of these groups that have states among the ``saved``, and are trained on no rank."""
+        """Return the parameters of these groups that have ``saved`` states but are trained on no rank."""
         names = (name for group in settings["param_groups"] for name in group["params"])
         return [name for name in names if saved.get(name) and name not in self.present]
 
     def slices(
         self, tensors: dict[str, dict[str, Tensor]], settings: Mapping[str, Any]
     ) -> dict[ShardedParameter, State]:
-        """Return the states of each parameter as this rank's optimizer holds them, and masters, ``[s]``.
+        """Return each parameter's loaded states in the form of this rank's optimizer, and its master, ``[s]``.
 
         They are taken out of ``tensors``, parameter by parameter, so that few are held twice.
 
@@ -290,7 +290,7 @@ class ShardedState:
         return found
 
     def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any], undo: ExitStack) -> None:
-        """Take over states, but for masters, and group settings. ``undo`` gets what takes that back.
+        """Load states, except masters, and group settings into the wrapped optimizer; ``undo`` gets the way back.
 
         Checked settings are expected.
         """
@@ -299,7 +299,7 @@ class ShardedState:
         load_slices(self._optim, self._optimizer.sharded_parameters, settings["param_groups"], slices, undo)
 
     def load_progress(self, settings: Mapping[str, Any]) -> None:
-        """Go on with the loss scale and the bucket plans. There must be no gradients around."""
+        """Load the loss scale and the bucket plans. Gradients must have been cleared."""
         load_scale(self._optimizer.scaler, settings["loss_scale"])
         plans = [settings["plan"], *settings["other_plans"]]
         index = {name: record.index for name, record in self._records.items()}
@@ -313,7 +313,7 @@ _REMEDY = "build the optimizer with the groups that it was saved with"
 
 
 def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> list[str]:
-    """Return the ``shared`` names, and before each the names that come before it in one of the lists of ``others``."""
+    """Insert into the ``shared`` names each list of ``others``, before the shared name that follows there."""
     before: dict[str | None, list[str]] = {name: [] for name in (*shared, None)}
     for names in others:
         experts: list[str] = []
@@ -327,12 +327,12 @@ def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> lis
 
 
 def _takes(record: ShardedParameter, key: str) -> bool:
-    """Return whether a saved state has a place here."""
+    """Return whether this record has a place for a saved state; a master has none in a run without masters."""
     return key != MASTER or takes_master(record)
 
 
 def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
-    """Without values, the tensors of a whole state, of which ``first`` is one of a parameter of ``TRIED`` elements."""
+    """Return the states that a parameter will have, without values, judging by ``first``, the states of a small one."""
     tensors = {key: value for key, value in first.items() if isinstance(value, Tensor)}
     sample = _sample_shape(record)
     if record.split.owner is not None and any(value.shape not in (sample, ()) for value in tensors.values()):
@@ -346,33 +346,33 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
 
 
 def _sample_shape(record: ShardedParameter) -> tuple[int, ...]:
-    """Return the shape of a small parameter whose states tell of this one's: flat, unless one rank steps it whole."""
+    """Return the shape of the small parameter that is stepped to find out the shapes of this one's states."""
     return (TRIED,) if record.split.owner is None else (TRIED, 6, 5, 4, 3, 2)[: record.p.dim()]
 
 
 def _as_held(flat: State, record: ShardedParameter) -> State:
-    """Return a state as this rank's optimizer holds it: nothing of a parameter that another rank owns."""
+    """Return a state in the form in which this rank's optimizer holds it; empty if another rank owns the parameter."""
     if record.split.owner is None:
         return flat
     return nested(flat) if record.owns_some else {}
 
 
 def _is_sliced(key: str, like: Tensor, record: ShardedParameter) -> bool:
-    """Return whether ranks hold a state together that is ``like`` this one when it is whole."""
+    """Return whether the ranks hold slices of a state that has the shape of ``like`` when it is whole."""
     if record.split.owner is not None:
         return like.dim() > 0 or (record.p.dim() == 0 and key not in SCALARS)
     return key not in SCALARS and like.shape == record.p.shape
 
 
 def _room(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
-    """Return zeros to load into: this rank's boxes of what is sliced."""
+    """Return zeros to load a state into: this rank's boxes if the state is sliced, else the whole of it."""
     if not _is_sliced(key, like, record):
         return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
     return _room_for_slice(like, record)
 
 
 def _room_for_slice(like: Tensor, record: ShardedParameter, former: object = None) -> BoxedTensor:
-    """Return zeros to load into, or the memory of a ``former`` state of the same shape, dtype and device."""
+    """Return boxes to load a state into: zeros, or the memory of a ``former`` state of the same kind."""
     shape = record.p32.shape if record.split.owner is None else like.shape
     own = torch.zeros((), dtype=like.dtype, device=record.p32.device).expand(shape)
     if isinstance(former, Tensor) and former.is_contiguous():
@@ -381,7 +381,7 @@ def _room_for_slice(like: Tensor, record: ShardedParameter, former: object = Non
 
 
 def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:
-    """Return a state of which ``own`` is this rank's slice, or, of one owner's, all, as boxes of its whole."""
+    """Return this rank's slice ``own`` of a state, or its owner's whole, as boxes of the whole state."""
     if record.split.owner is None:
         return boxed(own, record.split, record.rank, record.p.shape, record.p.stride())
     like = record.p if own.shape == record.p.shape else torch.empty(own.shape, device="meta")
@@ -391,7 +391,7 @@ def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:
 
 
 def _own(name: str, key: str, tensor: Tensor | None, record: ShardedParameter) -> Tensor:
-    """Return a state as this rank's optimizer holds it: a slice ``[s]`` padded with zeros, or what is whole."""
+    """Return a loaded state in the form of this rank's optimizer: a slice ``[s]`` padded with zeros, or whole."""
     if tensor is None:
         raise ValueError(
             f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it into: it "

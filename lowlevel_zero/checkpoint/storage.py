@@ -1,4 +1,4 @@
-"""Writing a checkpoint: each rank its share, with checksums of what it writes, and the first rank puts all in place."""
+"""Writing a checkpoint: each rank writes its share and sums it, and the first rank renames the folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class SummedFile:
-    """A file that is written from its beginning to its end, with a checksum of what is written."""
+    """A file that is written from beginning to end, while its checksum is computed."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] = path.open("wb")
@@ -43,7 +43,7 @@ class SummedFile:
         self._file.close()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``, a piece at a time, which is in a cache from the sum to the copy."""
+        """Append ``data`` and add it to the checksum, a piece at a time so that it stays in the cache."""
         view = memoryview(bytearray(data)) if isinstance(data, bytes) else data
         for at in range(0, len(view), _PIECE):
             piece = view[at : at + _PIECE]
@@ -52,7 +52,7 @@ class SummedFile:
         self.length += len(view)
 
     def sync(self) -> FileSum:
-        """Return the checksum when all of the file is on the disk."""
+        """Flush the file to the disk, and return its length and checksum."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._checksum.sum()
@@ -78,7 +78,7 @@ class Share:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint beside ``path``, and the first rank puts it in its place when all ranks have written.
+    """Writes a checkpoint beside ``path``; the first rank renames it when all ranks have written.
 
     Args:
         path: where the checkpoint will be.
@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._manifest, self._share = manifest, share
 
     def write(self) -> Path:
-        """Return ``path`` when the checkpoint is there. Every rank calls it, be it in a thread.
+        """Write this rank's share and return ``path`` when the checkpoint is there. Communicates: every rank calls it.
 
         Raises:
             RuntimeError: a rank could not write; raised on all ranks.
@@ -136,7 +136,7 @@ class CheckpointWriter:
             return file.sync()
 
     def _settle(self, sums: dict[str, FileSum], error: Exception | None) -> None:
-        """Have the first rank put in place what all ranks have written, and raise on all ranks if one has failed."""
+        """Publish the checkpoint on the first rank if all ranks have written; else raise on all. Communicates."""
         try:
             reasons = self._outcome(sums, error)
         except Exception as lost:  # of whatever kind: a peer has gone, or the process group has
@@ -150,7 +150,7 @@ class CheckpointWriter:
                 raise RuntimeError(f"{self._path}: the checkpoint {how}. rank {rank}: {reason}") from error
 
     def _outcome(self, sums: dict[str, FileSum], error: Exception | None) -> list[str | None]:
-        """Return why each rank has failed, or None for it. The ranks exchange few numbers unless one has failed."""
+        """Return each rank's reason to have failed, or None. Communicates: few numbers unless one has failed."""
         of_ranks = self._gather(sums, error)
         if of_ranks is not None:
             _, error = _attempt(lambda: self._commit(of_ranks))
@@ -165,7 +165,7 @@ class CheckpointWriter:
         return reasons
 
     def _gather(self, sums: dict[str, FileSum], error: Exception | None) -> dict[str, FileSum] | None:
-        """Return the checksums of all ranks' files on the first rank; None on the others, or if a rank has failed."""
+        """Return all files' checksums on the first rank; None on the others, or if a rank has failed. Communicates."""
         if self._ranks == 1:
             return sums if error is None else None
         names = TENSORS, RANK_STATE
@@ -183,7 +183,7 @@ class CheckpointWriter:
         return found
 
     def _commit(self, sums: dict[str, FileSum]) -> None:
-        """Write the files that describe the checkpoint, and put it in its place."""
+        """Write the metadata and the manifest, and rename the folder to its place; the first rank calls it."""
         share = self._share
         content = metadata_of(share.plan, share.pickles, self._ranks, share.tied)
         files = {**sums, METADATA: write_through(self._written / METADATA, content)}
@@ -197,14 +197,14 @@ class CheckpointWriter:
 
 
 def write_through(path: Path, content: bytes) -> FileSum:
-    """Write a file, and return its checksum when all of it is on the disk."""
+    """Write a file to the disk, and return its length and checksum."""
     with SummedFile(path) as file:
         file.write(content)
         return file.sync()
 
 
 def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what ``do`` returns, or what it raises."""
+    """Call ``do``, and return its result and None, or None and its exception."""
     try:
         return do(), None
     except Exception as error:  # of whatever kind, of a disk or of torch: the other ranks wait for what became of it

@@ -53,7 +53,7 @@ class TensorBytes(NamedTuple):
         return head_length(self.dtype, len(self.sizes)) + self.nbytes + _tail_length(self.dtype, len(self.sizes))
 
     def head(self) -> bytes:
-        """Return the bytes before the values."""
+        """Return the archive's bytes before the values: the small records and the header of the values."""
         small = list(_small_records(self.dtype, self.sizes, self.strides, self.nbytes))
         start = sum(len(_local(*record)) + len(record[1]) for record in small)
         extra = struct.pack("<2H2Q", _ZIP64, 16, self.nbytes, self.nbytes)
@@ -85,7 +85,7 @@ class TensorBytes(NamedTuple):
 
 
 def memory_of(flat: Tensor) -> memoryview:
-    """Return the memory of a 1-D tensor of the host, without a copy. It must outlive the view."""
+    """Return the memory of a contiguous 1-D tensor of the host, not copied. The tensor must outlive the view."""
     assert flat.is_contiguous(), "elements with gaps between them"
     if not flat.numel():
         return memoryview(b"")

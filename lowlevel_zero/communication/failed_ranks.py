@@ -17,10 +17,10 @@ from .processes import Process
 from .runtime import runtime
 
 _REMEDY = (
-    "Were there uneven numbers of batches? Give every rank as many (drop_last=True, or a sampler that pads), or end "
-    "together: docs/training.md shows a loop that ends on all ranks when one has no batch left. If there weren't, what "
-    "that rank has printed, or the kernel's log, may say why: start all ranks again from the newest checkpoint, as "
-    "torchrun --max-restarts does by itself"
+    "If that rank ran out of batches, give every rank the same number (drop_last=True, or a sampler that pads), or end "
+    "together: docs/training.md shows a loop that ends on all ranks when one has no batch left. If it left this call "
+    "out, as under «if rank == 0», make the call on every rank. Else its output, or the kernel's log, tells why it "
+    "ended: start all ranks again from the newest checkpoint, as torchrun --max-restarts does by itself"
 )
 
 # A broken connection, as gloo, NCCL, torch's stores and control pipes tell of it: nobody has a type for it.

@@ -187,7 +187,7 @@ class Progress:
 
     def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
         """Raise ``LostRank`` instead of an ``error`` that comes of another rank's end."""
-        what = f"{collective}. {self.missing}" if self.missing else collective
+        what = f"{called(sys._getframe())}, in the {collective}" + (f". {self.missing}" if self.missing else "")
         lost = lost_rank_error(error, self._context.group, what)
         if lost is not None:
             self._lost = lost
@@ -208,19 +208,24 @@ class Progress:
         return list(self._queued)
 
     def __str__(self) -> str:
-        for collective, thread in self._waiting[-1:]:
-            return f"waits for the {collective}, in {called(sys._current_frames().get(thread))}"
+        for collective, _ in self._waiting[-1:]:
+            return f"waits for the {collective}, in {self.call}"
         return f"outside of the optimizer, after {self.step} steps"
+
+    @property
+    def call(self) -> str:
+        """Return the name of the method in which the host waits for a collective; empty: it waits for none."""
+        return next((called(sys._current_frames().get(thread)) for _, thread in self._waiting[-1:]), "")
 
 
 def called(frame: FrameType | None) -> str:
-    """Return the name of this package's method that the user's code has called."""
+    """Return the name of this package's method that the user's code has called, for messages."""
     name, package = "", __name__.partition(".")[0] + "."
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(package):
             name = frame.f_code.co_name
         frame = frame.f_back
-    return name
+    return "LowLevelZeroOptimizer" if name == "__init__" else name
 
 
 def listed(names: Sequence[str]) -> str:

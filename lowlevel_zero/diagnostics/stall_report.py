@@ -116,7 +116,9 @@ class Watch(Thread):
             self._reported, (what, progress.missing) = True, found
             if progress.missing:
                 waited = now - self._since
-                _log.warning("rank %d has waited %.3g s for the %s. %s", self._rank, waited, what, progress.missing)
+                call = f" in {progress.call}, which every rank calls," if progress.call else ""
+                told = self._rank, waited, call, what, progress.missing
+                _log.warning("rank %d has waited %.3g s%s for the %s. %s", *told)
         return True
 
     def _place(self) -> Collective | None:

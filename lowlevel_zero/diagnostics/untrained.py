@@ -72,9 +72,10 @@ class Untrained:
         if new:
             self._told.update(new)
             _log.warning(
-                "%s: got a gradient on rank %d, but no LowLevelZeroOptimizer trains it, so it isn't averaged over the "
-                "ranks either (replaced after construction, or never handed over?): hand it over by "
-                "optimizer.add_param_group on every rank, or freeze it by requires_grad_(False)",
+                "%s: got a gradient on rank %d, but no LowLevelZeroOptimizer trains it or averages its gradient over "
+                "the ranks. Was its layer replaced after the optimizer was constructed, or left out of the parameters? "
+                "Add it by optimizer.add_param_group({'params': [p]}) on every rank, or freeze it by "
+                "requires_grad_(False)",
                 listed(new),
                 self._rank,
             )

@@ -92,7 +92,7 @@ def of_ddp(name: str) -> RuntimeError:
     """Return the error for a model that is wrapped in DistributedDataParallel."""
     return RuntimeError(
         f"{name}: expected this optimizer alone to reduce gradients, got another reduction of p.grad within the "
-        "backward, as of DistributedDataParallel: hand over the plain model"
+        "backward, as of DistributedDataParallel: leave that wrapper out, and run the plain model (ddp.module)"
     )
 
 

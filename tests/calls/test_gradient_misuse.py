@@ -254,7 +254,7 @@ def within_ddp(rank: int, world_size: int) -> None:
         model = net()
         optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
         wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match=r"0.weight: .*DistributedDataParallel.* hand over the plain model"):
+        with pytest.raises(RuntimeError, match=r"0.weight: .*DistributedDataParallel.* run the plain model"):
             optimizer.backward(loss_at(wrapped, 0, rank))
         optimizer.zero_grad()
         del wrapped

@@ -26,7 +26,7 @@ from tests.support.mortal import BACKWARD, GATHER, PLACES, SAVE, STEP, build, di
 from tests.support.ranks import Raised, run_ranks, run_ranks_losing
 
 STEPS = 3
-ALONE = "lost rank {}, whose process has ended. Were there uneven numbers of batches?"
+ALONE = "lost rank {}, whose process has ended. If that rank ran out of batches, give every rank the same number"
 # Ranks that have lost one end themselves, and are named, too, by those that have waited for them meanwhile.
 AMONG_OTHERS = r"lost ranks? ([\d, ]*, )?{}\b.*, whose process(es have| has) ended"
 

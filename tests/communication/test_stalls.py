@@ -119,7 +119,8 @@ def test_all_that_wait_say_for_whom_and_for_what(stage: int) -> None:
     assert late == []
     for rank, lines in enumerate((first, second)):
         (line,) = lines
-        assert re.match(rf"rank {rank} has waited [\d.]+ s for the agreement \d+ \(step 2\)\. ", line)
+        where = r"in step, which every rank calls, for the agreement \d+ \(step 2\)\. "
+        assert re.match(rf"rank {rank} has waited [\d.]+ s {where}", line)
         assert line.endswith("Not there yet: rank 2 (outside of the optimizer, after 1 steps)")
 
 
@@ -473,7 +474,8 @@ def test_a_rank_that_has_not_constructed_its_optimizer_is_named(
     assert late == []
     for rank, lines in enumerate(others):
         (line,) = lines
-        assert re.match(rf"rank {rank} has waited [\d.]+ s for the agreement 0 \(step 1\)\. Not there yet: ", line)
+        where = r"in LowLevelZeroOptimizer, which every rank calls, for the agreement 0 \(step 1\)\. Not there yet: "
+        assert re.match(rf"rank {rank} has waited [\d.]+ s {where}", line)
         missing = (
             f"rank {world_size - 1} (doesn't answer: it hasn't constructed its optimizer, or its process has ended"
         )

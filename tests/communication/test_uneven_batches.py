@@ -18,7 +18,7 @@ from tests.support.mortal import build, loss_of
 from tests.support.warm_up import warm_up
 
 LOST = re.compile(r"expected all ranks, lost (the connection to )?ranks? ([02], )?1\b")
-REMEDIES = "Were there uneven numbers of batches? Give every rank as many", "start all ranks again"
+REMEDIES = "If that rank ran out of batches, give every rank the same number", "start all ranks again"
 TIMEOUT = 60.0
 
 
