@@ -3,33 +3,67 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
 HEAD = """# Errors and warnings
 
-Every error and warning of the package, collected from its source. An error tells what was expected, what it got, and
-what to do. Words in braces stand for what your run has there: names of parameters, ranks, numbers.
+Every error and warning of the package, by what you see, collected from its source. Words in braces stand for what your
+run has there: names of parameters, ranks, numbers. [When something goes wrong](../when-something-goes-wrong.md) tells
+what else happens then.
 """
-ROOMS = {
-    "": "The optimizer",
-    "bookkeeping": "The optimizer",
-    "checkpoint": "Checkpoints",
-    "communication": "Ranks and communication",
-    "deepspeed": "DeepSpeed's names",
-    "diagnostics": "Diagnostics",
-    "experts": "Experts",
-    "gradients": "Gradients between backward and step",
-    "layout": "Planning and layout",
-    "offload": "Offload",
-    "optim": "Which optimizers",
-    "planning": "Planning and layout",
-    "plugin": "The Booster plugin",
-    "state": "States",
-    "trainers": "Trainers",
+# What a user sees, and the files whose messages tell of it: a file, or all of a folder.
+SYMPTOMS = {
+    "The optimizer can't be constructed": (
+        "bookkeeping/checks.py",
+        "bookkeeping/parameter_store.py",
+        "bookkeeping/sharding.py",
+        "communication/grid.py",
+        "communication/process_groups.py",
+        "construction.py",
+        "experts",
+        "lives.py",
+        "loss_scaler.py",
+        "optim",
+        "options.py",
+        "start_line.py",
+    ),
+    "Backward or step raises or warns": (
+        "bookkeeping/sharded_parameter.py",
+        "bookkeeping/step_state.py",
+        "communication/progress.py",
+        "communication/shard_group.py",
+        "diagnostics/guards.py",
+        "diagnostics/untrained.py",
+        "optimizer.py",
+        "reducer.py",
+        "sharded_optimizer.py",
+        "stepper.py",
+    ),
+    "Reading, editing or clipping p.grad raises": ("clipping.py", "gradients"),
+    "Gradients are infinite or NaN": ("diagnostics/bad_numbers.py",),
+    "Ranks differ, wait for each other, or end": (
+        "communication/agreement.py",
+        "communication/backends",
+        "communication/failed_ranks.py",
+        "diagnostics/stall_report.py",
+        "diagnostics/verification.py",
+    ),
+    "A checkpoint isn't saved or loaded": ("checkpoint",),
+    "A state dict isn't loaded": ("state",),
+    "An estimate or a plan fails": ("layout", "planning"),
+    "An optimizer of your own doesn't train alike": ("testing.py",),
+    "DeepSpeed's names raise": ("deepspeed",),
+    "ColossalAI's Booster raises or warns": ("plugin",),
+    "A trainer raises": ("trainers",),
 }
+# Messages that no user meets: of what can't be, and reasons that another message gives.
+INTERNAL = ("AssertionError", "TransportError", "UnpicklingError")
+INTERNAL_FILES = ("communication/memory_file.py", "partition.py")
 
 
 class Message(NamedTuple):
@@ -40,10 +74,15 @@ class Message(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, str]:
-        """What happened, and what to do: the text behind the first colon that follows ``got`` or ``found``."""
-        got = max(self.text.find("got "), self.text.find("found "))
-        at = self.text.find(": ", got)
-        return (self.text, "") if got < 0 or at < 0 else (self.text[:at], self.text[at + 2 :])
+        """Return what happened, and what to do: the text behind the colon, else what was expected."""
+        start = max(self.text.find(word) for word in ("got ", "found ", "expected "))
+        for remedy in re.finditer(r": (?=[^{%])|\. (?=[A-Z])", self.text):
+            if remedy.start() > start and " " in self.text[: remedy.start()]:
+                return self.text[: remedy.start()], self.text[remedy.end() :]
+        expected = re.search("expected (.+), (?:got|found) ", self.text)
+        if expected is not None and self.kind != "RuntimeError":
+            return self.text, f"pass {expected[1]}"
+        return self.text, "see the reason that it gives" if self.text.endswith("}") else ""
 
 
 def text_of(node: ast.expr, constants: dict[str, str]) -> str:
@@ -66,36 +105,71 @@ def _name(value: ast.expr) -> str:
     return source if source.replace(".", "").replace("_", "").isalnum() and len(source) < 24 else "..."
 
 
-def messages_of(tree: ast.Module) -> Iterator[Message]:
-    """Yield the messages that a file raises or warns with."""
-    constants: dict[str, str] = {}
+def constants_of(tree: ast.Module, others: Mapping[str, str]) -> dict[str, str]:
+    """Return the text of the strings that a file gives a name, some of which are made of ``others``."""
+    found: dict[str, str] = {}
     for each in tree.body:
         if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
-            constants[each.targets[0].id] = text_of(each.value, constants)
+            found[each.targets[0].id] = text_of(each.value, {**others, **found})
+    return found
+
+
+def messages_of(tree: ast.Module, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[Message]:
+    """Yield the messages that a file raises or warns with; ``others``: text that other files have given a name."""
+    own = constants_of(tree, others)
+    constants = {**others, **own}
+    told = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not node.args:
             continue
         name = ast.unparse(node.func)
         text = text_of(node.args[0], constants)
         kind = name.rsplit(".", 1)[-1]
-        if " " in text and kind.endswith("Error"):
+        told.add(text)
+        if " " in text and (kind.endswith("Error") or kind == "LostRank"):
             yield Message(kind, text)
         elif " " in text and name in ("_log.warning", "warnings.warn", "log.warning"):
             yield Message("warning", text)
+    for text in own.values():  # filled in by a variable
+        if "expected " in text and not any(text.replace("{}", "{...}") in each for each in told):
+            yield Message("RuntimeError", text)
+
+
+def symptom_of(file: str) -> str:
+    """Return the symptom whose messages are in a file of the package."""
+    folders = [folder.as_posix() for folder in Path(file).parents]
+    (found,) = (title for title, files in SYMPTOMS.items() if {file, *folders} & {*files})
+    return found
 
 
 def page() -> str:
-    """Return the page: one table for each part of the package."""
-    found: dict[str, dict[Message, None]] = {title: {} for title in ROOMS.values()}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        room = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else ""
-        found[ROOMS[room]].update(dict.fromkeys(messages_of(ast.parse(path.read_text()))))
-    lines = [HEAD]
-    for title, messages in found.items():
+    """Return the page: one table for each symptom."""
+    found: dict[str, dict[Message, None]] = {title: {} for title in SYMPTOMS}
+    trees = {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    public = {
+        name: text
+        for tree in trees.values()
+        for name, text in constants_of(tree, {}).items()
+        if name.isupper() and text
+    }
+    for file, tree in trees.items():
+        messages = [each for each in messages_of(tree, public) if _is_for_users(each, file)]
         if messages:
-            rows = (f"| {_cell(m.parts[0])} | {_cell(m.parts[1])} | {m.kind} |" for m in sorted(messages))
-            lines += [f"## {title}\n", "| message | what to do | kind |", "|---|---|---|", *rows, ""]
+            found[symptom_of(file)].update(dict.fromkeys(messages))
+    lines = [HEAD]
+    for title, of_title in found.items():
+        rows = (f"| {_cell(m.parts[0])} | {_cell(m.parts[1])} | {m.kind} |" for m in sorted(of_title))
+        lines += [f"## {title}\n", "| message | what to do | kind |", "|---|---|---|", *rows, ""]
     return "\n".join(lines)
+
+
+def _is_for_users(message: Message, file: str) -> bool:
+    """Return whether a message has words of its own, and isn't an internal error."""
+    own_words = re.sub(r"\{.*?\}|%[\d.]*[sdg]", "", message.text)
+    is_internal = message.kind in INTERNAL or file in INTERNAL_FILES
+    return " " in own_words.strip(" :;.") and (not is_internal or file == "testing.py")
 
 
 def _cell(text: str) -> str:

@@ -104,7 +104,10 @@ class GlobalNorm:
             self._total = pending.wait()
         if self._value is None:
             if self._total is None:
-                raise RuntimeError("expected the norm of the gradients, lost it to an error before")
+                raise RuntimeError(
+                    "expected the norm of the gradients, lost it to an error before: call optimizer.zero_grad() on "
+                    "every rank, and begin the step anew"
+                )
             self._value = self._total.sqrt() * self._scale
         return self._value
 

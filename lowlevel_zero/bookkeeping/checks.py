@@ -25,12 +25,13 @@ def check_optimizer(optimizer: object, model: object) -> None:
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "expected construction outside of torch.inference_mode, whose tensors can't be updated later, got it within"
+            "expected construction outside of torch.inference_mode, whose tensors can't be updated later, got it "
+            "within: construct the optimizer before the with block"
         )
     if StepState.in_backward or torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "expected construction outside of backward and of optimizer.backward_pass, got it within: another "
-            "optimizer's gradients are on their way"
+            "expected construction outside of backward and of optimizer.backward_pass, got it within: construct it "
+            "when that backward is over"
         )
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")

@@ -209,6 +209,6 @@ def _save_model(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         library.torch.save_file(tensors, path, metadata={"format": "pt"})
     except KeyError as error:
-        raise ValueError(f"safetensors has no {error.args[0]}") from error
+        raise ValueError(f"safetensors has no {error.args[0]}: save the model in another dtype") from error
     except library.SafetensorError as error:
         raise OSError(f"{path}: {error}") from error

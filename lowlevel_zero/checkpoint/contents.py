@@ -30,6 +30,7 @@ from .saved import SavedCheckpoint
 from .sharded_state import ShardedState
 
 _EXTRA = "_extra_state"
+_BUILD_ANEW = "build the model that was saved, or load another checkpoint"
 
 
 class Entry(NamedTuple):
@@ -255,12 +256,12 @@ class Contents:
         for name in (*self.saved, *saved):
             if name not in saved or name not in self.saved:
                 one, other = ("model", "checkpoint") if name in self.saved else ("checkpoint", "model")
-                raise ValueError(f"{name}: the {one} has it, the {other} doesn't: it is another model's")
+                raise ValueError(f"{name}: the {one} has it, the {other} doesn't: {_BUILD_ANEW}")
             ours, theirs = self.saved[name], saved[name]
             if ours.shape != theirs.shape:
-                raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: another model's")
+                raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: {_BUILD_ANEW}")
             if ours.torch_dtype.is_floating_point != theirs.torch_dtype.is_floating_point:
-                raise ValueError(f"{name}: expected {ours.dtype}, the checkpoint has {theirs.dtype}: another model's")
+                raise ValueError(f"{name}: expected {ours.dtype}, the checkpoint has {theirs.dtype}: {_BUILD_ANEW}")
             if ours.kind == TRAINABLE and name in manifest.excluded:
                 raise ValueError(
                     f"{name}: expected it frozen, since the checkpoint was saved without it (exclude_frozen=True), "
@@ -268,8 +269,7 @@ class Contents:
                 )
         for name in sorted(self.tied.keys() ^ manifest.tied.keys()):
             here, there = ("model", "checkpoint") if name in self.tied else ("checkpoint", "model")
-            differs = f"{name}: shared with another name in the {here}, not in the {there}: it is another model's"
-            raise ValueError(differs)
+            raise ValueError(f"{name}: shared with another name in the {here}, not in the {there}: {_BUILD_ANEW}")
 
     # ---- what is loaded ----
 

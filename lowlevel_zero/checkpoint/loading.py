@@ -163,7 +163,7 @@ def _read(saved: SavedCheckpoint, contents: Contents) -> None:
 
 
 def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:
-    """Log on the first rank which parameters the checkpoint lacks, and which ranks' own states don't fit these ranks."""
+    """Log on the first rank which parameters the checkpoint lacks, and which ranks' own states don't fit the ranks."""
     left_out = list(saved.manifest.excluded)
     if left_out:
         _log.warning(

@@ -24,6 +24,8 @@ OBJECTS = "objects.pt"
 RANK_STATE = "rank_{}.pt"  # each rank's own, if it gave one
 METADATA = ".metadata"
 
+TAKE_ANOTHER = "take another checkpoint, or copy it anew"  # the remedy for a damaged one
+
 # Kinds of tensors. Untrained ones require gradients, but are no optimizer's that was given.
 TRAINABLE, FROZEN, UNTRAINED, BUFFER = "trainable", "frozen", "untrained", "buffer"
 
@@ -129,10 +131,10 @@ class Manifest:
             elif (size := path.stat().st_size) != file.bytes:
                 wrong = f"has {size:,} bytes instead of {file.bytes:,}"
             elif verify and FileSum.of(path) != file:
-                wrong = "is not what was written: its checksum differs"
+                wrong = "is not what was written (its checksum differs)"
             else:
                 continue
-            raise ValueError(f"{folder}: damaged: {name} {wrong}; take another, or copy it anew")
+            raise ValueError(f"{folder}: damaged, {name} {wrong}: {TAKE_ANOTHER}")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -157,7 +159,7 @@ def read_head(folder: Path) -> Head:
     except FileNotFoundError:
         raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none") from None
     except (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's: {error!r}") from error
+        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({error!r}): {TAKE_ANOTHER}") from error
 
 
 def manifest_in(path: Path) -> Manifest:
@@ -171,10 +173,10 @@ def manifest_in(path: Path) -> Manifest:
                 "lowlevel_zero that saved it"
             )
         if digest != _digest(content):
-            raise ValueError(f"{path}: damaged: it is not what was written")
+            raise ValueError(f"{path}: damaged, it is not what was written: {TAKE_ANOTHER}")
         return _manifest(content)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's: {error!r}") from error
+        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({error!r}): {TAKE_ANOTHER}") from error
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:

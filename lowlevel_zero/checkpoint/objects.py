@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from .manifest import METADATA, OBJECTS
+from .manifest import METADATA, OBJECTS, TAKE_ANOTHER
 from .optimizers import Name, called
 from .plan import Keys, Pickled
 
@@ -202,7 +202,7 @@ def read_metadata(folder: str | Path) -> Metadata:
         try:
             metadata = _Unpickler(file).load()
         except Exception as error:  # a damaged pickle may raise anything
-            raise ValueError(f"{path}: damaged, or not a checkpoint's metadata: {error}") from error
+            raise ValueError(f"{path}: damaged, or not a checkpoint's metadata ({error}): {TAKE_ANOTHER}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path}: expected a checkpoint's metadata, got a {type(metadata).__name__}")
     return metadata

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from ..bookkeeping.sharding import SCALARS
 from ..bookkeeping.storages import flat_in_memory_order
 from ..state.boxes import BoxedTensor, Shape, boxes_in_memory
-from .manifest import METADATA, OBJECTS, TRAINABLE, Manifest, SavedTensor, read_manifest
+from .manifest import METADATA, OBJECTS, TAKE_ANOTHER, TRAINABLE, Manifest, SavedTensor, read_manifest
 from .objects import Objects, Settings, read_metadata, read_objects
 from .plan import name_of
 from .tensor_bytes import TensorBytes, memory_of
@@ -151,7 +151,7 @@ class SavedCheckpoint:
                 self._read_run(full, run, first, flat[first - start : last - start])
                 missing -= last - first
         if missing:
-            raise ValueError(f"{self.path}: damaged: {full} lacks {missing:,} elements; take another, or copy it anew")
+            raise ValueError(f"{self.path}: damaged, {full} lacks {missing:,} elements: {TAKE_ANOTHER}")
 
     def _runs(self, full: str, saved: Shape) -> Iterator[_Run]:
         described = self.metadata.state_dict_metadata.get(full)
@@ -174,12 +174,14 @@ class SavedCheckpoint:
         with (self.path / run.file).open("rb", buffering=0) as file:
             file.seek(run.offset)
             if file.read(len(head)) != head:
-                raise ValueError(f"{self.path}: {full} can't be read: {run.file} is damaged at byte {run.offset:,}")
+                raise ValueError(
+                    f"{self.path}: {full} can't be read, {run.file} is damaged at byte {run.offset:,}: {TAKE_ANOTHER}"
+                )
             file.seek((first - run.start) * flat.element_size(), 1)
             while memory:
                 count = file.readinto(memory)
                 if not count:
-                    raise ValueError(f"{self.path}: {full} can't be read: {run.file} ends too early")
+                    raise ValueError(f"{self.path}: {full} can't be read, {run.file} ends too early: {TAKE_ANOTHER}")
                 memory = memory[count:]
         if host is not flat:
             flat.copy_(host)

@@ -394,9 +394,9 @@ def _own(name: str, key: str, tensor: Tensor | None, record: ShardedParameter) -
     """Return a loaded state in the form of this rank's optimizer: a slice ``[s]`` padded with zeros, or whole."""
     if tensor is None:
         raise ValueError(
-            f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it into: it "
-            "hasn't stepped yet, and no other of its class can be made to find out what states it will have; take a "
-            "step first, or use save_checkpoint and load_checkpoint"
+            f"{name}: expected a tensor to load its {key} into, got none, since the optimizer hasn't stepped yet and "
+            "none of its class can be made to find out its states: take a step first, or use save_checkpoint and "
+            "load_checkpoint"
         )
     if not isinstance(tensor, BoxedTensor):
         return tensor

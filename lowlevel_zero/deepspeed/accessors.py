@@ -270,7 +270,10 @@ def _check_key(optimizer: ShardedOptimizer, records: Records, key: str) -> None:
             )
     value = known.get(key)
     if value is not None and not isinstance(value, (Tensor, int, float)):
-        raise TypeError(f"{records[0].name}: expected {key!r} to be a tensor or a number, it is {type(value).__name__}")
+        raise TypeError(
+            f"{records[0].name}: expected {key!r} to be a tensor or a number, got a {type(value).__name__}: read it "
+            "from optimizer.state_dict()"
+        )
 
 
 def _check_value(value: Tensor, record: ShardedParameter, shape: Sequence[int] | None = None) -> None:

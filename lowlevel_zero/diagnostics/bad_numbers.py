@@ -136,7 +136,8 @@ class BadNumbers:
             self.waits = self._always_waits or not good
         elif not good and self._options.diagnostics.error_if_nonfinite:
             found = f"expected a finite gradient norm, got {norm}: {self._found(at_hand)}"
-            error = RuntimeError(f"step {step + 1}: {found}. Nothing was stepped")
+            remedy = "call optimizer.zero_grad() on every rank, and go on with the next batch"
+            error = RuntimeError(f"step {step + 1}: {found}. Nothing was stepped: {remedy}")
             raise raised_by_all(error, self._ranks)
         elif self._in_a_row.bit_count() == 1:  # warn at the 1st, 2nd, 4th, ...: parameters seldom recover
             found = self._found(at_hand)

@@ -29,7 +29,8 @@ def check_suffix(checkpoint: str, use_safetensors: bool) -> None:
     """Raise for a name that ColossalAI would not read as safetensors. Asynchronous saves are safetensors, too."""
     if use_safetensors and not checkpoint.endswith(".safetensors"):
         raise ValueError(
-            f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True or use_async=True"
+            f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True or "
+            "use_async=True, got another: name the file so"
         )
 
 

@@ -86,7 +86,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         """Run a backward as accelerate does, and reduce the gradients of all prepared optimizers."""
         if self._models and not self._optimizers:
             raise RuntimeError(
-                "backward: expected prepare(model, optimizer), got a model alone, whose gradients would not be reduced"
+                "backward: expected prepare(model, optimizer), got a model alone, whose gradients would not be "
+                "reduced: pass its optimizer to prepare, too"
             )
         with ExitStack() as passes:
             for optimizer in self._sharded():

@@ -78,8 +78,19 @@ def test_the_code_runs_under_torchrun(tmp_path: Path) -> None:
     assert "9 " in done.stdout
 
 
-def test_it_is_short() -> None:
+def test_pages_are_short() -> None:
     assert len(README.splitlines()) <= 150
+    for_maintainers = ("architecture", "benchmarks")
+    long = {page.name for page in DOCS if len(page.read_text().splitlines()) > 200}
+    assert long <= {f"{stem}.md" for stem in for_maintainers}
+
+
+def test_the_walk_through_the_example_quotes_it() -> None:
+    example = (ROOT / "examples" / "zero_in_one_file.py").read_text()
+    assert len(example.splitlines()) <= 150
+    quoted = blocks("py", (ROOT / "docs" / "zero-in-one-file.md").read_text())
+    assert len(quoted) >= 5
+    assert [each for each in quoted if each not in example] == []
 
 
 @pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.stem)

@@ -64,8 +64,11 @@ def f(name, n):
     assert late.parts == ("{name}: expected one call, got a late one", "call it once ({...})")
     assert rank == ("warning", "a rank is late")
     page = messages.page()
-    assert "## Checkpoints" in page
+    assert "## A checkpoint isn't saved or loaded" in page
     assert "call optimizer.step(), not optimizer.optim.step()" in page
+    rows = re.findall(r"^\| (.*) \| (.*) \| (\w+) \|$", page, flags=re.MULTILINE)
+    assert len(rows) > 250
+    assert [what for what, remedy, kind in rows if kind.endswith("Error") and not remedy] == []
 
 
 def test_pictures_are_those_that_the_code_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

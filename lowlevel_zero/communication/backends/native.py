@@ -42,7 +42,10 @@ class Native(Backend):
     def _group(self) -> dist.ProcessGroup:
         group = self._ref()
         if group is None:
-            raise RuntimeError("expected a process group to communicate over, found it destroyed")
+            raise RuntimeError(
+                "expected a process group to communicate over, found it destroyed: call destroy_process_group() after "
+                "the last call of the optimizer"
+            )
         return group
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:

@@ -128,7 +128,10 @@ class Pairwise(HostBackend):
         """Start sending the first tensor of each pair and receiving into the second; empty ones stay."""
         group = self._buffers() if kind.carries_buffers else self._group()
         if group is None:
-            raise RuntimeError("expected a process group to send messages over, found it destroyed")
+            raise RuntimeError(
+                "expected a process group to send messages over, found it destroyed: call destroy_process_group() "
+                "after the last call of the optimizer"
+            )
         tag, works = self._first_tag + kind, []
         for (to, of), (mine, theirs) in zip(self.peers if peers is None else peers, pairs, strict=True):
             if theirs.numel():

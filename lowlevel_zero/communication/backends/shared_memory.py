@@ -148,7 +148,10 @@ class SharedMemory(HostBackend):
 
 def _refuse() -> NoReturn:
     """Raise for memory that is needed after it has ended."""
-    raise RuntimeError("expected the shared memory of a process group, which has been destroyed")
+    raise RuntimeError(
+        "expected the shared memory of a process group, found the group destroyed: call destroy_process_group() after "
+        "the last call of the optimizer"
+    )
 
 
 def _of_another_call(rank: int, expected: int, got: int) -> str:
