@@ -1,4 +1,4 @@
-"""The assignment: which ranks share which parameter, read from ``pg_to_param_list``, checked and agreed on."""
+"""The assignment of parameters to shard groups, read from ``pg_to_param_list``, checked and agreed on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYWORD = "pg_to_param_list"
 
 
 class Assignment(NamedTuple):
-    """Says which parameters fewer ranks share than all data-parallel ones, and which ranks share them.
+    """The shard group of each parameter that isn't shared by all data-parallel ranks.
 
     Attributes:
         groups: the process groups of the shard groups 1, 2, …, in the order in which the optimizer has their
@@ -37,11 +37,11 @@ class Assignment(NamedTuple):
         return range(1 + len(self.groups))
 
     def of(self, tensor: Tensor) -> int:
-        """Return the number of a parameter's or buffer's shard group."""
+        """Return the number of a tensor's shard group; 0: all data-parallel ranks."""
         return self.number_of.get(tensor, 0)
 
     def in_common(self, parameters: Iterable[Tensor], options: ZeroOptions) -> list[str]:
-        """Return the lines that all ranks must have in common where their shard groups differ."""
+        """Return lines that must be alike on all ranks even if they have different experts."""
         dtypes = {options.forced_dtype or p.dtype for p in parameters if p.requires_grad}
         present = {dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}
         count = len(self.groups)
@@ -52,7 +52,7 @@ NOTHING_APART = Assignment((), {})
 
 
 def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> Any:
-    """Return the group of all data-parallel ranks; None: the default one. It raises nothing: no ranks can agree yet.
+    """Return the group of all data-parallel ranks; None: the default one. Raises nothing, doesn't communicate.
 
     The group is the ``given`` one. Without it, if all trainable parameters are listed in the mapping, the group is the
     mapping's one that has the ranks of all others: ColossalAI's callers pass it so.
@@ -75,7 +75,7 @@ def _covering_group(pg_to_param_list: Mapping[Any, Any], optimizer: Optimizer) -
 
 
 def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], model: nn.Module | None) -> Assignment:
-    """Read ``pg_to_param_list`` and return which shard group has which parameter.
+    """Read and check ``pg_to_param_list``, and return each parameter's shard group. Doesn't communicate.
 
     Args:
         pg_to_param_list: lists of parameters by process group; None: ``dp`` shares them all.
@@ -150,7 +150,7 @@ def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
 
 
 def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> None:
-    """Add buffers and frozen parameters of each module whose other parameters are all of one shard group."""
+    """Add to ``number_of`` the buffers and frozen parameters of modules that belong to one shard group."""
     for module in model.modules() if model is not None else ():
         parameters = list(module.parameters())
         numbers = {number_of.get(p, 0) for p in parameters if p.requires_grad or p in number_of}
@@ -167,7 +167,7 @@ def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> Non
 def make_groups(
     dp: ShardGroup, groups: Sequence[dist.ProcessGroup], lines: Sequence[Iterable[str]]
 ) -> list[ShardGroup]:
-    """Return all shard groups, ``dp`` first. Every rank of ``dp`` calls it, with the same number of ``groups``.
+    """Return all shard groups, ``dp`` first. Communicates: every rank of ``dp`` calls it.
 
     Args:
         dp: the data-parallel ranks.

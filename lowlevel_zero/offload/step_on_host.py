@@ -1,4 +1,4 @@
-"""Stepping on the host, where masters, their state and the reduced shards of buckets are.
+"""Stepping on the host, which holds masters, their state and the reduced rows of buckets.
 
 Shards are copied down (D2H) during backward, and stepped masters up again (H2D). What is copied lies in
 pinned memory, where the device is another; masters and optimizer state aren't copied, and lie in plain memory. Where
@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
 
 
 class HostBucket(Bucket):
-    """A bucket whose row rests on the host; its norm is measured before it leaves the device."""
+    """A bucket whose row is copied to the host when it is reduced; its norm is measured on the device before."""
 
     _arrived: Mark
     _norm: Tensor | None  # None: it may have been edited since
@@ -34,43 +34,43 @@ class HostBucket(Bucket):
         self._device = records[0].padded.device
 
     def hold(self, total: Tensor) -> None:
-        """Start the D2H copy of the row."""
+        """Keep the row, measure its norm, and start copying it to the host."""
         super().hold(total)
         self._norm = _l2_norm(self.row)
         self.row, self._arrived = self._copies.down(self.row)
 
     def hold_for_step(self, row: Tensor) -> None:
-        """Keep the row, which may be edited; its norm is measured when asked for."""
+        """Keep a row that may be edited; its norm is measured when it is asked for."""
         super().hold_for_step(row)
         self._arrived = Mark()
         self._norm = None
 
     @property
     def measured(self) -> Tensor:
-        """Return the row's norm, on the parameters' device."""
+        """Return the row's L2 norm, on the parameters' device."""
         return _l2_norm(self.row).to(self._device) if self._norm is None else self._norm
 
     def sums(self) -> Tensor:
-        """Return the sums on the parameters' device; the host must not write the row while its H2D copy runs."""
+        """Return the sums on the parameters' device; don't write the row while its H2D copy runs."""
         if self.rows is not None:
             return self.rows
         self._arrived.wait()
         return self._copies.up(self.row, self._device)
 
     def fetch(self, part: Tensor) -> Tensor:
-        """Copy ``part`` of the row to the parameters' device, and wait for it."""
+        """Copy ``part`` of the row to the parameters' device, wait for the copy, and return it."""
         self._arrived.synchronize()
         return self._copies.up(part, self._device, asynchronous=False)
 
     def to_step(self) -> Tensor:
-        """Return the row on the host, once the D2H copy has ended, and let go of all rows on the device."""
+        """Wait for the D2H copy, release the rows on the device, and return the row on the host."""
         self.rows = None
         self._arrived.synchronize()
         return self.row
 
 
 class StepOnHost(StepOnDevice):
-    """Keeps masters and shards on the host.
+    """Keeps masters and reduced rows on the host, and steps them there.
 
     Args:
         streams: the streams of the parameters' device.
@@ -80,18 +80,18 @@ class StepOnHost(StepOnDevice):
         self._streams = streams
 
     def bucket_type(self) -> NewBucket:
-        """Return the constructor of buckets whose rows rest on the host."""
+        """Return the constructor of ``HostBucket``."""
         return partial(HostBucket, self)
 
     def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
-        """Return the masters in ``like``'s dtype and on its device by one H2D copy; masters may be written at once."""
+        """Return the masters in ``like``'s dtype on its device, by one H2D copy; they may be written at once."""
         sizes = [master.numel() for master in masters]
         row = self._buffer(sum(sizes), like.dtype)
         lay_end_to_end(row, masters)
         return self.up(row, like.device).split_with_sizes(sizes)
 
     def down(self, row: Tensor) -> tuple[Tensor, Mark]:
-        """Start copying a row to the host on a stream of its own; return the copy, and the mark of its end."""
+        """Start copying a row to the host on a side stream, and return the copy and a mark of its end."""
         with self._streams.beside():
             host = self._copy_down(row)
             self._streams.keep(row)
@@ -99,7 +99,7 @@ class StepOnHost(StepOnDevice):
 
     @staticmethod
     def up(row: Tensor, device: torch.device, asynchronous: bool = True) -> Tensor:
-        """Copy a row to a device; with ``asynchronous`` the host goes on meanwhile."""
+        """Copy a row to a device and return it; with ``asynchronous`` the host doesn't wait."""
         return torch.empty(row.shape, dtype=row.dtype, device=device).copy_(row, non_blocking=asynchronous)
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Costs: the measures of a parameter by which owners are dealt out."""
+"""Costs: measures of a parameter that decide which rank owns it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def orthogonalises(optimizer: Optimizer) -> bool:
 
 
 def costs_of(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor, name: str, given: Cost | None) -> Costs:
-    """Return the measures of one parameter: the cost of its step, and, unless the cost was given, its elements.
+    """Return the measures of a parameter: the cost of its step, and, unless the caller gave a cost, its elements.
 
     Args:
         optimizer: the optimizer that steps it.
@@ -50,7 +50,7 @@ def costs_of(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor, name: st
 
 
 def _operations(shape: tuple[int, ...]) -> int:
-    """Return how many multiplications orthogonalise a tensor of this shape, by Newton and Schulz; of a vector none.
+    """Return the multiplications that orthogonalise a tensor of this shape by Newton-Schulz.
 
     A tensor of three dimensions is a stack of matrices. One of more is a matrix with a row for each first index.
     """

@@ -1,4 +1,4 @@
-"""Modes of schedule-free optimizers, whose parameters are either the trained ones or the evaluated ones."""
+"""Modes of schedule-free optimizers: parameters hold either the trained values or the evaluated ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def switch(
     back: str,
     again: bool,
 ) -> None:
-    """Switch the slices of ``optim`` to another mode, and gather them.
+    """Call the wrapped optimizer's ``train`` or ``eval``, and gather its slices. Communicates unless nothing changed.
 
     All ranks call it. Nothing is gathered, and nothing communicates, when the optimizer was switched to this mode
     before and the call changes no slice and no setting: trainers switch in every step.
@@ -59,7 +59,7 @@ def _method(optim: Optimizer, name: str) -> Callable[[], None]:
 
 
 def _traces(optim: Optimizer, groups: Sequence[ShardedGroup]) -> Iterator[Any]:
-    """Yield what shows that an optimizer has switched: versions of slices, and its plain settings and attributes.
+    """Yield versions of slices, settings and plain attributes, by which a switch of modes can be seen.
 
     A class that writes through ``p.data`` changes no version, but has to note its mode somewhere.
     """

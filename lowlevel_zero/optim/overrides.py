@@ -1,4 +1,4 @@
-"""Settings by parameter of bitsandbytes' optimizers: they come along to the parameters' slices.
+"""bitsandbytes' settings for single parameters, which are carried over to the parameters' slices.
 
 ``GlobalOptimManager`` keeps them by a parameter's id, by its module, or by its place in the param groups; transformers'
 ``Trainer`` has 32-bit states for every embedding so. A slice is another tensor, in another place.
@@ -21,7 +21,7 @@ _CARRIED = {"alpha", "betas", "eps", "lr", "skip_zeros", "t_alpha", "t_beta3", "
 
 
 def overrides_of(optimizer: Any, p: Tensor) -> dict[str, Any]:
-    """Return what bitsandbytes' manager has for parameter ``p`` in place of its group's settings."""
+    """Return the settings that bitsandbytes' manager has for ``p`` instead of its group's; empty if none."""
     manager = getattr(optimizer, "mng", None)
     if manager is None:
         return {}
@@ -34,7 +34,7 @@ def overrides_of(optimizer: Any, p: Tensor) -> dict[str, Any]:
 
 
 def check_overrides(optimizer: Any, new: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
-    """Raise ``ValueError`` if a parameter has an override that its slices can't have."""
+    """Raise ``ValueError`` if a parameter has a setting of its own that slices can't have."""
     for p in new:
         overrides = overrides_of(optimizer, p)
         for key, value in overrides.items():
@@ -53,7 +53,7 @@ def check_overrides(optimizer: Any, new: Sequence[Tensor], names: Mapping[Tensor
 
 
 def carry_overrides(optimizer: Optimizer, parameters: ParameterStore) -> None:
-    """Have the first step of a bitsandbytes optimizer give its parameters' own settings to their slices.
+    """Make a bitsandbytes optimizer copy its parameters' own settings to their slices in its first step.
 
     bitsandbytes looks at its manager then, and so do settings come along that are made until then.
     """

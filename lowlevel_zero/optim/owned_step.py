@@ -1,4 +1,4 @@
-"""The step of an optimizer of which this rank owns some parameters: the param groups are without the others' in it."""
+"""The step of an optimizer that steps whole parameters: each rank steps the ones that it owns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .probe import needs_a_parameter
 
 
 class OwnedStep:
-    """Steps an optimizer once; for the time of the call, its param groups have this rank's parameters alone.
+    """Steps the wrapped optimizer while its param groups hold only the parameters that this rank owns.
 
     Some classes fail on a param group that is empty. They are given a small parameter in it, which is dropped
     afterwards with its state, so that a group's settings change as on the other ranks.
@@ -28,7 +28,7 @@ class OwnedStep:
         self._needs_a_parameter: bool | None = None  # None: no group was empty so far
 
     def __call__(self, records: Iterable[ShardedParameter]) -> None:
-        """Step once; ``records`` are all parameters of the optimizer. Doesn't communicate."""
+        """Step the parameters that this rank owns, among all ``records`` of the optimizer. Doesn't communicate."""
         groups: list[dict[str, Any]] = self._optim.param_groups
         others = {record.p32: record for record in records if not record.owns_some}
         whole = [group["params"] for group in groups]
@@ -54,7 +54,7 @@ class OwnedStep:
 
 
 def _stand_in(record: ShardedParameter) -> Tensor:
-    """Return a parameter of the same shape, with a gradient; nobody reads its values."""
+    """Return a parameter of the record's shape with a gradient; it keeps a param group from being empty."""
     own = torch.nn.Parameter(record.p32.new_ones(record.p.shape))
     own.grad = torch.linspace(1, 2, own.numel(), dtype=own.dtype, device=own.device).view(own.shape)
     return own

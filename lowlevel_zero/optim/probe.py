@@ -1,4 +1,4 @@
-"""Probes: fresh optimizers of a class step small parameters, and parts of them, and must arrive at the same.
+"""Probes: fresh optimizers of a class step small parameters and parts of them; the results must be equal.
 
 The parts are flat slices, or some of the parameters, as the ranks would own them. The optimizers are made by the
 class's constructor, with the options that the optimizer has recorded.
@@ -37,11 +37,11 @@ _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide
 
 
 class NoProbe(Exception):
-    """Raised if no other optimizer of the class can be made, or its steps prove nothing."""
+    """Raised if no second optimizer of the class can be made, or if its steps prove nothing."""
 
 
 def probe_elements(optimizer: Optimizer) -> str | None:
-    """Describe how slices step otherwise than whole parameters under others of ``optimizer``'s class; None: they don't.
+    """Compare slices with whole parameters under fresh optimizers, and describe a difference; None: they are equal.
 
     If it can't be tried, the result says why. Runs in fp32 on the CPU. ``optimizer`` and random number generators stay
     unchanged.
@@ -50,7 +50,7 @@ def probe_elements(optimizer: Optimizer) -> str | None:
 
 
 def probe_parameters(optimizer: Optimizer, dims: Sequence[int]) -> str | None:
-    """Describe how parameters step otherwise where two ranks own them; None: they don't.
+    """Compare parameters that two ranks own with ones stepped together, and describe a difference; None: equal.
 
     Each rank steps the parameters that it owns, with nothing in the place of the others. The parameters have these
     numbers of dimensions. Some have no gradient in one step, unless the class can't step so at all. Else as
@@ -64,7 +64,7 @@ def probe_parameters(optimizer: Optimizer, dims: Sequence[int]) -> str | None:
 
 
 def needs_a_parameter(optimizer: Optimizer) -> bool:
-    """Return whether the step of ``optimizer``'s class fails on empty param groups; False where none can be made."""
+    """Return whether a fresh optimizer of this class fails to step empty param groups; False if none can be made."""
     try:
         with _undisturbed():
             options = [_own_options(group) for group in optimizer.param_groups]
@@ -89,7 +89,7 @@ def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) 
 
 
 def full_name(optimizer: Optimizer) -> str:
-    """Return the full name of the optimizer's class, without private modules, from which torch moves classes."""
+    """Return the class's module and name, without private modules, from which torch moves classes."""
     cls = type(optimizer)
     return re.sub(r"\._[a-z]\w*\.", ".", f"{cls.__module__}.{cls.__qualname__}")
 
@@ -100,7 +100,7 @@ def first_states(
     dtype: torch.dtype | None = None,
     make: Callable[[list[Tensor]], Optimizer] | None = None,
 ) -> list[Options]:
-    """Return the state that a flat parameter of ``numel`` elements gets in its first step, one dict a param group.
+    """Return the state that a flat parameter of ``numel`` elements gets in its first step, for each param group.
 
     The parameter is one of ``dtype`` on the host; None: one like the group's first. It is a matrix of one row where the
     class takes no other. ``optimizer`` stays unchanged. ``make``: makes another; None: its class's constructor.
@@ -134,7 +134,7 @@ def states_of_shape(
 def missing_in(
     optimizer: Optimizer, numel: int, groups: Sequence[Mapping[str, Any]], states: Mapping[int, Options]
 ) -> str | None:
-    """Return what another of ``optimizer``'s class lacks to step with these ``groups``' settings and ``states``.
+    """Return the key that a fresh optimizer lacks to step with these saved ``groups`` and ``states``, or None.
 
     None: nothing, or it could not be tried. ``states`` are those of one parameter of ``numel`` elements in each group
     that has one.
@@ -164,7 +164,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Te
 
 
 def _fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """Make an optimizer of the same class over ``params``; each group gets its ``options``.
+    """Make a new optimizer of the same class over ``params``, and return it; each group gets its ``options``.
 
     The constructor's arguments are looked up by name among the defaults and the attributes. An argument that is found
     in neither takes its default.
@@ -188,7 +188,7 @@ def _fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Se
 
 
 def _copied(name: str, value: Any) -> Any:
-    """An option that belongs to nobody else; raises ``NoProbe`` for what must not be copied."""
+    """Return a copy of an option; raises ``NoProbe`` for objects that must not be copied."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().cpu().clone()
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
@@ -204,7 +204,7 @@ def _own_options(group: Mapping[str, Any]) -> Options:
 
 
 def _options_to_try(optimizer: Optimizer) -> list[Options]:
-    """Return the options of groups that differ in more than the size of a number."""
+    """Return one param group's options for each kind: groups that differ only in numbers count as one."""
     kinds: dict[str, Options] = {}
     for group in map(_own_options, optimizer.param_groups):
         if "lr" in group:
@@ -218,7 +218,7 @@ def _options_to_try(optimizer: Optimizer) -> list[Options]:
 
 
 def _first_difference(optimizer: Optimizer) -> str | None:
-    """Describe how slices differ from whole parameters under the first gradients that show it; None: under none.
+    """Compare slices with whole parameters under several kinds of gradients; describe the first difference, or None.
 
     Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     """
@@ -227,7 +227,7 @@ def _first_difference(optimizer: Optimizer) -> str | None:
 
 
 def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
-    """Step whole parameters and slices of them with the same ``gradients``, and return how the two differ."""
+    """Step whole parameters and slices of them with the same ``gradients``, and describe a difference, or None."""
     options = _options_to_try(optimizer)
     generator = torch.Generator().manual_seed(0)
     starts = [0.02 * _randn(shape, generator) for _ in options for shape in _SHAPES]
@@ -249,7 +249,7 @@ def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
 
 
 def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float | None:
-    """Return by how much of ``param``'s movement from ``start`` two results differ; None: by rounding at most."""
+    """Return two results' difference as a share of ``param``'s movement from ``start``; None if only rounding."""
     movement, gap = (param - start).abs().amax(), (expected - got).abs()
     if not (movement + gap.amax()).isfinite():
         raise NoProbe("a probe's parameters became infinite or NaN")
@@ -261,7 +261,7 @@ def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float |
 
 
 def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool) -> str | None:
-    """Step parameters together, and those of each of two ranks apart, and return how the two differ.
+    """Step parameters together, and split over two simulated owners, and describe a difference, or None.
 
     There are two of each number of dimensions. With ``drops`` a rank's parameters have no gradients in one step.
     """
@@ -292,7 +292,7 @@ def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool)
 
 
 def _take_over(optimizer: Optimizer, params: list[Tensor], rank: int) -> None:
-    """Replace ``params`` as a rank does: every second one by a copy with its state; others leave the param groups."""
+    """Turn an optimizer into one rank's: keep every second parameter, as a copy with its state, and drop the others."""
     own: dict[Tensor, Tensor] = {}
     for at, param in enumerate(params):
         state = optimizer.state.pop(param, None)
@@ -319,7 +319,7 @@ def _first_slice(tensor: Tensor) -> Tensor:
 
 
 def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield gradients of a lasting direction, so that momenta build up, with noise.
+    """Yield noisy gradients with a constant direction, so that momenta build up.
 
     In some steps a row has none, as an embedding's.
     """
@@ -333,7 +333,7 @@ def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[
 
 
 def _orthogonal(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield gradients that are nearly orthogonal to the weights, row by row, but for a first one.
+    """Yield gradients that are nearly orthogonal to the weights, row by row; the first one is random.
 
     AdamP and SGDP take what is parallel to the weights out of such (Heo et al., 2021).
     """
@@ -362,7 +362,7 @@ def _randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Puts back the random number generators; keeps out warnings, a default device and compilers.
+    """Run the body without effect on random number generators, and turn its exceptions into ``NoProbe``.
 
     Whatever another's class raises in it is a ``NoProbe``. Steps that their class compiles, which takes minutes, run as
     they are written; torch before 2.6 compiles them.

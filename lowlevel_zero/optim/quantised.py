@@ -1,4 +1,4 @@
-"""8-bit optimizers of torchao and bitsandbytes: a scale for each block of elements, where slices begin and end, too.
+"""8-bit optimizers of torchao and bitsandbytes: states have a scale for each block, so slices end where blocks end.
 
 They step slices as they step what is whole then, bit for bit; but both quantise a state only where it has so many
 elements (4,096, unless bitsandbytes is told otherwise): a parameter whose slices are smaller keeps fp32 states. torchao
@@ -32,7 +32,7 @@ State = dict[str, Any]
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` steps slices that end where blocks end as it steps whole parameters."""
+    """Return whether ``optimizer`` is one of the 8-bit classes that step slices of whole blocks exactly."""
     return _is_torchao(optimizer) or bool(_BITSANDBYTES.fullmatch(full_name(optimizer)))
 
 
@@ -46,7 +46,7 @@ def _smallest(optimizer: Any) -> int:
 
 
 def block_size(optimizer: Any) -> int:
-    """Return the number of elements that share a scale; 1: states aren't quantised, or in an unknown way."""
+    """Return the number of elements that share a scale; 1 if states aren't quantised, or in an unknown way."""
     if _is_torchao(optimizer):
         size: int = optimizer.block_size
         return size
@@ -55,7 +55,7 @@ def block_size(optimizer: Any) -> int:
 
 
 def check_unstepped(optimizer: Optimizer, new: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
-    """Raise ``ValueError`` for a parameter whose quantised states are there already: whole ones, with whole blocks."""
+    """Raise ``ValueError`` if a parameter already has quantised states, which can't be sliced."""
     stepped = [names[p] for p in new if optimizer.state.get(p)] if block_size(optimizer) > 1 else []
     if stepped:
         raise ValueError(
@@ -65,7 +65,7 @@ def check_unstepped(optimizer: Optimizer, new: Sequence[Tensor], names: Mapping[
 
 
 def slice_multiple(optimizer: Optimizer) -> Callable[[int, int], int]:
-    """Return a function that returns the number which the sizes of a parameter's slices must be multiples of.
+    """Return a function of a parameter's elements and its ranks: slice sizes are multiples of its result.
 
     Its arguments are the parameter's elements and the ranks that share it.
 
@@ -92,12 +92,12 @@ def slice_multiple(optimizer: Optimizer) -> Callable[[int, int], int]:
 
 
 def is_quantised(value: object) -> bool:
-    """Return whether a state of these optimizers is codes, which mean nothing without their scales."""
+    """Return whether a state holds quantised codes, which need their scales."""
     return hasattr(value, "codes") or (isinstance(value, Tensor) and value.dtype == torch.uint8)
 
 
 def stored_state(optimizer: Optimizer, state: State) -> State:
-    """Return ``state`` with codes, and one scale a block of them, in place of each quantised state."""
+    """Return ``state`` as it is saved: quantised states as codes and one scale for each block."""
     return state if block_size(optimizer) == 1 else dict(_stored(state))
 
 
@@ -111,14 +111,14 @@ def _stored(state: State) -> Iterator[tuple[str, Any]]:
 
 
 def is_scale(key: str, state: Collection[str]) -> bool:
-    """Return whether ``key`` has the scales of codes among the keys of a ``stored_state``."""
+    """Return whether ``key`` names the scales that belong to codes in a ``stored_state``."""
     if key.startswith("absmax"):
         return "state" + key.removeprefix("absmax") in state
     return key.endswith(_SCALE) and key.removesuffix(_SCALE) + _CODES in state
 
 
 def flat_state(optimizer: Optimizer, state: State) -> State:
-    """Return ``state`` with one code and one scale an element in place of each quantised state."""
+    """Return ``state`` as a whole state dict has it: quantised states as codes and one scale for each element."""
     stored, block = stored_state(optimizer, state), block_size(optimizer)
     return {key: _of_elements(key, value, stored, block) for key, value in stored.items()} if block > 1 else stored
 
@@ -131,12 +131,12 @@ def _of_elements(key: str, value: Any, stored: State, block: int) -> Any:
 
 
 def scales_of(scales: Tensor, block: int, start: int, numel: int) -> Tensor:
-    """Return the scale of each of ``numel`` elements, of which the first is element ``start`` of the first block."""
+    """Repeat each block's scale for its elements, and return those of ``numel`` elements from ``start`` on."""
     return scales.repeat_interleave(block)[start : start + numel]
 
 
 def quantised_state(optimizer: Any, p32: Tensor, state: Mapping[str, Any]) -> State:
-    """Return the inverse of ``flat_state``, on ``p32``'s device, as ``optimizer`` keeps a slice of that size."""
+    """Return the inverse of ``flat_state``, on ``p32``'s device, as ``optimizer`` keeps a slice of this size."""
     if block_size(optimizer) == 1:
         return dict(state)
     on_device = {key: each.to(p32.device) if _is_flat(each, p32) else each for key, each in state.items()}

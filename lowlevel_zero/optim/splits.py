@@ -35,7 +35,7 @@ _32_BITS_TOO = "Optimizer8bit"
 
 
 class _Listed(NamedTuple):
-    """Classes that aren't elementwise.
+    """An entry for classes that aren't elementwise.
 
     Attributes:
         names: of the class, of its package or of one of its bases, in any case, matched whole.
@@ -93,7 +93,7 @@ _LISTED = (
 def check_and_choose(
     optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str], options: ZeroOptions
 ) -> dict[Tensor, Choice]:
-    """Return what decides the split of each parameter; raise unless ``optimizer`` may step ``parameters`` so."""
+    """Choose the split of each parameter, and return the choices; raise if ``optimizer`` can't be split."""
     splits = choose_splits(optimizer, options.split, parameters)
     check_unstepped(optimizer, parameters, names)
     check_overrides(optimizer, parameters, names)
@@ -109,14 +109,14 @@ def check_and_choose(
 def choice_of(
     optimizer: Optimizer, group: Mapping[str, Any], by: str, p: Tensor, name: str, cost: Cost | None
 ) -> Choice:
-    """Return what decides the split of one parameter in a param group that is split ``by`` elements or parameters."""
+    """Return the ``Choice`` for one parameter of a param group that is split ``by`` elements or parameters."""
     return Choice(p.numel(), by, costs_of(optimizer, group, p, name, cost) if by == BY_PARAMETERS else ())
 
 
 def choose_splits(
     optimizer: Optimizer, chosen: str | None = None, parameters: Sequence[Tensor] | None = None
 ) -> list[str]:
-    """Return how the parameters of each param group of ``optimizer`` are split, "elements" or "parameters".
+    """Return "elements" or "parameters" for each param group of ``optimizer``, by a probe if its class is unknown.
 
     A group's own key ``"split"`` comes first, then what is ``chosen`` for all, then what is known of the class or shown
     by a probe. Others of the class step small fresh parameters in it. ``optimizer``, its parameters, state, options and
@@ -168,7 +168,7 @@ def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) ->
 
 
 def _listed(optimizer: Optimizer) -> _Listed | None:
-    """Return the entry that a class is in, by its name or the name of one of its bases."""
+    """Return the list's entry for a class, found by the name of the class, of its package or of a base; None: none."""
     for cls, entry in itertools.product(type(optimizer).__mro__, _LISTED):
         if cls.__name__ == _32_BITS_TOO:
             continue

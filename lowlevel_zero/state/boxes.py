@@ -34,7 +34,7 @@ class Spans(Protocol):
 
 
 class Blocks(NamedTuple):
-    """The division of a tensor that has one element for each block of another tensor's elements.
+    """The division among ranks of a tensor with one element for each block of another tensor's elements.
 
     Attributes:
         split: the division of the other tensor, whose spans begin where blocks begin.
@@ -105,7 +105,7 @@ def _in_row(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
-    """A tensor of which this rank has some boxes; torch.distributed.checkpoint saves these, and loads others.
+    """A tensor of which this rank holds some boxes, for torch.distributed.checkpoint to save or to load.
 
     Attributes:
         local: the rank's elements, 1-D, in memory order.
@@ -156,7 +156,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         return found
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the chunks for a loader, which reads into new memory, since the values may be refused."""
+        """Return the chunks for a loader, and replace ``local`` by new memory, since values may be refused."""
         self.local = torch.empty_like(self.local)
         return self._chunks()
 
@@ -178,7 +178,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run the operations that copying a state dict needs; there are no others."""
+        """Run the few operations that copy a state dict; raise ``NotImplementedError`` for any other."""
         boxed = next(each for each in args if isinstance(each, BoxedTensor))
         if func is torch.ops.aten.new_empty.default:
             return boxed.with_local(torch.empty_like(boxed.local, **(kwargs or {})))
@@ -199,13 +199,13 @@ _COPYING = {
 
 
 def boxed(own: Tensor, split: Spans, rank: int, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
-    """Return the tensor whose part ``rank`` of this split is ``own``, with or without padding."""
+    """Return part ``rank`` of a split tensor as a ``BoxedTensor``; padding at the end of ``own`` is cut off."""
     start, stop = split.span(rank)
     return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride, split)
 
 
 def _with_storage_of_its_own(part: Tensor) -> Tensor:
-    """Return the same memory behind a storage that ends where ``part`` does.
+    """Return ``part`` over the same memory, with a storage that holds nothing else.
 
     torch.distributed.checkpoint copies parts of larger storages before it writes them, and some versions keep all
     copies to the end.

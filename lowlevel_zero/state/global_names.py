@@ -1,4 +1,4 @@
-"""Global names: of every tensor one over all ranks, also where experts of several groups are called the same."""
+"""Global names: one name for every tensor over all ranks, even if experts of several groups share a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ranks = tuple[int, ...]
 
 
 class Expert(NamedTuple):
-    """A tensor that some of the data-parallel ranks have, and others don't.
+    """A tensor that only some of the data-parallel ranks have.
 
     Attributes:
         name: what the model of those who have it calls it.
@@ -25,7 +25,7 @@ class Expert(NamedTuple):
 
 
 class GlobalNames:
-    """The global names of a model's tensors.
+    """The names of a model's tensors that are unique over all ranks.
 
     What all ranks share has its own name, and so has an expert whose name is nobody else's, as where each rank's
     experts have the numbers of the whole model: who loads it finds it at any layout. Of experts that have a name in
@@ -54,7 +54,7 @@ class GlobalNames:
         return self._own[name]
 
     def of(self, own: Mapping[str, T]) -> dict[str, T]:
-        """Return values that this rank has by its own names, by global names."""
+        """Return the same values under global names; the keys given are this rank's own names."""
         return {self._own[name]: value for name, value in own.items()}
 
     def _tell_experts_apart(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
@@ -79,14 +79,14 @@ class GlobalNames:
 
 
 def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:
-    """Return the ``experts`` of every rank; nothing where the shard groups show that there are none."""
+    """Gather every rank's ``experts``; an empty list if there is one shard group. Else communicates."""
     return [] if len(groups) == 1 else groups[0].all_gather_object(experts)
 
 
 def of_all_ranks(
     groups: Sequence[ShardGroup], number_of: Mapping[str, int], *own: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return this rank's values by global name, then other ranks' of their experts. Communicates with experts.
+    """Merge this rank's values, by global name, with other ranks' values for their experts. Communicates with experts.
 
     Args:
         groups: the shard groups.
@@ -102,7 +102,7 @@ def of_all_ranks(
 
 
 def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) -> None:
-    """Raise ``ValueError`` where groups that call their experts the same are not as many as when they were saved."""
+    """Raise ``ValueError`` if a name is shared by more, or fewer, groups' experts than when they were saved."""
     here, there = (Counter(expert.name for expert in experts.values()) for experts in (ours, saved))
     for name in dict.fromkeys((*here, *there)):
         expected, got = max(here[name], 1), max(there[name], 1)

@@ -40,7 +40,7 @@ _SAME_CLASS = "build the optimizer that was saved, or load the model alone"
 
 @contextmanager
 def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
-    """Yield a stack of callbacks, which are called on all ranks if the body raises on one; every rank enters.
+    """Yield a stack of undo callbacks, which run on all ranks if the body raises on one. Communicates.
 
     If it raises on none, the stack lets go of its callbacks.
     """
@@ -62,7 +62,7 @@ def load_slices(
     states: Mapping[ShardedParameter, State],
     undo: ExitStack,
 ) -> None:
-    """Load states of slices, without masters, by the ``load_state_dict`` of ``optim``, which casts them.
+    """Load states of slices, except masters, by the ``load_state_dict`` of ``optim``, which casts them.
 
     ``undo`` gets a callback that restores the former states and groups, since hooks of the caller may raise.
     """
@@ -81,13 +81,13 @@ def load_slices(
 
 
 def load_scale(scaler: LossScaler | None, loss_scale: Mapping[str, Any] | None) -> None:
-    """Continue with a loss scale that ``scale_as_numbers`` returned; None: the present one stays."""
+    """Load a loss scale that ``scale_as_numbers`` returned; None keeps the present one."""
     if scaler is not None and loss_scale is not None:
         scaler.load_state_dict(loss_scale)
 
 
 def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter, State], fp8: bool) -> None:
-    """Let parameters have the masters among ``states`` where these round to them, as ``restore_master`` does.
+    """Give parameters the masters among ``states`` if those round to the parameters' values.
 
     A parameter that is fp32 itself becomes its master where it was loaded from what 16 bits had kept of it. That
     communicates: every rank calls it, with the masters of the same parameters.
@@ -105,18 +105,18 @@ def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter
 
 @torch.no_grad()
 def _widen(p: Tensor, master: Tensor) -> None:
-    """Let ``p`` be ``master`` where it is what bf16 or fp16 keeps of that."""
+    """Replace elements of ``p`` by those of ``master`` that bf16 or fp16 rounds to them."""
     for dtype in (torch.bfloat16, torch.float16):
         p.copy_(torch.where(p == master.to(dtype), master, p))
 
 
 def takes_master(record: ShardedParameter) -> bool:
-    """Return whether a saved fp32 master has a place here: as a master, or as the parameter itself."""
+    """Return whether a saved fp32 master can be loaded here: as a master, or into an fp32 parameter itself."""
     return record.keeps_more or record.p32.dtype.itemsize >= torch.float32.itemsize
 
 
 def warn_of_lost_states(group: ShardGroup, names: Sequence[str]) -> None:
-    """Warn on the first rank of parameters whose saved states nobody has taken."""
+    """Warn on the first rank of parameters whose saved states weren't loaded."""
     if names and group.group_rank == 0:
         _log.warning(
             "%s: trained when it was saved, and by no optimizer here, so that its state (and that of %d more) isn't "
@@ -130,7 +130,7 @@ def warn_of_lost_states(group: ShardGroup, names: Sequence[str]) -> None:
 def check_class(
     optim: Optimizer, saved: str | None, param_groups: Sequence[Mapping[str, Any]], states: Mapping[int, State]
 ) -> None:
-    """Raise ``ValueError`` if the saved state is of another class than ``optim``; its settings may differ.
+    """Raise ``ValueError`` if the saved state is of another class than ``optim``; settings may differ.
 
     Args:
         saved: the class's name; None: nobody has recorded it, as in plain torch's state dicts. Then a small optimizer
@@ -150,7 +150,7 @@ def check_class(
 
 
 def add_sample(samples: dict[int, State], state: Mapping[str, Any], record: ShardedParameter) -> None:
-    """Add the state of a parameter of ``TRIED`` elements, like this one of ``record``, unless its group has one.
+    """Add a state like this one, but of ``TRIED`` elements, unless the param group has a sample already.
 
     Of a parameter that one rank steps whole nothing is added: its states depend on its shape.
     """

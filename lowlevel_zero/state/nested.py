@@ -1,4 +1,4 @@
-"""States that hold tensors in lists and dicts: the same as tensors by name, for checkpoints, and back."""
+"""States that hold tensors in lists and dicts: flattened to tensors by name for checkpoints, and nested again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STANDS_FOR = "lowlevel_zero: tensor "  # a tensor's name in what is left of a l
 
 
 def flattened(state: Mapping[str, Any]) -> State:
-    """Return ``state`` with each tensor in a list or dict beside it, under a name such as ``GG[0]``."""
+    """Return ``state`` with tensors in lists and dicts moved to the top level, under names such as ``GG[0]``."""
     found: State = {}
     for key, value in state.items():
         tensors: State = {}
@@ -32,7 +32,7 @@ def flattened(state: Mapping[str, Any]) -> State:
 
 
 def nested(flat: Mapping[str, Any]) -> State:
-    """Return the inverse of ``flattened``."""
+    """Return the state that ``flattened`` was given: the inverse."""
     put_back: set[str] = set()
 
     def restored(leaf: Any) -> Any:

@@ -24,7 +24,7 @@ MESSAGE_BYTES = 64 * 2**20
 
 
 class Slice(NamedTuple):
-    """A tensor that the ranks hold together: ``[s]`` elements of one parameter, or, on its owner, any tensor of its.
+    """A part of a tensor that the ranks hold together: ``[s]`` elements, or, on an owner, all of one of its tensors.
 
     On ranks that own nothing of the parameter it is on the meta device.
     """
@@ -34,7 +34,7 @@ class Slice(NamedTuple):
 
     @classmethod
     def of_row(cls, record: ShardedParameter, row: Tensor) -> Slice:
-        """Return the slice whose elements are those of ``row``, ``[s]``."""
+        """Return a slice that has the elements of ``row``, ``[s]``; on a rank that owns none, a meta tensor."""
         if record.owns_some:
             return cls(record, record.shaped(row))
         return cls(record, torch.empty(record.p.shape, dtype=row.dtype, device="meta"))
@@ -46,29 +46,29 @@ class Slice(NamedTuple):
 
     @property
     def is_of_elements(self) -> bool:
-        """Whether the whole has one number for each element of the parameter."""
+        """Return whether the whole tensor has one number for each element of the parameter."""
         return self.record.split.owner is None or self.own.shape == self.record.p.shape
 
     def row(self) -> Tensor:
-        """Return this rank's elements, 1-D, in memory order, where the parameters are."""
+        """Return this rank's elements, 1-D, in memory order, on the parameters' device."""
         if self.is_of_elements:
             return self.record.flat_slice(self.own).to(self.record.padded.device)
         return flat_in_memory_order(self.own, self.like).to(self.record.padded.device)
 
     @property
     def like(self) -> Tensor:
-        """A tensor without values of the whole's shape, and its strides where they are dense."""
+        """Return a tensor without values of the whole tensor's shape and strides."""
         return torch.empty_like(self.own.detach(), device="meta")
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Return the whole tensor from all ranks' ``rows``."""
+        """Return the whole tensor, as a view of all ranks' ``rows`` without padding."""
         if self.is_of_elements:
             return unshard(rows, self.record)
         return torch.as_strided(rows, self.own.shape, self.like.stride())
 
 
 def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
-    """Return whether ranks hold a state together: each its elements, or one rank all of a tensor."""
+    """Return whether a state is sliced over the ranks, or held by one owner, instead of being alike on all."""
     if not isinstance(value, Tensor):
         return False
     if record.split.owner is not None:
@@ -77,7 +77,7 @@ def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
 
 
 def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
-    """Return ``[world_size, s]`` without its padding, as a tensor of ``p``'s shape and strides."""
+    """Cut the padding off ``[world_size, s]``, and return a tensor of ``p``'s shape and strides."""
     return record.restore(rows.reshape(-1)[: record.split.numel])
 
 
@@ -87,7 +87,7 @@ def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
 def told_states(
     records: Sequence[ShardedParameter], group: ShardGroup, state_of: Callable[[ShardedParameter], State]
 ) -> dict[ShardedParameter, State]:
-    """Return what ``state_of`` returns on the owners of ``records``; communicates where there are some.
+    """Return each record's state; other ranks' owned ones as meta tensors. Communicates if one rank owns a parameter.
 
     Elsewhere tensors of an owner's state are on the meta device, but for numbers. Of an even split each rank has its
     own.
@@ -109,7 +109,7 @@ def _told(value: Any) -> Any:
 
 
 def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
-    """Yield the whole tensor of each slice: of ``p``'s shape and strides and on its device, of the slice's dtype.
+    """Gather each slice, and yield the whole tensor, of ``p``'s shape and on its device. Communicates.
 
     They travel in few messages of at most ``MESSAGE_BYTES`` (or one larger tensor), each when its first tensor is asked
     for. Communicates: all ranks iterate to the end.
@@ -119,7 +119,7 @@ def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]
 
 
 def _batches(slices: Iterable[Slice], world_size: int) -> Iterator[list[Slice]]:
-    """Yield neighbouring slices of one device and dtype, as many as fit into a message."""
+    """Group neighbouring slices of one device, dtype and owner, as many as fit into ``MESSAGE_BYTES``."""
     batch: list[Slice] = []
     room = MESSAGE_BYTES
     for each in slices:
@@ -145,13 +145,13 @@ def _gathered(batch: Sequence[Slice], group: ShardGroup) -> list[Tensor]:
 
 
 def whole_masters(records: Iterable[ShardedParameter], group: ShardGroup) -> Iterator[Tensor]:
-    """Return the whole of each ``p32``, fp32 at least. Communicates: all ranks iterate to the end."""
+    """Gather each ``p32``, and yield it whole, in fp32 at least. Communicates: all ranks iterate to the end."""
     masters = (Slice.of_row(record, record.master_row.detach()) for record in records)
     return map(at_least_fp32, whole_slices(masters, group))
 
 
 def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) -> Iterator[Tensor | None]:
-    """Yield whole averaged, unscaled gradients, fp32 at least; None where no rank has one.
+    """Yield each whole gradient, averaged, unscaled, in fp32 at least; None if no rank has one.
 
     Communicates unless every rank has all rows anyway (stage 1, before the step): all ranks iterate to the end.
     """
@@ -171,7 +171,7 @@ def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) ->
 def whole_states(
     records: Sequence[ShardedParameter], optim: Optimizer, key: str, group: ShardGroup
 ) -> Iterator[Tensor | None]:
-    """Yield the state ``key`` of each parameter: whole, fp32 at least if floating-point; a number 0-d; None for none.
+    """Gather the state ``key`` of each parameter, and yield it whole, in fp32 at least; None for none.
 
     Communicates: all ranks iterate to the end.
     """

@@ -1,4 +1,4 @@
-"""Optimizer state as tensors: whole tensors to slices, and slices gathered to whole tensors."""
+"""Whole optimizer state: slices gathered to tensors as plain torch has them, and such tensors cut to slices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Pinned = dict[int, State]
 
 
 class WholeState(NamedTuple):
-    """The state of an optimizer over slices, as one process would have it: whole tensors, on the host.
+    """The optimizer's state as plain torch has it: whole tensors on the host.
 
     Attributes:
         optim: the wrapped optimizer.
@@ -71,7 +71,7 @@ class WholeState(NamedTuple):
     model: nn.Module | None
 
     def state_dict(self, pinned: Pinned | None = None, only_on_master: bool = False) -> State:
-        """Return a plain torch optimizer's state dict.
+        """Gather the state, and return a plain torch optimizer's state dict. Communicates: all ranks call it.
 
         Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
         them, frozen ones included. fp32 masters of 16-bit parameters are saved as ``master_param``; the loss scale,
@@ -87,7 +87,7 @@ class WholeState(NamedTuple):
         return {"state": state, "param_groups": self.packed_groups(), EXTRAS: extras}
 
     def packed_groups(self) -> list[State]:
-        """Return the param groups with their settings; parameters are places, counted through all groups."""
+        """Return the param groups with their settings, and with numbers in place of parameters. Doesn't communicate."""
         places = _places(self.parameters)
         groups = zip(self.optim.param_groups, self.parameters.groups, strict=True)
         return [{**settings, "params": [places[p] for p in members]} for settings, members in groups]
@@ -95,7 +95,7 @@ class WholeState(NamedTuple):
     def shards(
         self, max_shard_size: float, pinned: Pinned | None = None, only_on_master: bool = False
     ) -> Iterator[tuple[dict[int, State], float]]:
-        """Yield ``state_dict``'s state by place, in pieces, each with its size in MiB; at least one piece.
+        """Gather the state a tensor at a time, and yield it in pieces with their sizes in MiB. Communicates.
 
         Communicates as it goes: all ranks iterate to the end.
 
@@ -133,7 +133,7 @@ class WholeState(NamedTuple):
         yield piece, held
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a plain torch optimizer's state dict (or ``state_dict``'s) into slices.
+        """Load a whole state dict into slices, plain torch's or ``state_dict``'s. Communicates: every rank calls it.
 
         Every rank calls it, with the same state dict.
 
@@ -162,7 +162,7 @@ class WholeState(NamedTuple):
         shards: Iterable[Mapping[Any, State]],
         extras: Mapping[str, Any],
     ) -> None:
-        """Load whole states that come in pieces, by place, of which only slices are kept; every rank calls it.
+        """Load whole states that come in pieces, and keep only this rank's slices. Communicates: every rank calls it.
 
         Any number of ranks may have saved them.
 
@@ -212,19 +212,19 @@ def _places(parameters: ParameterStore) -> dict[Tensor, int]:
 
 
 def _gathered_states(state: State, record: ShardedParameter) -> Iterator[str]:
-    """Yield a line for each of a parameter's states that is gathered."""
+    """Yield a line for each state of a parameter that is sliced, for the ranks to compare."""
     for key, value in state.items():
         if is_slice(key, value, record):
             yield f"{key} of {record.common_name}, {value.dtype}"
 
 
 def own_state(optim: Optimizer, record: ShardedParameter) -> State:
-    """Return a parameter's state on this rank, with its master; an optimizer without state may have masters too."""
+    """Return a parameter's state on this rank, and its master under ``MASTER``. Doesn't communicate."""
     return with_master(flat_state(optim, optim.state.get(record.p32, {})), record)
 
 
 def with_master(state: State, record: ShardedParameter) -> State:
-    """Return ``state`` with the parameter's master, if that holds more than the parameter does."""
+    """Return ``state``, with the parameter's fp32 master added if that is more precise than the parameter."""
     kept = (state or record.stepped) and record.keeps_more
     return {**state, MASTER: record.p32.detach()} if kept else dict(state)
 
@@ -232,7 +232,7 @@ def with_master(state: State, record: ShardedParameter) -> State:
 def _whole_state(
     state: Mapping[str, Any], record: ShardedParameter, group: ShardGroup, pinned: State | None, keep: bool
 ) -> tuple[State, float]:
-    """Return one parameter's whole state, or nothing unless ``keep``, and its size in MiB."""
+    """Gather one parameter's state, and return it with its size in MiB; empty unless ``keep``. Communicates."""
     size = 0.0
 
     def whole_value(path: Any, value: Any) -> Any:
@@ -259,7 +259,7 @@ def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
 
 
 def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that whole state dicts on all ranks must have in common."""
+    """Yield lines with a state dict's groups, places and shapes, for the ranks to compare."""
     for at, group in enumerate(state_dict["param_groups"]):
         yield f"group {at} of {len(group['params'])} parameters"
     for place, state in state_dict["state"].items():
@@ -268,7 +268,7 @@ def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _restore_plans(groups: Sequence[ShardedGroup], plans: Iterable[Mapping[str, Any] | None]) -> None:
-    """Continue with the bucket plans of another run that have as many parameters; no gradients may be under way."""
+    """Restore the bucket plans that have as many parameters as the groups; there must be no gradients."""
     for group, saved in zip(groups, plans, strict=False):
         plan = None if saved is None else PlanState(**saved)
         if plan is not None and len(plan.order) == len(group.records):
@@ -276,7 +276,7 @@ def _restore_plans(groups: Sequence[ShardedGroup], plans: Iterable[Mapping[str, 
 
 
 def _parameters_by_place(parameters: ParameterStore, param_groups: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
-    """Return which parameter each saved place means; ``ValueError`` if the groups aren't this optimizer's.
+    """Map each saved number to a parameter; ``ValueError`` if the groups aren't of the same sizes.
 
     torch counts every parameter of a group. ColossalAI counts the trainable ones alone, and is understood too.
     """
