@@ -53,7 +53,7 @@ Records: TypeAlias = Sequence[ShardedParameter]
 
 
 class _Values(NamedTuple):
-    """What is read of parameters.
+    """A kind of values that accessors read: gradients, fp32 masters, or one optimizer state.
 
     Attributes:
         finish: what has to be over before; communicates.
@@ -70,17 +70,17 @@ class _Values(NamedTuple):
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return the fp32 master of a parameter, or None if the parameter is frozen."""
+    """Gather the fp32 master of a parameter, and return it whole; None if the parameter is frozen."""
     return _read_one(param, "safe_get_full_fp32_param", _MASTERS)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Return the gradient of a parameter, or None if no rank has one, as of a dropped layer, or it is frozen."""
+    """Gather the gradient of a parameter, and return it whole; None if no rank has one, or it is frozen."""
     return _read_one(param, "safe_get_full_grad", _GRADIENTS)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return a state of a parameter, as ``exp_avg``; a number, as ``step``, is 0-d.
+    """Gather a state of a parameter, such as ``exp_avg``, and return it whole; a number is 0-d.
 
     None if the parameter has none yet, or is frozen.
     """
@@ -90,7 +90,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Overwrite a parameter: its fp32 master with ``value``, and itself, on all ranks, with what that rounds to.
+    """Overwrite a parameter's fp32 master with ``value``, and the parameter with its rounded values.
 
     Args:
         param: the model's parameter.
@@ -109,7 +109,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Overwrite the gradient of a parameter that has one; ``value`` as above. A later backward adds to it."""
+    """Overwrite the averaged gradient of a parameter that has one. A later backward adds to ``value``."""
     optimizer, record = owner_of(param)
     with collective_call(optimizer, [record], "safe_set_full_grad"):
         _check_value(value, record)
@@ -122,7 +122,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Overwrite a state of a parameter that has been stepped; ``value`` as above, or, for a number, one element."""
+    """Overwrite an optimizer state of a parameter; for a state that is one number, pass one element."""
     key = optim_state_key
     optimizer, record = owner_of(param)
     state = _state(optimizer, record)
@@ -150,7 +150,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 def full_grads(model: nn.Module, *, device: torch.device | str | None = None) -> dict[str, Tensor | None]:
-    """``safe_get_full_grad`` of all of a model's parameters, by name, in messages of about 64 MiB.
+    """Gather all gradients of a model, and return them by name; as ``safe_get_full_grad``, in messages of 64 MiB.
 
     A rank holds the result and one message. With ``device="cpu"`` the result is on the host, and the device holds no
     more than a message and what it brought.
@@ -166,14 +166,14 @@ def full_grads(model: nn.Module, *, device: torch.device | str | None = None) ->
 
 
 def full_fp32_params(model: nn.Module, *, device: torch.device | str | None = None) -> dict[str, Tensor | None]:
-    """``safe_get_full_fp32_param`` of all of a model's parameters, as ``full_grads``; None of frozen ones."""
+    """Gather all fp32 masters of a model, and return them by name; None for frozen parameters."""
     return _read_all(model, "full_fp32_params", _MASTERS, device)
 
 
 def full_optimizer_states(
     model: nn.Module, optim_state_key: str, *, device: torch.device | str | None = None
 ) -> dict[str, Tensor | None]:
-    """``safe_get_full_optimizer_state`` of all of a model's parameters, as ``full_grads``; None where there is none."""
+    """Gather one optimizer state of all of a model's parameters, and return it by name; None where there is none."""
     call = f"full_optimizer_states({optim_state_key!r})"
     return _read_all(model, call, _states(optim_state_key), device)
 
@@ -233,7 +233,7 @@ def _read(
     values: _Values,
     device: torch.device | str | None = None,
 ) -> dict[Tensor, Tensor | None]:
-    """Values of some parameters of one optimizer, on ``device``."""
+    """Gather values of some parameters of one optimizer, and return them by parameter. Communicates."""
     with collective_call(optimizer, records, call):
         if values.key is not None:
             _check_key(optimizer, records, values.key)
@@ -256,7 +256,7 @@ def _state(optimizer: ShardedOptimizer, record: ShardedParameter) -> dict[str, A
 
 
 def _check_key(optimizer: ShardedOptimizer, records: Records, key: str) -> None:
-    """Raise unless ``key`` may be a state's: one of those that there are, if there are any."""
+    """Raise unless ``key`` names a state of these parameters that is a tensor or a number, and not quantised."""
     known = {name: value for record in records for name, value in _state(optimizer, record).items()}
     if not isinstance(key, str):
         raise TypeError(f"optim_state_key: expected a str, got {type(key).__name__} {key!r}")
@@ -288,7 +288,7 @@ def _check_value(value: Tensor, record: ShardedParameter, shape: Sequence[int] |
 
 
 def _number(value: object, held: object, record: ShardedParameter) -> float:
-    """Return the one number that ``value`` is, for a state that is one."""
+    """Return ``value`` as a float; raise ``TypeError`` unless ``value`` and the ``held`` state are single numbers."""
     for each in (held, value):
         if not (each.numel() == 1 if isinstance(each, Tensor) else isinstance(each, (int, float))):
             got = f"a tensor of {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__

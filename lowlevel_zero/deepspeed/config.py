@@ -31,7 +31,7 @@ _NO_LIMIT = 2.0**127  # DeepSpeed's loss scale has none
 
 
 def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Options:
-    """Return the keywords of ``LowLevelZeroOptimizer`` that do what a DeepSpeed config asks for.
+    """Translate a DeepSpeed config to keywords of ``LowLevelZeroOptimizer``, and return them.
 
     Stages 0 and 1 are stage 1 here, whose numbers are those of stage 0. ``fp16`` and ``bf16`` become
     ``forced_dtype``, which converts the optimizer's parameters; convert the model too if it has more.
@@ -77,7 +77,7 @@ def _unchanged(path: str, value: Any) -> Any:
 
 
 def _whole(path: str, value: Any) -> Any:
-    """Return an int for a number such as 2e8, which JSON has as a float."""
+    """Return a whole float, such as JSON's 2e8, as an int; any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -132,7 +132,7 @@ _DYNAMIC_DEFAULTS = {
 
 
 def _chosen(table: Table, given: Mapping[str, Any]) -> Options:
-    """Return the options that a config has, those of a group in a dict, each checked as the optimizer does."""
+    """Translate the config values of a table to options, checked as the optimizer checks them; groups are dicts."""
     options: Options = {}
     for path, (names, convert) in table.items():
         for name in names if path in given else ():
@@ -186,7 +186,7 @@ def _loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, 
 
 
 def _entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield values by path, without the ones that leave the choice open."""
+    """Yield the config's values by path, such as ``fp16.enabled``; ``null`` and ``"auto"`` are left out."""
     for key, value in config.items():
         path = f"{prefix}{'bf16' if key == 'bfloat16' else key}"
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Owners: which optimizer trains a parameter, and calls that all of its ranks make together."""
+"""Finding the optimizer that trains a parameter, and entering calls that all of its ranks make together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALLS = Alike("the same call", "call it for the same parameters on every rank, 
 
 
 def owner_of(param: Tensor) -> tuple[ShardedOptimizer, ShardedParameter]:
-    """Return the optimizer that trains ``param``, and its record there.
+    """Return the living optimizer that trains ``param``, and its record. Doesn't communicate.
 
     Raises:
         TypeError: not a tensor.
@@ -40,13 +40,13 @@ def owner_of(param: Tensor) -> tuple[ShardedOptimizer, ShardedParameter]:
 
 
 def is_frozen(param: Tensor) -> bool:
-    """Return whether ``param`` is a parameter that no optimizer has a slice of, since it isn't trained."""
+    """Return whether ``param`` is a parameter that requires no gradient and that no optimizer has a slice of."""
     return isinstance(param, nn.Parameter) and not param.requires_grad and not records_of([param])
 
 
 @contextmanager
 def collective_call(optimizer: ShardedOptimizer, records: Sequence[ShardedParameter], call: str) -> Iterator[list[str]]:
-    """Every rank makes this ``call``, of these parameters; the body, which doesn't communicate, checks it.
+    """Run checks in the body, and make sure that every rank makes the same ``call``. Communicates.
 
     The body may add to the lines that have to be alike on all ranks.
 

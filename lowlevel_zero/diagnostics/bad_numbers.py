@@ -1,4 +1,4 @@
-"""Finds the parameter and the rank that an inf or NaN among gradients came from, and ends endless skipped steps."""
+"""Finds the parameter and the rank that an inf or NaN came from, and raises after too many skipped steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Suspect(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """The bad numbers that one rank has seen.
+    """The infinite and NaN gradients that one rank has found.
 
     Attributes:
         first: the first parameter whose slice on this rank holds one; None: no slice does.
@@ -59,13 +59,13 @@ class LaterRead:
         self._arrived = streams.mark()  # on the stream of the value's device, which may not be the current device
 
     def read(self) -> Any:
-        """Return the numbers as lists of the tensor's shape. The host waits for the copy, and for nothing behind it."""
+        """Wait for the copy alone, and return the numbers as nested lists."""
         self._arrived.synchronize()
         return self._value.tolist()
 
 
 class BadNumbers:
-    """Checks gradient norms without waiting for a device, and names the source of an inf or NaN.
+    """Checks gradient norms, mostly without waiting for a device, and names the source of an inf or NaN.
 
     All ranks see the same norms at the same points of a step, so they look for the parameter together.
 
@@ -103,7 +103,7 @@ class BadNumbers:
     # ---- norms ----
 
     def norm(self, value: Tensor, at_hand: bool = True) -> None:
-        """Check a step's norm: at once if it is on the host, when the next step begins if it is on a device.
+        """Check a step's norm: now if it is on the host, or when the next step begins if it is on a device.
 
         Args:
             value: the norm.
@@ -119,7 +119,7 @@ class BadNumbers:
             self._later = LaterRead(value, step)
 
     def step_begins(self, last_norm: Tensor | None) -> None:
-        """Check the norm of the step before, if that has been put off.
+        """Check the norm of the step before, if its check was put off. Communicates if it isn't finite.
 
         ``last_norm`` is that norm, 0-d, or None if ``norm`` has been called with it.
         """
@@ -146,7 +146,7 @@ class BadNumbers:
     # ---- fp16 ----
 
     def skipped(self, scaler: LossScaler) -> None:
-        """Log the source of the overflow that skips this step.
+        """Find and log the source of the overflow that skips this step. Communicates: every rank calls it.
 
         Raises:
             RuntimeError: ``max_skipped_steps`` steps were skipped in a row, and the loss scale is at its minimum.
@@ -168,13 +168,13 @@ class BadNumbers:
     # ---- the source ----
 
     def packed(self, records: Sequence[ShardedParameter], buffer: Tensor) -> None:
-        """Measure a bucket buffer before it is reduced, if an inf or NaN in it would refuse or skip the step."""
+        """Measure a bucket buffer before it is reduced, if a bad number in it would skip or refuse the step."""
         if self._measures:
             dtype = torch.promote_types(buffer.dtype, torch.float32)
             self._packed.append((records, torch.linalg.vector_norm(buffer, math.inf, dtype=dtype)))
 
     def cleared(self) -> None:
-        """Forget the measured buffers, whose gradients have been stepped or dropped."""
+        """Forget the measured buffers."""
         self._packed.clear()
 
     def _found(self, at_hand: bool) -> str:

@@ -1,4 +1,4 @@
-"""Checks before the optimizer's calls that parameters and param groups are as the optimizer left them."""
+"""Checks before a call: parameters and param groups must be as the optimizer left them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .verification import difference
 
 
 class Guard:
-    """Checks the calls, parameters and param groups of one optimizer.
+    """Checks an optimizer's calls, parameters and param groups. Doesn't communicate unless a method says so.
 
     Args:
         optim: the wrapped optimizer, whose groups hold slices.
@@ -82,7 +82,9 @@ class Guard:
             )
 
     def trouble(self) -> RuntimeError | None:
-        """Return the error that keeps this rank, and maybe this rank alone, from stepping; None: there is none."""
+        """Check param groups and parameters, and return the error that keeps this rank from stepping; None: it can
+        step.
+        """
         self.edited = []
         try:
             if self._parameters.frozen:
@@ -94,7 +96,7 @@ class Guard:
         return None
 
     def refuse_unfrozen(self) -> None:
-        """Raise if a parameter requires grad that was frozen when its param group was added."""
+        """Raise ``RuntimeError`` if a parameter that was frozen when its group was added requires grad now."""
         for p in self._parameters.frozen:
             if p.requires_grad:
                 name = own_names(self._model).get(p, f"a {tuple(p.shape)} parameter")
@@ -105,7 +107,7 @@ class Guard:
                 )
 
     def _look_at_parameters(self) -> None:
-        """Find the parameters whose masters may have to follow; raise for a parameter that can't be stepped."""
+        """Collect edited parameters in ``edited``; raise for one whose dtype or device has changed."""
         for record in self._parameters.records:
             p = record.p
             written = p.data_ptr() != record.address or p._version != record.version
@@ -115,7 +117,7 @@ class Guard:
                     record.check_kind()
 
     def check_same_values(self, some: WrittenOnSome, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
-        """Raise unless the parameters that only some ranks have written hold the same values on all. Communicates.
+        """Raise unless the parameters that only some ranks wrote have the same values on all. Communicates.
 
         They do if a rank exchanges weights for their averages and back, or writes values that others receive from it.
         """
@@ -127,7 +129,7 @@ class Guard:
         self.edited += [record for record in written.values() if record not in self.edited]
 
     def follow_edits(self) -> None:
-        """Copy edited parameters into masters, and moved ones back to their storages; alike on all ranks."""
+        """Copy edited parameters into their masters, and moved ones back to their storages. Doesn't communicate."""
         for record in self.edited:
             trained = record.p.requires_grad or record.worked
             with nullcontext() if trained else suppress(RuntimeError):  # a frozen one may have been converted

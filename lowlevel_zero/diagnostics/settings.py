@@ -1,4 +1,4 @@
-"""Settings: the numbers that steer a step besides its gradients, in lines that the ranks compare."""
+"""Settings of a step, such as learning rates, as lines that the ranks compare."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FEW = 16  # elements of a tensor or a container that counts as a setting, at mo
 
 
 def described(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each setting of param groups; waits for the devices of tensors among them."""
+    """Yield a line for each setting of the param groups; waits for the devices of tensors among them."""
     for at, group in enumerate(groups):
         yield from (f"{key} of group {at}: {_told(group[key])}" for key in sorted(group.keys() - _MEMBERS))
 
 
 class Settings:
-    """Describes the settings that the ranks compare at each step.
+    """Describes and hashes the settings of param groups, for the ranks to compare at each step.
 
     A setting is described and hashed anew if it has been replaced since the last step, or may change in place, as
     lists, dicts and tensors may. The host waits for no device: the numbers of a tensor there are copied at one step
@@ -48,7 +48,7 @@ class Settings:
         self._told = Digested()
 
     def at(self, step: int, others: Mapping[str, Any]) -> Digested:
-        """Return the settings for step number ``step``, and ``others`` by name."""
+        """Return the settings at step number ``step``, with ``others`` by name, and their digest. Doesn't communicate."""
         groups = self._optim.param_groups
         keys = [*others, *chain.from_iterable(groups)]
         values = [*others.values(), *chain.from_iterable(map(dict.values, groups))]
@@ -63,7 +63,7 @@ class Settings:
         return self._told
 
     def _describe(self, places: Iterable[int], step: int) -> None:
-        """Describe some settings anew, and hash all of them if one has changed."""
+        """Describe the settings at some places again, and hash all of them if one has changed."""
         others = False
         for place in places:
             name, value = self._names[place], self._values[place]
@@ -76,7 +76,7 @@ class Settings:
             self._told = Digested.of(self._described)
 
     def _late(self, place: int, step: int) -> str:
-        """Start copying the numbers that a setting has on a device; describe its numbers at the step before."""
+        """Start copying a setting's numbers from a device; describe its numbers at the step before."""
         before = self._on_device.pop(place, None)
         tensors = list(_on_device(self._values[place]))
         if tensors:
@@ -94,7 +94,7 @@ def _name(key: str, at: int) -> str | None:
 
 
 def _told(value: object, waits: bool = True) -> str:
-    """Describe a setting as far as ranks compare it: by its value if that is plain, else by its type.
+    """Return a setting as text: its value if that is plain and small, else its type.
 
     Args:
         value: the setting.
@@ -113,7 +113,7 @@ def _told(value: object, waits: bool = True) -> str:
 
 
 def _told_within(value: object, waits: bool) -> str:
-    """Describe a part of a setting: strings may be names of a rank's own experts."""
+    """Return an element of a setting as text; strings aren't told, since they may be names of experts."""
     return "str" if isinstance(value, str) else _told(value, waits)
 
 
@@ -123,7 +123,7 @@ def _may_change(value: object) -> bool:
 
 
 def _on_device(value: object) -> Iterator[Tensor]:
-    """Yield the tensors of a setting that the host would have to wait for."""
+    """Yield the small tensors of a setting that lie on a device."""
     if isinstance(value, (tuple, list)):
         for each in value:
             yield from _on_device(each)

@@ -39,7 +39,7 @@ _log = logging.getLogger("lowlevel_zero")
 
 
 class _Question(NamedTuple):
-    """A question to the other ranks about a wait that takes too long.
+    """A question to the other ranks' threads about a wait that takes too long.
 
     Attributes:
         place: the collective that the host waits for; or the last in a device's queue, which may wait for any in it.
@@ -55,7 +55,7 @@ class _Question(NamedTuple):
 
 
 class Watch(Thread):
-    """A thread that watches one shard group until it is gone.
+    """A thread that reports long waits in one shard group, until the group is gone.
 
     Args:
         group: the shard group, which isn't kept alive.
@@ -83,7 +83,7 @@ class Watch(Thread):
         self._answered = 0
 
     def run(self) -> None:
-        """Look now and then; in the end, answer all later questions: this rank begins no more collectives."""
+        """Look every ``pause`` seconds until the group is gone; then tell the store that this rank has left."""
         while self._look(monotonic()):
             with suppress(Empty):
                 self.over.get(timeout=self.pause)
@@ -93,7 +93,7 @@ class Watch(Thread):
         del self._store  # whose last owner isn't to be a thread that nobody joins any more
 
     def _look(self, now: float) -> bool:
-        """Answer questions, and ask one if this rank has waited too long; return whether to look again."""
+        """Answer other ranks' questions, and report a wait that takes too long; return whether to look again."""
         group = self._group()
         progress = self._progress = self._progress if group is None else group.progress  # which may change
         if progress.left or group is None:
@@ -122,7 +122,7 @@ class Watch(Thread):
         return True
 
     def _place(self) -> Collective | None:
-        """Return the collective that the host waits for, or the last in a device's queue; None: there is none."""
+        """Return the collective that the host waits for, else the last in a device's queue; None: there is none."""
         return self._progress.waits_for or next(reversed(self._progress.queued()), None)
 
     # ---- answering ----
@@ -141,7 +141,7 @@ class Watch(Thread):
     # ---- asking ----
 
     def _found(self, place: Collective, now: float) -> tuple[str, str] | None:
-        """Return the collective and its missing ranks in words, empty if none is missing; None: not known yet."""
+        """Return a stalled collective and its missing ranks as text, by asking the other ranks; None: not known yet."""
         if self._question is None:
             leader = self._store.compare_set(_key(place, "leader"), "", str(self._rank))
             leads = str(leader, "ascii") == str(self._rank)
@@ -179,7 +179,7 @@ def _key(place: Collective, name: str) -> str:
 
 
 def _missing(place: Collective, answers: Iterable[dict[str, Any] | None]) -> str:
-    """Name the ranks that haven't begun a collective; empty: all have."""
+    """Return the ranks that haven't begun a collective as text; empty if all have."""
     first = place.kind == AGREEMENT and place.serial == 0  # that of construction
     silent = "it hasn't constructed its optimizer, or its process has" if first else "its process has"
     missing = []
@@ -195,7 +195,7 @@ _watches: WeakKeyDictionary[ShardGroup, Watch] = WeakKeyDictionary()
 
 
 def seconds_of(diagnostics: object) -> float:
-    """Return the ``stall_timeout`` of options that haven't been checked yet, or its default where they are bad."""
+    """Return the ``stall_timeout`` of unchecked options, or the default if that is no valid number."""
     stall_timeout = getattr(diagnostics, "stall_timeout", None)
     if isinstance(stall_timeout, (int, float)) and 0 <= stall_timeout < inf:
         return stall_timeout
@@ -203,7 +203,7 @@ def seconds_of(diagnostics: object) -> float:
 
 
 def watch(group: ShardGroup, timeout: float) -> Watch | None:
-    """Start reporting waits in ``group`` of more than ``timeout`` seconds, or a share of the group's own timeout.
+    """Start the thread that reports waits in ``group`` of more than ``timeout`` seconds, and return it.
 
     0: watch nothing.
     """

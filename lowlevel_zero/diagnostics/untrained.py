@@ -1,4 +1,4 @@
-"""Warns of parameters that get gradients although no optimizer of this package trains them."""
+"""Warns of parameters that get gradients, but that no optimizer of this package trains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Trained(Protocol):
 
 
 class Untrained:
-    """Warns once of parameters that were replaced after construction, or never given to an optimizer.
+    """Warns once of parameters of ``model`` that get gradients and that no optimizer trains.
 
     A check takes about a microsecond for each parameter. It runs after steps 1, 2, 4, ... and then after every 64th,
     and after the first step in which some rank lacked a gradient, as of a layer that was replaced. Each rank checks by
@@ -54,7 +54,7 @@ class Untrained:
         self._told: set[str] = set()
 
     def look(self, steps: int, lacked: bool) -> None:
-        """Check after this number of ``steps``, if a check is due; ``lacked``: some step lacked a gradient."""
+        """Check after ``steps`` steps, if a check is due, and warn of untrained parameters. Doesn't communicate."""
         due = steps % _EVERY == 0 or steps & (steps - 1) == 0 or lacked > self._lacked
         self._lacked = lacked
         if not due or self._model is None:

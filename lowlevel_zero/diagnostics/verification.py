@@ -24,7 +24,7 @@ _MODEL = Alike("the same tensors of the model", "replace, add and remove modules
 
 
 def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Module | None, buffers: bool) -> None:
-    """Raise on all ranks unless all hold the same parameters, bit for bit.
+    """Compare parameters bit by bit, and raise on all ranks if some differ. Communicates.
 
     Args:
         parameters: the records, which know the ranks that share each tensor.
@@ -46,7 +46,8 @@ def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Modul
 
 
 def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
-    """Describe the first tensor among ``names`` that differs between the ranks of ``group``; None: no tensor does.
+    """Compare tensors between the ranks of ``group``, and describe the first that differs; None: all are equal.
+    Communicates.
 
     Raises:
         Exception: this rank could not read a tensor; if another rank could not, a ``RuntimeError`` names it.
@@ -75,7 +76,7 @@ def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a 0-d int64 on the tensor's device, which depends on each bit of the tensor and its place."""
+    """Return a 0-d int64, on the tensor's device, that changes if any bit or two of the tensor change."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -92,7 +93,7 @@ def _read(sums: Sequence[Tensor]) -> list[int]:
 
 
 def _where_values_differ(gathered: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
-    """Name the first entry that isn't the same on all ranks."""
+    """Return the name and the ranks of the first entry that differs between ranks."""
     for name, by_rank in gathered.items():
         expected = max(by_rank, key=by_rank.count)
         others = [rank for rank, value in zip(ranks, by_rank, strict=True) if value != expected]

@@ -46,7 +46,7 @@ class Held:
 
     @property
     def total(self) -> int:
-        """The bytes of all owners together."""
+        """Return the bytes of all owners together."""
         return self.parameters + self.gradients + self.masters + self.states + self.bucket_buffers
 
 
@@ -91,7 +91,7 @@ def traffic_of(optimizer: Sharded) -> dict[str, int]:
 
 
 def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
-    """Return the bytes of the storages behind each owner's tensors.
+    """Return the bytes of the storages behind each owner's tensors; shared storages count once.
 
     A storage that several tensors share counts once, for the first owner that names it: an fp32 master slice
     that is a view of its parameter adds nothing.

@@ -21,7 +21,7 @@ from .text import aligned, counted, dtype_text, in_bytes, ranks_text, shape_text
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One parameter.
+    """The layout of one parameter: its split, its place in a bucket, and its bytes on a rank.
 
     Attributes:
         name: the model's.
@@ -50,23 +50,23 @@ class ParameterLayout:
 
     @property
     def owners(self) -> int:
-        """The number of ranks that own an element of it."""
+        """Return the number of ranks that own an element of the parameter."""
         return sum(start < stop for start, stop in self.spans)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Every rank's first and one-past-last element, in the order of ``process_group``."""
+        """Return every rank's first and one-past-last element, in the order of ``process_group``."""
         return [self.split.span(place) for place in range(len(self.process_group))]
 
     def bytes_on(self, rank: int) -> Held:
-        """Return the bytes that a global rank holds of it."""
+        """Return the bytes that a global rank holds of the parameter, by owner; nothing on other ranks."""
         if rank not in self.process_group:
             return NOTHING
         owner = self.split.owner
         return self.everywhere + self.own if owner in (None, self.process_group.index(rank)) else self.everywhere
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON."""
+        """Return all fields and what follows from them, as values for JSON."""
         sizes = {name: getattr(self.split, name) for name in ("numel", "padding", "slice_size")}
         dtypes = {"dtype": dtype_text(self.dtype), "communication_dtype": dtype_text(self.communication_dtype)}
         held = {
@@ -81,7 +81,7 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket.
+    """The layout of one bucket: its parameters, and the sizes of its buffer.
 
     Attributes:
         number: its place in the plan; the plans of further process groups count on.
@@ -105,20 +105,20 @@ class BucketLayout:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Buckets of one kind may be stepped and gathered together."""
+        """Return the dtypes, fp8 and owner; buckets with equal ones may be stepped and gathered together."""
         return self.dtype, self.parameter_dtype, self.planned.fp8, self.owner
 
     @property
     def buffer_bytes(self) -> int:
-        """The bytes of its buffer."""
+        """Return the bytes of the bucket's buffer."""
         return self.rows * self.planned.row * self.dtype.itemsize
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a row of the buffer on its way, in fp8 or in ``dtype``."""
+        """Return the bytes that a row of the buffer takes while it is sent, in fp8 or in ``dtype``."""
         return encoded_size(self.planned.row) if self.planned.fp8 else self.planned.row * dtype.itemsize
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON."""
+        """Return all fields and the bytes of the buffer, as values for JSON."""
         planned = {name: getattr(self.planned, name) for name in ("body", "row", "in_place", "fp8")}
         dtypes = {"dtype": dtype_text(self.dtype), "parameter_dtype": dtype_text(self.parameter_dtype)}
         return {**vars(self), **dtypes, "planned": planned, "buffer_bytes": self.buffer_bytes}
@@ -142,23 +142,23 @@ class Layout:
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks that share a parameter."""
+        """Return the global ranks that share a parameter, in order."""
         groups = dict.fromkeys(p.process_group for p in self.parameters)
         return sorted({rank for group in groups for rank in group})
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that share a parameter."""
+        """Return the number of ranks that share a parameter."""
         return len(self.ranks)
 
     @property
     def bytes(self) -> Held:
-        """The bytes that ``rank`` holds of all parameters."""
+        """Return the bytes that ``rank`` holds of all parameters, by owner."""
         return sum((p.bytes_on(self.rank) for p in self.parameters), NOTHING)
 
     @property
     def totals(self) -> dict[int, int]:
-        """The bytes that each global rank holds of all parameters together."""
+        """Return the bytes that each global rank holds of all parameters together."""
         found = dict.fromkeys(self.ranks, 0)
         for p in self.parameters:
             owner = p.split.owner
@@ -169,7 +169,7 @@ class Layout:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON."""
+        """Return parameters, buckets and bytes, as values for JSON."""
         return {
             "world_size": self.world_size,
             "rank": self.rank,
@@ -180,11 +180,11 @@ class Layout:
         }
 
     def json(self) -> str:
-        """Return ``as_dict`` as text."""
+        """Return ``as_dict`` as JSON text."""
         return json.dumps(self.as_dict(), indent=1)
 
     def table(self) -> str:
-        """Return a heading, a line a parameter, and a line a bucket."""
+        """Return the layout as text: a heading, a line for each parameter, and a line for each bucket."""
         numel, padding = sum(p.split.numel for p in self.parameters), sum(p.split.padding for p in self.parameters)
         over = f"over {counted(self.world_size, 'rank')}, stage {self.stage}, {counted(len(self.buckets), 'bucket')}"
         heading = f"{counted(numel, 'element')} in {counted(len(self.parameters), 'parameter')} {over}"
@@ -193,7 +193,7 @@ class Layout:
 
     @property
     def owned(self) -> dict[int, Owned]:
-        """Each global rank's share of the parameters that one rank steps whole; empty: there are none."""
+        """Return each global rank's share of the parameters that one rank steps whole; empty if there are none."""
         found = dict.fromkeys(self.ranks, Owned())
         for group in dict.fromkeys(p.process_group for p in self.parameters):
             splits = (p.split for p in self.parameters if p.process_group == group)
@@ -235,7 +235,7 @@ def span_text(span: tuple[int, int]) -> str:
 
 
 def bytes_texts(held: Held) -> Iterable[str]:
-    """Return the bytes of the owners that every parameter has."""
+    """Return a parameter's bytes as text, one for each of parameters, gradients, masters and states."""
     return (in_bytes(getattr(held, owner)) for owner in OF_PARAMETERS)
 
 
@@ -243,13 +243,13 @@ def bytes_texts(held: Held) -> Iterable[str]:
 
 
 def layout_of(optimizer: Sharded) -> Layout:
-    """Return the layout of an optimizer's parameters and buckets, as this rank has them now. Doesn't communicate."""
+    """Return the layout of an optimizer's parameters and buckets as they are now on this rank. Doesn't communicate."""
     members = [(_members(optimizer, group), group.reducer.plan.whole) for group in optimizer.sharded_groups]
     return with_buckets(members, optimizer.options.stage, dist.get_rank())
 
 
 def bytes_of(optimizer: Sharded) -> Held:
-    """Return the bytes that this rank holds of all parameters when their gradients are there. Doesn't communicate."""
+    """Return the bytes that this rank holds of all parameters once they have gradients. Doesn't communicate."""
     members = [each for group in optimizer.sharded_groups for each in _members(optimizer, group)]
     return Layout(dist.get_rank(), optimizer.options.stage, tuple(members), ()).bytes
 
@@ -273,7 +273,7 @@ def parameter_layout(
     options: ZeroOptions,
     states: int,
 ) -> ParameterLayout:
-    """Return the layout of a parameter whose place in a bucket isn't known yet; ``states``: bytes of its slice's."""
+    """Return the layout of a parameter without its bucket; ``states``: bytes of its slice's optimizer states."""
     travels = options.communication.dtype or dtype
     master = options.master_dtype(dtype)
     gradients = Held(gradients=(split.slice_size if options.stage == 2 else split.padded_numel) * travels.itemsize)
@@ -289,7 +289,7 @@ def parameter_layout(
 
 
 def with_buckets(groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]], stage: int, rank: int = 0) -> Layout:
-    """Return the layout of parameters with their places in buckets, by the plan of each shard group."""
+    """Place parameters in buckets by the plan of each shard group, and return the layout of all of them."""
     parameters: list[ParameterLayout] = []
     buckets: list[BucketLayout] = []
     for members, plan in groups:

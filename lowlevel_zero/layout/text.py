@@ -26,7 +26,7 @@ def aligned(rows: Sequence[tuple[str, ...]], right: Collection[int]) -> str:
 
 
 def unit_of(count: int) -> tuple[int, str]:
-    """Return the unit for ``count`` bytes: its size in bytes, and its name."""
+    """Return the size and the name of the largest unit, such as MiB, that is at most ``count`` bytes."""
     power = min(max(0, count.bit_length() - 1) // 10, len(_UNITS) - 1)
     return 1024**power, _UNITS[power]
 
@@ -54,7 +54,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def shares_text(shares: Sequence[Owned]) -> str:
-    """Return what each rank owns of parameters that one rank steps whole, and how far the fullest is from the mean."""
+    """Return the elements that each rank owns whole as text, and how far the fullest rank is from the mean."""
     elements, work = zip(*shares, strict=True)
     counts = ", ".join(f"{count:,}" for count in elements[:_LISTED])
     more = f" and {counted(len(shares) - _LISTED, 'rank')} more" if len(shares) > _LISTED else ""
@@ -63,6 +63,6 @@ def shares_text(shares: Sequence[Owned]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as in ``0-7`` or ``0,4``."""
+    """Return ranks as text: a run as ``0-7``, others as ``0,4``."""
     run = range(ranks[0], ranks[-1] + 1)
     return f"{run[0]}-{run[-1]}" if len(ranks) > 1 and list(ranks) == list(run) else ",".join(map(str, ranks))

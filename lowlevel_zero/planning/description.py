@@ -18,7 +18,7 @@ from ..layout.text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
 def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
-    """Return everything but the tensors' values, as ``inspect --json`` prints it.
+    """Return a checkpoint's contents as values for JSON, without the tensors' values. Reads step counters alone.
 
     ``steps`` is the least and the most steps that a parameter has taken, or None if no state counts them. ``groups``
     are the param groups' settings, with the number of their parameters, frozen ones included. If there are several
@@ -116,7 +116,7 @@ def _heading(found: Mapping[str, Any], layout: Layout) -> Iterator[str]:
 
 
 def _bytes(lines: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return the bytes of the model's tensors, and of their states."""
+    """Return the bytes of the model's tensors, and the bytes of their optimizer states."""
     states = (each["bytes"] for line in lines for each in line["state"].values())
     return sum(line["tensor"]["bytes"] for line in lines), sum(states)
 
@@ -137,7 +137,7 @@ def _table(found: Mapping[str, Any], layout: Layout) -> str:
 
 
 def _split_cells(p: ParameterLayout | None) -> tuple[str, ...]:
-    """Return the cells of a parameter's split; each further span follows from the first one of an even split."""
+    """Return the table's cells for a parameter's split: padding, slice, owners, first span, bytes."""
     if p is None:
         return ("-",) * 5
     owner, size = p.split.owner, p.split
@@ -166,7 +166,7 @@ def _group(optimizer: Name, at: int | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text: the items of a list; of a dict all entries that aren't None or False."""
+    """Return a value as text; entries of a dict that are None or False are left out."""
     if isinstance(value, Mapping):
         named = ((name, _text(each)) for name, each in value.items() if each is not None and each is not False)
         return ", ".join(f"{name} {text}" for name, text in named)

@@ -25,7 +25,7 @@ _COUNT = Takes("an int of at least 1", (int,), lambda number: number >= 1)
 
 @dataclass(frozen=True)
 class Estimate(Held):
-    """The bytes that the fullest rank will hold after a backward, wherever they lie. Activations aren't counted.
+    """An estimate of the bytes that the fullest rank will hold after a backward, activations aside.
 
     Attributes:
         bucket_buffers: the most bytes of buffers that are under way at once, in a backward or a step.
@@ -45,11 +45,11 @@ class Estimate(Held):
 
     @property
     def device(self) -> int:
-        """The bytes of ``total`` that are on the parameters' device."""
+        """Return the bytes of ``total`` that are on the parameters' device."""
         return self.total - self.host.total
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the numbers by name, for JSON."""
+        """Return all numbers by name, as values for JSON."""
         totals = {"total": self.total, "device": self.device, "host": self.host.total, "on_host": asdict(self.host)}
         return {**asdict(self), **totals}
 
@@ -130,7 +130,7 @@ def estimate(
 
 
 class _Share(NamedTuple):
-    """The bytes of a parameter, or of a bucket's gradients.
+    """The bytes of one parameter, or of one bucket's gradients, and the rank that holds them.
 
     Attributes:
         owner: the rank that holds ``own``; None: each rank does.
@@ -152,7 +152,7 @@ def _shares(layout: Layout, options: ZeroOptions, micro_batches: int, replicated
 
 
 def _gradients(bucket: BucketLayout, micro_batches: int, keeps_all: bool, offload: bool) -> _Share:
-    """Return the bytes of the gradients that reductions leave, as sums of several micro-batches in at least fp32."""
+    """Return the bytes of a bucket's reduced gradients; sums of several micro-batches are in fp32 at least."""
     dtype = torch.promote_types(bucket.dtype, torch.float32) if micro_batches > 1 else bucket.dtype
     row, body = (width * dtype.itemsize for width in (bucket.planned.row, bucket.planned.body))
     on_device = row if dtype == bucket.dtype else body

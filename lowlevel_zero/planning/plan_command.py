@@ -81,7 +81,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print the memory of a run, or the time of its steps if ``--link`` is given."""
+    """Print the memory that a run takes, or, with ``--link``, the time of its steps."""
     model = options.params if options.model is None else _made(options.model)
     numel = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else model
     facts = {"params": numel, "dtype": options.dtype}
@@ -90,7 +90,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def _made(name: str) -> nn.Module:
-    """Return the model that the function ``MODULE:NAME`` makes on the meta device."""
+    """Import and call the function ``MODULE:NAME`` on the meta device, and return its model."""
     module, _, path = name.partition(":")
     try:
         make = importlib.import_module(module)
@@ -164,7 +164,7 @@ def _time_row(each: StepTime) -> tuple[str, ...]:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: Sequence[int] = ()) -> str:
-    """Return rows as a table, with an empty line before each further world size."""
+    """Return rows as a text table, with an empty line before each further world size."""
     lines = [head]
     for row in rows:
         if lines[-1] is not head and lines[-1][0] != row[0]:

@@ -1,4 +1,4 @@
-"""The layout of a run that is planned: its splits and its bucket plan, made as the optimizer makes its own."""
+"""The layout of a planned run: splits and bucket plan are made by the optimizer's own functions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 class PlannedRun:
-    """A run that is planned, over any number of ranks.
+    """A run that is only planned, over any number of ranks.
 
     Args:
         model: the model, its parameters, or their number of elements, which is cut into parameters that fill a bucket
@@ -83,11 +83,11 @@ class PlannedRun:
 
     @property
     def frozen_bytes(self) -> int:
-        """The bytes of the parameters that aren't trained."""
+        """Return the bytes of the parameters that aren't trained."""
         return sum(shape.shape.numel() * shape.dtype.itemsize for shape in self.shapes if shape.group is None)
 
     def layout(self, world_size: int) -> Layout:
-        """Return the layout of the trained parameters, with the buckets that come before a run has learnt an order."""
+        """Return the layout of the trained parameters over ``world_size`` ranks, in the first step's buckets."""
         trained = [shape for shape in self.shapes if shape.group is not None]
         splits = self._splits(trained, world_size)
         members = [self._parameter(*each, world_size) for each in zip(trained, splits, strict=True)]
@@ -153,7 +153,7 @@ _FEW_NUMBERS = 16
 
 
 def most_under_way(layout: Layout, options: ZeroOptions, on_host: bool, micro_batches: int) -> int:
-    """Return the most bytes of buckets that ``optimizer.backward`` and ``step`` hold at once, on ranks that keep up.
+    """Return the most bytes of bucket buffers that a rank holds at once in a backward or a step.
 
     A device has buffers under way in a backward or in a step. NCCL all-reduces a buffer in place, which holds the
     gradients afterwards. On a host buffers lie in blocks of shared memory, which are kept for their next use, and by a
@@ -177,7 +177,7 @@ def most_under_way(layout: Layout, options: ZeroOptions, on_host: bool, micro_ba
 
 
 def _reduction(bucket: BucketLayout, options: ZeroOptions) -> int:
-    """Return the bytes that reduce a bucket: a buffer, and another one for rows of other ranks that are exchanged."""
+    """Return the bytes of the buffers that reduce a bucket."""
     if bucket.planned.fp8:
         return 2 * bucket.rows * bucket.row_bytes(bucket.dtype)
     exchanged = options.communication.reduce_scatter_with_fp32_accumulation and bucket.dtype.itemsize <= 2
@@ -196,6 +196,6 @@ def _gather(part: Sequence[BucketLayout], options: ZeroOptions, on_host: bool) -
 
 
 def _most(sizes: Iterable[int], at_once: int) -> int:
-    """Return the largest sum of ``at_once`` successive sizes."""
+    """Return the largest sum of ``at_once`` neighbouring sizes."""
     sums = [0] * at_once + list(accumulate(sizes, initial=0))
     return max(after - before for before, after in zip(sums, sums[at_once:], strict=False))

@@ -21,7 +21,7 @@ from .memory import as_dtype
 
 
 def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Layout:
-    """Return the layout after loading, of all optimizers' parameters, without reading tensors or a process group.
+    """Return the layout of a checkpoint's parameters over ``world_size`` ranks. Reads no tensor.
 
     Args:
         world_size: ranks; None: as many as shared it when it was saved (replicas aside).
@@ -35,7 +35,7 @@ def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Lay
 
 
 def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
-    """Return the layouts of one optimizer's parameters; the ones that all ranks share come first."""
+    """Return the layouts of one optimizer's parameters; those shared by all ranks come first."""
     everyone, experts = _ranks(checkpoint, settings, world_size), checkpoint.manifest.experts
     options = _options(settings, settings["stage"])
     ranks_of = {name: experts[name].ranks if name in experts else everyone for name in checkpoint.trained(settings)}

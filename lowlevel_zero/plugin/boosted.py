@@ -35,7 +35,7 @@ class BoostedOptimizer(LowLevelZeroOptimizer, OptimizerWrapper):  # type: ignore
 
     @property
     def _trained(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
+        """Return the parameters that the optimizer trains."""
         return [record.p for record in self.sharded_parameters]
 
 
@@ -49,12 +49,12 @@ class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships
         return [each for each in alive().values() if each.model is self.module]
 
     def update_master_params(self) -> None:
-        """Overwrite the optimizers' master slices with the parameters' values."""
+        """Overwrite the optimizers' master slices with the parameters' values. Doesn't communicate."""
         for optimizer in self._optimizers():
             optimizer.update_master_params(self.module)
 
     def finish_gathers(self) -> None:
-        """Wait until all parameters are up to date."""
+        """Wait until all parameters are up to date. Doesn't start any communication."""
         for optimizer in self._optimizers():
             optimizer.finish_gathers()
 

@@ -1,4 +1,4 @@
-"""``LowLevelZeroPlugin``: ColossalAI's plugin with this package's optimizer in the place of its own."""
+"""``LowLevelZeroPlugin``: ColossalAI's plugin with this package's optimizer in place of ColossalAI's."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
     # ---- what Booster asks ----
 
     def support_no_sync(self) -> bool:
-        """Return True: gradients accumulate in both stages."""
+        """Return True: ``no_sync`` works in both stages."""
         return True
 
     def supported_devices(self) -> list[str]:
-        """Return the types of devices that it runs on."""
+        """Return the device types that the plugin supports."""
         return ["cuda", "npu", "cpu"]
 
     def get_checkpoint_io(self) -> BoostedCheckpointIO:
@@ -69,7 +69,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, Optimizer | None, Callable[..., Any] | None, Any, Any]:
-        """Convert and wrap the model, and shard the optimizer. ``Booster.boost`` calls this on every rank.
+        """Convert and wrap the model, and shard the optimizer. Communicates: ``Booster.boost`` calls it on every rank.
 
         A boosted model or optimizer passes through, so a boosted model may get its optimizer later, or several. A new
         optimizer retires the former ones that have trained its parameters.
@@ -89,7 +89,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module | None, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
-        """Return a context in which gradients accumulate in ``p.grad``, unreduced; in stage 2 too they stay whole."""
+        """Return a context in which gradients accumulate in ``p.grad`` without reduction, in both stages."""
         if not isinstance(optimizer, BoostedOptimizer):
             raise TypeError(
                 f"optimizer: expected the one that booster.boost returned, got {type(optimizer).__name__}: "
@@ -106,7 +106,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
     ) -> nn.Module:
-        """Add LoRA adapters to a model, new ones or the ones saved in ``pretrained_dir``, before boosting it.
+        """Add LoRA adapters to a model before it is boosted: new ones, or those in ``pretrained_dir``.
 
         The optimizer may exist already: boosting gives it the adapters' parameters.
         """
@@ -128,7 +128,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
 
 
 def _check_pair(model: object, optimizer: object) -> None:
-    """Raise unless the two are a module and, if any, an optimizer over its parameters or one that is boosted."""
+    """Raise unless ``model`` is a module and ``optimizer`` is None, boosted, or over the model's parameters."""
     others = [each for each in (model, optimizer) if isinstance(each, ModelWrapper | OptimizerWrapper)]
     others = [each for each in others if not isinstance(each, BoostedOptimizer)]
     if others:

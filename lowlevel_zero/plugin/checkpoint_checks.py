@@ -26,7 +26,7 @@ def check_boosted(thing: object, kind: type, word: str) -> None:
 
 
 def check_suffix(checkpoint: str, use_safetensors: bool) -> None:
-    """Raise for a name that ColossalAI would not read as safetensors. Asynchronous saves are safetensors, too."""
+    """Raise unless a safetensors checkpoint has a name that ends in ``.safetensors``."""
     if use_safetensors and not checkpoint.endswith(".safetensors"):
         raise ValueError(
             f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True or "
@@ -35,7 +35,7 @@ def check_suffix(checkpoint: str, use_safetensors: bool) -> None:
 
 
 def check_is_file(checkpoint: str) -> None:
-    """Raise unless there is a file to read."""
+    """Raise unless ``checkpoint`` is a file."""
     path = Path(checkpoint)
     if path.is_dir():
         raise IsADirectoryError(
@@ -46,14 +46,14 @@ def check_is_file(checkpoint: str) -> None:
 
 
 def read_optimizer_file(path: str) -> Any:
-    """Return the contents of an optimizer's file; asynchronous saves leave a flat one."""
+    """Read an optimizer's file, and return its contents; unflatten those of asynchronous saves."""
     if path.endswith(".safetensors"):
         return load_flat(path)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def shapes_in(file: str) -> Shapes:
-    """Return the shapes of a model file's tensors by name, read without their data; None for anything else."""
+    """Read the shapes of a model file's tensors, without their data; None for values that aren't tensors."""
     if file.endswith(".safetensors"):
         with safe_open(file, framework="pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -64,7 +64,7 @@ def shapes_in(file: str) -> Shapes:
 
 
 def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: bool) -> None:
-    """Raise for the first difference between a checkpoint and the model."""
+    """Raise for the first tensor whose shape differs, or, if ``strict``, that only one side has."""
     expected = {name: tuple(value.shape) for name, value in model.unwrap().state_dict().items()}
     for name, shape in expected.items():
         if name not in got:

@@ -84,12 +84,12 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         self._raise_failures(wait=True)
 
     def _raise_failures(self, wait: bool) -> None:
-        """Raise the thread's errors; ``wait``: after it has written everything."""
+        """Raise errors of asynchronous writes that are over; with ``wait``, wait for all of them first."""
         while self._writes and (wait or self._writes[0].done()):
             self._writes.pop(0).result()
 
     def _check_target(self, checkpoint: str, index_name: str | None, use_safetensors: bool, use_async: bool) -> None:
-        """Raise, on the rank that writes, unless a checkpoint can be written there: with an index, or to one file."""
+        """Raise on rank 0 unless a checkpoint can be written there; raise earlier asynchronous failures."""
         self._raise_failures(wait=not use_async)  # the thread may be writing there
         if not self.coordinator.is_master():
             return
@@ -100,7 +100,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             check_suffix(checkpoint, use_safetensors)
 
     def _do(self, write: Callable[[], None], use_async: bool) -> None:
-        """Write now, or on the thread if ``use_async``."""
+        """Call ``write`` now, or on the writer thread if ``use_async``."""
         if use_async:
             writing: Background[None] = Background()
             writing.start(write, self._thread)
@@ -158,7 +158,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def load_unsharded_model(
         self, model: BoostedModel, checkpoint: str, strict: bool = True, *more: Any, **options: Any
     ) -> None:
-        """Load a model from a file."""
+        """Check and load a model from one file; ``load_model`` calls it on every rank."""
         check_is_file(checkpoint)
         check_same_model(model, shapes_in(checkpoint), checkpoint, strict)
         super().load_unsharded_model(model, checkpoint, strict, *more, **options)
@@ -166,7 +166,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def load_sharded_model(
         self, model: BoostedModel, checkpoint_index_file: Path, strict: bool = False, *more: Any, **options: Any
     ) -> None:
-        """Load a model from a directory."""
+        """Check and load a model from a directory; ``load_model`` calls it on every rank."""
         files, _ = CheckpointIndexFile.from_file(checkpoint_index_file).get_checkpoint_filenames()
         shapes = {name: shape for file in files for name, shape in shapes_in(file).items()}
         check_same_model(model, shapes, str(checkpoint_index_file), strict)
@@ -175,7 +175,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def save_lora_as_pretrained(
         self, model: BoostedModel, checkpoint: str, use_safetensors: bool = False, state_dict: Any = None
     ) -> None:
-        """Save the adapters, in peft's layout, to a directory."""
+        """Save the adapters, in peft's layout, to a directory; rank 0 writes."""
         with all_or_none("save its adapters"):
             check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
@@ -196,7 +196,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         size_per_shard: int = 1024,
         use_async: bool = False,
     ) -> None:
-        """Save the state dict of a plain torch optimizer over whole parameters: to a file, or with ``shard`` in pieces.
+        """Gather the optimizer's whole state, and save it to a file, or with ``shard`` in pieces.
 
         A directory has an index, a file of param groups, and pieces of the state.
         """
@@ -245,14 +245,14 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             super().load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
 
     def load_unsharded_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str, *_: Any, **__: Any) -> None:
-        """Load an optimizer from a file."""
+        """Load an optimizer from one file; every rank reads it."""
         check_is_file(checkpoint)
         optimizer.load_state_dict(read_optimizer_file(checkpoint))
 
     def load_sharded_optimizer(
         self, optimizer: BoostedOptimizer, index_file_path: Path, prefix: str | None = None, *_: Any, **__: Any
     ) -> None:
-        """Load an optimizer from a directory, piece by piece."""
+        """Load an optimizer from a directory, piece by piece; every rank reads them."""
         index = CheckpointIndexFile.from_file(index_file_path)
         groups_file = index.get_param_group_filename()
         if groups_file is None:
@@ -267,7 +267,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     # ---- schedulers ----
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Save a scheduler to a file."""
+        """Save a scheduler to a file, which rank 0 writes."""
         with all_or_none("save its scheduler"):
             if self.coordinator.is_master():
                 check_file_target(checkpoint)
@@ -275,7 +275,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
                     super().save_lr_scheduler(lr_scheduler, path)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Load a scheduler from a file."""
+        """Load a scheduler from a file, which every rank reads."""
         with all_or_none("load its scheduler"):
             check_is_file(checkpoint)
             super().load_lr_scheduler(lr_scheduler, checkpoint)
@@ -301,7 +301,7 @@ def _write_folder(
     form: _Form,
     others: _Others,
 ) -> None:
-    """Write pieces, each given with its size, the files of ``others``, and at last the index of them all.
+    """Write the pieces, then the files of ``others``, and last the index of them all.
 
     ``names``: the start of the pieces' names, and the name of the index.
     """
@@ -355,11 +355,11 @@ def _to_write(model: BoostedModel, use_safetensors: bool, use_async: bool) -> di
 
 
 def _metadata(optimizer: BoostedOptimizer) -> dict[str, Any]:
-    """Return the metadata of an optimizer's index, beside its files."""
+    """Return the loss scale and fp8 option for the metadata of an optimizer's index."""
     own = {"loss_scale": scale_as_numbers(optimizer.scaler), FP8: optimizer.options.communication.fp8}
     return {f"{EXTRAS}.{key}": value for key, value in own.items() if value}
 
 
 def _low_memory(asked: bool) -> bool:
-    """Return whether to load in the mode with little memory: the other one pins memory for an accelerator."""
+    """Return whether to load with little memory; always on a CPU, since the other way pins memory."""
     return asked or get_current_device().type == "cpu"

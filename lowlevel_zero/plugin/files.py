@@ -1,4 +1,4 @@
-"""Files that are never half there, and errors that are raised on every rank."""
+"""Files that are replaced whole, and errors that are raised on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GROUPS = "param_groups"
 
 @contextmanager
 def all_or_none(doing: str) -> Iterator[None]:
-    """Run the body on every rank; where it raises on one of them, all raise: their own error, or that rank's.
+    """Run the body on every rank; if it raises on one, all ranks raise. Communicates.
 
     The body communicates on all ranks alike, whatever it raises, or not at all.
     """
@@ -62,7 +62,7 @@ def file_beside(path: str) -> Iterator[str]:
 
 @contextmanager
 def files_beside(path: str, last: str | None = None, into: Path | None = None) -> Iterator[str]:
-    """Yield a directory to write files to; at the end they replace files of the same names in the directory ``path``.
+    """Yield a directory to write files to; at the end they replace the files of the same names in ``path``.
 
     No file is ever half there. The index of a sharded checkpoint, ``last``, goes before the first of its files is
     replaced, and comes back last: a crash meanwhile leaves no index, and nothing loads. Former files that the new
@@ -98,7 +98,7 @@ def files_beside(path: str, last: str | None = None, into: Path | None = None) -
 
 
 def shards_in(path: Path, index_name: str) -> set[str]:
-    """Return the names of a sharded checkpoint's files; without an index, or with half of one, none."""
+    """Return the names of the files that a sharded checkpoint's index lists; none if it can't be read."""
     try:
         index: dict[str, Any] = json.loads((path / index_name).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""LoRA's adapters: their parameters join the optimizer that was made before them."""
+"""LoRA adapters: their parameters are added to an optimizer that was made before them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger("lowlevel_zero")
 
 
 def add_lora_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Append each adapter's parameters to the param group of the weight that it adapts.
+    """Add each adapter's parameters to the param group of the weight that it adapts. Doesn't communicate.
 
     An adapter of a weight that the optimizer doesn't have is left out, and logged.
     """
@@ -39,7 +39,7 @@ def add_lora_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield the adapters' parameters, each with the parameters that it adapts, the likeliest first."""
+    """Yield each adapter's parameter with the parameters that it adapts."""
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             origins = list(module.get_base_layer().parameters())

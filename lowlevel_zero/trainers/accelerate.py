@@ -1,4 +1,4 @@
-"""``ZeroAccelerator``: accelerate's ``Accelerator`` with sharded optimizers in the place of DistributedDataParallel."""
+"""``ZeroAccelerator``: accelerate's ``Accelerator`` with sharded optimizers instead of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     # ---- prepare ----
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare objects as accelerate does, models first, so that optimizers find them moved."""
+        """Prepare objects as accelerate does, models before optimizers. Every rank calls it."""
         for each in args:
             check_plain(each)
         placed = zip(args, device_placement or len(args) * [None], strict=True)
@@ -56,7 +56,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Shard ``optimizer``, whose models have been prepared. Its state is on its parameters' device."""
+        """Shard a plain ``optimizer`` whose models were prepared, and wrap it as accelerate does."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             check_plain(optimizer)
             optimizer = self._shard(optimizer)
@@ -105,7 +105,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
             yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """Raise: ``Join`` needs DDP."""
+        """Raise ``NotImplementedError``: ``Join`` needs DDP."""
         raise NotImplementedError(
             "join_uneven_inputs: expected batches that are as many on every rank, as accelerate's loaders give them "
             "(even_batches=True), got a Join context, which needs DDP"
@@ -114,7 +114,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     # ---- checkpoints: accelerate's, and a folder for each optimizer, in which every rank writes its slices ----
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Save as accelerate does, and each optimizer in a folder that loads at any number of ranks."""
+        """Save as accelerate does, and each optimizer's slices to a folder. Every rank calls it."""
         with self._without_optimizers():
             saved = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(self._sharded()):
@@ -122,7 +122,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         return saved
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Load as accelerate does, also ``optimizer.bin`` of a DDP run."""
+        """Load as accelerate does, and each optimizer from its folder or from a DDP run's ``optimizer.bin``."""
         found: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
         with hook, self._without_optimizers():

@@ -1,4 +1,4 @@
-"""Checks of the adapters: models and optimizers are plain, and nothing else shards, scales or compresses."""
+"""Checks of the adapters: models and optimizers must be plain, and nothing else may shard or scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OTHER_WAYS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_US
 
 
 def check_plain(handed: object) -> None:
-    """Raise for a model that reduces or shards by itself, and for an optimizer that is sharded or a dummy."""
+    """Raise ``TypeError`` for a wrapped model, and for an optimizer that is sharded or a dummy."""
     if isinstance(handed, LowLevelZeroOptimizer):
         raise TypeError(
             "optimizer: expected a plain torch optimizer, got a LowLevelZeroOptimizer: hand over the one that it "
@@ -32,7 +32,7 @@ def check_plain(handed: object) -> None:
 
 
 def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:
-    """Raise if one of several optimizers would scale the loss of all."""
+    """Raise ``ValueError`` if one of several optimizers would scale the loss of all."""
     if len(optimizers) > 1 and any(each.scaler is not None for each in optimizers):
         raise ValueError(
             "expected one optimizer where parameters are fp16, since it scales the loss, got several: use bf16, or one "
@@ -41,7 +41,7 @@ def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise if accelerate itself would shard, scale or compress, or doesn't see all processes."""
+    """Raise if accelerate itself would shard, scale or compress, or has another number of processes."""
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision: expected 'no' or 'bf16', got {accelerator.mixed_precision!r}, whose GradScaler would "

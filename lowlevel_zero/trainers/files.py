@@ -18,13 +18,13 @@ from ..optimizer import LowLevelZeroOptimizer
 
 
 def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
-    """Write ``folder``, or write it anew; it loads at any number of ranks. Every rank calls it."""
+    """Write an optimizer's slices to ``folder``, replacing a former save. Communicates: every rank calls it."""
     on_first_rank(optimizer.shard_group, lambda: _remove_former(folder))
     save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
 
 
 def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -> None:
-    """Load a folder of ``save_sharded`` if there is one, else a plain optimizer's state dict; every rank calls it.
+    """Load an optimizer from a folder of ``save_sharded``, or else from a whole state dict's file. Communicates.
 
     Each rank reads its own slices.
     """
@@ -35,13 +35,13 @@ def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -
 
 
 def _remove_former(folder: Path) -> None:
-    """Remove the files of the former save, of which a crash leaves none that could be loaded."""
+    """Delete the files of the former save, metadata first, so that a crash leaves nothing that loads."""
     for file in (folder / METADATA, *folder.glob("__*_*.distcp")):
         file.unlink(missing_ok=True)
 
 
 def place_for(path: Path) -> Path:
-    """Return where to write the checkpoint ``path``: there, or beside it while it is the former one's place.
+    """Return the path to write a checkpoint to: ``path``, or a directory beside it if a former one is there.
 
     Raises:
         FileExistsError: something else is in the former one's directory.
@@ -58,7 +58,7 @@ def place_for(path: Path) -> Path:
 
 
 def put_in_place(written: Path, path: Path) -> None:
-    """Replace the checkpoint ``path`` by the one that was written beside it, if it was."""
+    """Replace the checkpoint ``path`` by the one at ``written``, unless both are the same path."""
     if written != path:
         remove(path)
         publish(written, path)

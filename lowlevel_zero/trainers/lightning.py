@@ -25,7 +25,7 @@ _FOLDER = "lowlevel_zero.folder"  # in a checkpoint's dict: where it was read fr
 
 
 class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
-    """``DDPStrategy`` with ``LowLevelZeroOptimizer`` for each plain optimizer, and no ``DistributedDataParallel``.
+    """``DDPStrategy`` with sharded optimizers, and without ``DistributedDataParallel``.
 
     Optimizers are sharded when the module is on its device and in its dtype. Each rank may drop other layers.
 
@@ -51,10 +51,10 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             raise TypeError(f"ZeroStrategy: expected no option of DistributedDataParallel, got {', '.join(others)}")
 
     def configure_ddp(self) -> None:
-        """Leave the module unwrapped."""
+        """Do nothing: the module stays unwrapped."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Shard the optimizers that ``configure_optimizers`` returns."""
+        """Shard the optimizers that ``configure_optimizers`` returns. Communicates."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or 'bf16-true'")
         if any(hasattr(each, "unfreeze_and_add_param_group") for each in trainer.callbacks):
@@ -70,12 +70,12 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         check_loss_scales(self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with rank 0's buffers."""
+        """Broadcast rank 0's buffers, and run the module's training step."""
         self._share_buffers()
         return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; in ``fit`` with rank 0's buffers.
+        """Run the module's validation step; in ``fit``, broadcast rank 0's buffers before.
 
         ``trainer.validate`` doesn't communicate, as there is no DDP in it: ranks may have unequal numbers of batches.
         """
@@ -100,14 +100,14 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep the gradients of all micro-batches but the last on their rank."""
+        """Keep gradients in ``p.grad`` without reduction, for all micro-batches but the last."""
         with ExitStack() as blocked:
             for each in self.optimizers:
                 blocked.enter_context(each.no_sync())
             yield
 
     def teardown(self) -> None:
-        """Tear down as ``DDPStrategy`` does, but leave the optimizers' states with their slices, and drop gradients.
+        """Tear down as ``DDPStrategy`` does, but drop gradients, and leave optimizer states on their device.
 
         The module moves to the host, and a sharded gradient can't.
         """
@@ -118,11 +118,11 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.optimizers = optimizers
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the whole state on rank 0; every rank calls it."""
+        """Return the whole optimizer state on rank 0. Communicates: every rank calls it."""
         return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a file, or a folder. Rank 0's callbacks, loops and hyperparameters are saved.
+        """Write a file by rank 0, or a folder by all ranks. Every rank calls it.
 
         A folder is written beside a former one of its name, as of the last epoch, and replaces it when it is whole.
         """
@@ -138,7 +138,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         on_first_rank(ranks, lambda: put_in_place(written, path))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the contents of a file, or of a folder without the optimizers' states."""
+        """Read a file, or a folder without the optimizers' states, and return its contents."""
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
         checkpoint = {**read_rank_state(checkpoint_path, 0), "optimizer_states": [], _FOLDER: checkpoint_path}
@@ -148,7 +148,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load each rank's slices."""
+        """Load the optimizers' states: slices from a folder, or whole state dicts from a file."""
         if _FOLDER in checkpoint:
             load_checkpoint(checkpoint[_FOLDER], self.lightning_module, self.optimizers)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as DDPStrategy

@@ -1,4 +1,4 @@
-"""``ZeroTrainer``: transformers' ``Trainer`` with a sharded optimizer in the place of DistributedDataParallel."""
+"""``ZeroTrainer``: transformers' ``Trainer`` with a sharded optimizer instead of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FOLDER = "optimizer_0"
 
 
 class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types aren't asked for
-    """Goes before any subclass of ``Trainer``: ``class Mine(ZeroTrainerMixin, Seq2SeqTrainer)``.
+    """A mixin that shards the optimizer of any ``Trainer`` subclass: ``class Mine(ZeroTrainerMixin, Seq2SeqTrainer)``.
 
     The optimizer, whether the trainer makes it or is given it, is a plain one, and is sharded when training begins.
     Checkpoints are the trainer's own, with a whole ``optimizer.pt``, which all ranks gather and the first one writes:
@@ -51,7 +51,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         check_plain(self.optimizer)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create a ``ZeroAccelerator`` with the settings of ``Trainer``, most of which accelerate keeps itself."""
+        """Create the trainer's accelerator as a ``ZeroAccelerator`` with the same settings."""
         super().create_accelerator_and_postprocess()
         if self.args.n_gpu > 1:
             raise RuntimeError(
@@ -68,13 +68,13 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as ``Trainer`` does, and wait for the first rank: all ranks look for its folder afterwards."""
+        """Save as ``Trainer`` does; within a checkpoint, also wait until all ranks have come here."""
         super().save_model(output_dir, _internal_call)
         if _internal_call:
             self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write this rank's slices, or gather the whole state, which the saving ranks write; every rank calls it."""
+        """Write this rank's slices, or gather the whole state and write it by one rank. Communicates."""
         optimizer = self.optimizer.optimizer
         if self.sharded_checkpoint:
             save_sharded(optimizer, Path(output_dir, _FOLDER))
@@ -86,7 +86,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load this rank's slices; ``Trainer`` would load all of the state onto every GPU."""
+        """Load this rank's slices of the optimizer's state, and the scheduler."""
         if checkpoint is None or not Path(checkpoint, SCHEDULER_NAME).is_file():  # the model alone was saved
             return
         load_optimizer(self.optimizer.optimizer, Path(checkpoint, _FOLDER), Path(checkpoint, OPTIMIZER_NAME))
