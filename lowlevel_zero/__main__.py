@@ -78,7 +78,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _open(path: Path) -> SavedCheckpoint:
-    """Return the checkpoint at ``path``, or the newest whole checkpoint in it, which a line on stderr names."""
+    """Open the checkpoint at ``path``, or the newest whole checkpoint in it, which a line on stderr names."""
     found = locate(path)
     if found != path:
         print(f"{path}: the newest whole checkpoint is {found}", file=sys.stderr)
@@ -88,7 +88,7 @@ def _open(path: Path) -> SavedCheckpoint:
 
 
 def _progress(total: int) -> Any:
-    """Return tqdm's bar over ``total`` bytes, on stderr, or a context of None if tqdm isn't installed."""
+    """Return a tqdm bar over ``total`` bytes, on stderr, or a context of None if tqdm isn't installed."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ModuleNotFoundError:
@@ -110,7 +110,7 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return the exit code: 2 after an error, which is one line on stderr."""
+    """Run the command line, and return the exit code: 2 after an error, which is one line on stderr."""
     try:
         options = _parser().parse_args(arguments)
         options.command.run(options)

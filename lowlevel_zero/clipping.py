@@ -1,4 +1,4 @@
-"""Clipping like torch's, of sharded parameters of several optimizers and of others together.
+"""Clipping like torch's, over parameters of several optimizers, and plain ones, together.
 
 ``torch.nn.utils``'s own functions do the same where every rank has run the same backwards. These also finish a step
 whose plain backwards weren't as many on each rank, see to experts, and take parameters whose gradients are sharded with
@@ -29,7 +29,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clip the norm of all gradients together, after backward; every rank calls it, with the same parameters.
+    """Scale gradients down to a common norm, after backward, and return the norm. Communicates: every rank calls it.
 
     Args:
         parameters: of models, or slices from ``optimizer.param_groups``; of one optimizer, of several, or of none.
@@ -70,7 +70,7 @@ def _at_least_fp32(gradient: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-    """Clamp each element of the averaged, unscaled gradients to ``[-clip_value, clip_value]``; every rank calls it.
+    """Clamp each element of the averaged gradients to ``[-clip_value, clip_value]``. Every rank calls it.
 
     Args:
         parameters: as ``clip_grad_norm_`` takes them.
@@ -90,7 +90,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
 def _parted(
     parameters: Tensor | Iterable[Tensor],
 ) -> tuple[dict[ShardedOptimizer, list[ShardedParameter]], list[Tensor]]:
-    """Return sharded parameters by their optimizers, in the same order on all ranks, and the other parameters."""
+    """Split parameters into records by optimizer, in the same order on all ranks, and plain parameters."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     sharded = records_of(given)
     found = {tensor for records in sharded.values() for record in records for tensor in (record.p, record.p32)}

@@ -1,4 +1,4 @@
-"""Tests for users: whether an optimizer of their own trains over several ranks as it does in one process."""
+"""A test for users: whether an optimizer of their own trains over several ranks as in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PORT = "MASTER_PORT"  # torchrun sets it
 
 
 class Alike(NamedTuple):
-    """What a comparison has found.
+    """The result of comparing an optimizer over several ranks with one process.
 
     Attributes:
         splits: how the ranks share the parameters of each param group, "elements" or "parameters".
@@ -54,7 +54,7 @@ def assert_trains_alike(
     world_size: int = 2,
     **options: Any,
 ) -> Alike:
-    """Raise ``AssertionError`` unless an optimizer trains over several ranks as in one process; return the comparison.
+    """Train over several ranks and in one process, and raise ``AssertionError`` if parameters differ.
 
     The reference is a plain optimizer in one process, on the sum of the ranks' gradients. In some steps some ranks, or
     all, leave parameters out. Half of the way the state dict and the weights go to a new optimizer and model.
@@ -98,7 +98,7 @@ def assert_trains_alike(
 
 
 def random_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    """Return a loss with random gradients, another in each step and on each rank, for most of the parameters."""
+    """Return a loss with random gradients that depend on step and rank; some parameters have none."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     total = torch.zeros((), device=next(model.parameters()).device)
     for place, p in enumerate(p for p in model.parameters() if p.requires_grad):
@@ -163,7 +163,7 @@ def _split_of(optimizer: LowLevelZeroOptimizer, group: int) -> str:
 
 
 def _step_alone(trained: _Trained, losses: Sequence[Tensor]) -> None:
-    """Step by the mean of the gradients of all ranks' losses, each computed as its rank does, summed in their order."""
+    """Step the plain optimizer by the mean of all ranks' gradients, summed in the order of the ranks."""
     sums: dict[nn.Parameter, Tensor] = {}
     for each in losses:
         if each.requires_grad:
@@ -179,14 +179,14 @@ def _step_alone(trained: _Trained, losses: Sequence[Tensor]) -> None:
 
 
 def _resumed(former: _Trained, new: _Trained) -> _Trained:
-    """Return ``new`` with the weights and the state of ``former``."""
+    """Load the weights and the state of ``former`` into ``new``, and return it."""
     new.model.load_state_dict({name: value.clone() for name, value in former.model.state_dict().items()})
     new.optimizer.load_state_dict(former.optimizer.state_dict())
     return new
 
 
 def _difference(start: Sequence[Tensor], plain: nn.Module, sharded: nn.Module) -> tuple[float, str]:
-    """Return the largest difference of an element, as a share of its parameter's way, and the parameter's name."""
+    """Return the largest difference of an element, as a share of its parameter's movement, and where it is."""
     worst, where = 0.0, ""
     both = zip(start, plain.named_parameters(), sharded.parameters(), strict=True)
     for before, (name, expected), got in both:
@@ -203,7 +203,7 @@ def _difference(start: Sequence[Tensor], plain: nn.Module, sharded: nn.Module) -
 
 
 def _forked(compare: Callable[[], Alike], world_size: int) -> Alike:
-    """Return what ``compare`` returns in each of several forked processes, which form a process group."""
+    """Run ``compare`` in several forked processes that form a process group, and return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_run, (world_size, folder, compare), world_size, start_method="fork")  # type: ignore[no-untyped-call]
         found: Alike | Exception = torch.load(Path(folder, "found"), weights_only=False)

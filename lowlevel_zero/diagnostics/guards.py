@@ -82,9 +82,7 @@ class Guard:
             )
 
     def trouble(self) -> RuntimeError | None:
-        """Check param groups and parameters, and return the error that keeps this rank from stepping; None: it can
-        step.
-        """
+        """Check param groups and parameters, and return the error that keeps this rank from stepping, or None."""
         self.edited = []
         try:
             if self._parameters.frozen:

@@ -46,8 +46,7 @@ def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Modul
 
 
 def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
-    """Compare tensors between the ranks of ``group``, and describe the first that differs; None: all are equal.
-    Communicates.
+    """Compare tensors between the ranks of ``group``, and describe the first that differs, or None. Communicates.
 
     Raises:
         Exception: this rank could not read a tensor; if another rank could not, a ``RuntimeError`` names it.

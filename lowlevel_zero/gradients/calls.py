@@ -1,4 +1,4 @@
-"""Calls on the gradients of one optimizer, which all ranks make together: they finish reductions and gathers first."""
+"""Calls on one optimizer's gradients, which all ranks make together: they finish reductions and gathers first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Calls:
         self._streams = streams
 
     def enter(self, doing: str) -> Call:
-        """Finish gathers for a call, and return the call, on which the ranks then have to agree.
+        """Check that a call may be made here, finish gathers, and return the ``Call`` for the ranks to agree on.
 
         Raises:
             RuntimeError: it can't be made here or now.
@@ -48,7 +48,7 @@ class Calls:
         return Call(doing, self._guard.trouble())
 
     def finish_gradients(self, call: Call) -> None:
-        """Complete all gradients on all ranks, or raise on all of them if ``call`` can't be made on one."""
+        """Agree on ``call``, and complete all gradients; raise on all ranks if one can't make it. Communicates."""
         self.agree(call, self._finish)
         self._state.failure.raise_deferred()
         if self._state.phase is Phase.COMING:
@@ -62,7 +62,7 @@ class Calls:
             each.reducer.finish(call._replace(written=()))
 
     def agree(self, call: Call, act: Callable[[ShardedGroup, Call], object]) -> None:
-        """Have the ranks agree on ``call`` in each shard group by ``act``, and raise on all ranks if one raises.
+        """Have the ranks agree on ``call`` in each shard group by ``act``; if one rank raises, all do. Communicates.
 
         The ranks of experts may disagree among themselves alone, so where there are several shard groups, all ranks
         agree once more. The current stream then waits for all sums. Communicates.
@@ -91,16 +91,16 @@ class Calls:
             error = None  # its traceback holds this frame: a cycle would keep gradients alive
 
     def finish_gradients_for(self, doing: str) -> None:
-        """Complete all gradients for a use of ``p.grad``."""
+        """Enter the call ``doing``, and complete all gradients, for a use of ``p.grad``. Communicates."""
         self.finish_gradients(self.enter(doing))
 
     def finish_gradients_to_read(self, record: ShardedParameter, doing: str) -> None:
-        """Complete all gradients to read that of ``record``, which ranks must have in common."""
+        """Complete all gradients to read that of ``record``, which must be the same on every rank. Communicates."""
         self._guard.enter(doing)
         self.finish_gradients(Call(f"{doing} of {record.common_name}"))
 
     def finish_syncs(self, doing: str) -> None:
-        """Bring all ranks to the same gradient sync, with nothing in flight; ``p.grad`` stays. Communicates.
+        """Finish reductions so that all ranks have the same gradient syncs; ``p.grad`` stays. Communicates.
 
         Args:
             doing: one of the names of ``Call``, the same on every rank.
@@ -112,7 +112,7 @@ class Calls:
 
     @contextmanager
     def taking_part(self, catch_up: Callable[[], object], damage: Damage = Damage.GRADIENTS) -> Iterator[None]:
-        """Run a public call from its agreement on; where that fails on this rank, do what its peers wait for.
+        """Run the body of a public call; if it fails here after the agreement, do this rank's part of the call.
 
         An agreement tells errors of before it to all ranks, which raise together, and nothing has changed. After it a
         rank that fails takes part in what is left of the call's collectives with what it has, and raises its own error.

@@ -1,4 +1,4 @@
-"""Dispatch of torch's operations on sharded gradients: each function performs the operators of one kind."""
+"""Dispatch: torch's operations on sharded gradients; each function performs the operators of one kind."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .sharded_gradient import ShardedGradient, Wholes
 
 
 def make_handles(records: Iterable[ShardedParameter], gradients: OptimizerGradients) -> None:
-    """Give records the objects that they show as ``p.grad`` and ``p32.grad``, once there is a ``g``."""
+    """Make the ``ShardedGradient`` objects that records show as ``p.grad`` and ``p32.grad``."""
     for record in records:
         record.handle = ShardedGradient(record, record.p, gradients)
         record.slice_handle = ShardedGradient(record, record.p32, gradients)
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedGradient]:
-    """Return whether a value is a sharded gradient."""
+    """Return whether a value is a ``ShardedGradient``."""
     return isinstance(value, ShardedGradient)
 
 
@@ -33,20 +33,20 @@ def is_sharded(value: object) -> TypeGuard[ShardedGradient]:
 
 
 def _whole(value: Any, wholes: Wholes) -> Any:
-    """Return arguments with whole tensors in the place of sharded gradients."""
+    """Return arguments with each sharded gradient replaced by the gathered, whole one. Communicates."""
     return mapped(lambda each: each.whole_in(wholes) if is_sharded(each) else each, value)
 
 
 @performs(Kind.READ)
 def _read(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Read whole gradients."""
+    """Gather whole gradients, and call the operator on them. Communicates."""
     wholes: Wholes = {}
     return func(*_whole(args, wholes), **_whole(kwargs, wholes))
 
 
 @performs(Kind.WRITE)
 def _write(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Write to whole gradients; each rank then takes its slices of the changed ones."""
+    """Gather whole gradients, call the operator on them, and write the changes to this rank's slices. Communicates."""
     wholes: Wholes = {}
     given, keywords = _whole(args, wholes), _whole(kwargs, wholes)
     written = list(zip(_written(func, args, kwargs), _written(func, given, keywords), strict=True))
@@ -64,7 +64,7 @@ def _written(func: Any, args: Args, kwargs: Keywords) -> Iterator[Tensor]:
 
 
 def _note_history(written: Iterable[ShardedGradient], args: Args, kwargs: Keywords) -> None:
-    """Note which gradients autograd will take for results of a computation."""
+    """Keep written gradients from being reused next step, if autograd records the operation."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((args, kwargs))):
         for each in written:
             each.note_history()
@@ -72,7 +72,7 @@ def _note_history(written: Iterable[ShardedGradient], args: Args, kwargs: Keywor
 
 @performs(Kind.LIKE)
 def _like(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Make a new tensor: no element is read."""
+    """Call the operator on stand-ins, since it reads shape and dtype alone. Doesn't communicate."""
 
     def stand_in(tensor: Tensor) -> Tensor:
         shape, strides = tensor.shape, tensor.stride()
@@ -86,7 +86,7 @@ def _like(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 @performs(Kind.VIEW)
 def _view(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Make views that read and write through."""
+    """Return views of a sharded gradient, through which reads and writes go to it. Doesn't communicate."""
     of = args[0]
     if not is_sharded(of):
         return _read(func, args, kwargs)
@@ -106,7 +106,7 @@ def _view(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 @performs(Kind.ELEMENTS)
 def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Write each element by itself: this rank's slices, by slices of what stands beside them."""
+    """Write each element by itself: call the operator on this rank's slices, once reductions are finished."""
     listed = isinstance(args[0], (list, tuple))
     targets: Sequence[Tensor] = args[0] if listed else args[:1]
     sharded = [each for each in targets if is_sharded(each)]
@@ -136,7 +136,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _at(at: int, value: Any, count: int) -> Any:
-    """Return the other arguments for one tensor of a list."""
+    """Return the argument for the tensor at place ``at`` of a list."""
     return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
 
 
@@ -147,7 +147,7 @@ def _edited(target: ShardedGradient) -> tuple[ShardedParameter, OptimizerGradien
 
 
 def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> Tensor:
-    """The elements of an argument that stand beside this rank's."""
+    """Return the elements of an argument that stand beside this rank's slice of ``target``."""
     start, stop = record.split.span(record.rank)
     if is_sharded(value):
         if value.is_of_slice == target.is_of_slice and _is_split_alike(record, value):
@@ -173,7 +173,7 @@ def _expanded(target: ShardedGradient, value: Tensor) -> Tensor:
 
 
 def _edit(func: Any, listed: bool, parts: Sequence[Any], keywords: Keywords, own: Tensor) -> None:
-    """Write to this rank's slice, where that is and in its dtype."""
+    """Call the operator on this rank's slice, with the other arguments on its device and in its dtype."""
 
     def beside(part: Tensor) -> Tensor:
         return part.to(own) if part.is_floating_point() and part.dim() else part.to(own.device)
@@ -191,7 +191,7 @@ def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient
 
 @performs(Kind.SCALE)
 def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Multiply gradients by one number, which where they are all of a bucket's takes no kernel."""
+    """Multiply or divide gradients by one number, for a whole bucket without a kernel if possible."""
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     sharded = [each for each in targets if is_sharded(each)]
     factor = args[1]
@@ -223,7 +223,7 @@ def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) ->
 
 
 def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients, list[ShardedParameter]]:
-    """Return the records of gradients by their optimizer; a gradient that is there twice has its record twice."""
+    """Group the records of gradients by their optimizer; a gradient given twice is in the list twice."""
     found: dict[OptimizerGradients, list[ShardedParameter]] = {}
     for each in tensors:
         record, gradients = _edited(each)
@@ -236,7 +236,7 @@ def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients
 
 @performs(Kind.NORM)
 def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Take norms of whole gradients, of which all come in one collective."""
+    """Return norms of whole gradients from one collective; norms along dimensions gather gradients. Communicates."""
     given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
     order, dtype = float(given.get("ord", 2)), given.get("dtype")
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
@@ -264,18 +264,18 @@ def _is_current(tensor: ShardedGradient) -> bool:
 
 @performs(Kind.DETACH)
 def _detach(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Keep the values that the gradient has now."""
+    """Return a detached gradient, which keeps the present values of this rank's slice."""
     return args[0].detached()
 
 
 @performs(Kind.DETACH_IN_PLACE)
 def _detach_in_place(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Return the gradient, which has no graph."""
+    """Return the gradient itself, which has no graph."""
     return args[0]
 
 
 def _refusing(error: Callable[[str, str], RuntimeError]) -> Performer:
-    """Return a performer that raises ``error``, made of the parameter's name and the operator's."""
+    """Return a performer that raises ``error`` with the parameter's name and the operator's."""
 
     def refuse(func: Any, args: Args, kwargs: Keywords) -> Any:
         first = next(each for each in tensors_in((args, kwargs)) if is_sharded(each))

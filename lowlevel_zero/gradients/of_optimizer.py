@@ -24,7 +24,7 @@ Change: TypeAlias = Callable[[GradientStore, list[ShardedParameter]], object]
 
 
 class OptimizerGradients:
-    """The gradients of one optimizer's parameters, which ``ShardedGradient`` reads and edits.
+    """Reads and edits the gradients of one optimizer's parameters, for ``ShardedGradient`` and clipping.
 
     Args:
         groups: the parameters by the ranks that share them; the list may grow.
@@ -44,7 +44,7 @@ class OptimizerGradients:
     # ---- for torch's own functions, on one parameter's p.grad after the other ----
 
     def norms(self, records: Sequence[ShardedParameter], norm_type: float) -> list[Tensor]:
-        """Return the norm of each whole gradient, averaged and unscaled: 0-d, fp32 at least.
+        """Return the norm of each whole gradient, averaged and unscaled, 0-d. Communicates unless it is known.
 
         One collective brings the norms of all parameters, which are kept until gradients change.
         """
@@ -70,7 +70,7 @@ class OptimizerGradients:
         return [known[record.index] for record in records]
 
     def _refuse_late(self, without: Iterable[ShardedParameter]) -> None:
-        """Raise if a gradient has come for a parameter that was ``without`` one when the caller took its norms."""
+        """Raise if a parameter ``without`` a gradient has got one by finishing the reductions."""
         late = [record.name for record in without if record.p.grad is not None]
         if late:
             raise RuntimeError(
@@ -80,7 +80,7 @@ class OptimizerGradients:
             )
 
     def change(self, records: Iterable[ShardedParameter], what: str, change: Change) -> None:
-        """Change the gradients of some parameters; parameters without a gradient on any rank are left out.
+        """Finish reductions, and apply ``change`` to the gradients of ``records`` on this rank.
 
         Where the change fails on this rank, its gradients are lost.
 
@@ -100,7 +100,7 @@ class OptimizerGradients:
                 raise
 
     def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
-        """Yield each shard group, with finished reductions, and the records that have a gradient there."""
+        """Finish reductions, and yield each shard group with those of its records that have a gradient."""
         if not self._finished:
             self._calls.finish_gradients_for("edit p.grad")
         for each in self._groups:
@@ -110,7 +110,7 @@ class OptimizerGradients:
 
     @torch.no_grad()
     def whole(self, record: ShardedParameter, doing: str = "read p.grad") -> Tensor | None:
-        """Return a whole gradient, averaged and unscaled, in ``p``'s dtype, or None if no rank has one.
+        """Gather a whole gradient, averaged and unscaled, in ``p``'s dtype; None if no rank has one. Communicates.
 
         Every rank calls it, for the same parameter; ranks that read different ones raise. ``doing`` names the call.
         """
@@ -121,7 +121,7 @@ class OptimizerGradients:
             return None if whole is None else whole.to(record.p.dtype)
 
     def own(self, record: ShardedParameter) -> Tensor:
-        """Return a copy of this rank's slice, ``[s]``, averaged, unscaled, fp32 at least; zeros where there is none."""
+        """Finish reductions, and return a copy of this rank's slice, ``[s]``, averaged and unscaled, or zeros."""
         for each, _ in self._complete([record]):
             own = each.gradients.averaged(record)
             if own is not None:
@@ -130,7 +130,7 @@ class OptimizerGradients:
 
     @torch.no_grad()
     def gathered(self, record: ShardedParameter, own: Tensor) -> Tensor:
-        """Return the whole of which each rank kept its slice, ``own``. Every rank calls it, for the same parameter."""
+        """Gather the slices that each rank kept, and return the whole tensor. Communicates: every rank calls it."""
         doing = f"read a detached p.grad of {record.common_name}"
         self._calls.enter(doing)
         self._calls.finish_syncs(doing)
@@ -143,7 +143,7 @@ class OptimizerGradients:
     # ---- for this package's own clipping, on all parameters of a call together ----
 
     def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
-        """Return the norm of some parameters' gradients, experts' too: 0-d, fp32 at least. Every rank calls it."""
+        """Return the norm of some parameters' gradients together, experts included, 0-d. Communicates."""
         self._check(norm_type)
         with self._gathering(self._group, lambda: self._together(self._zeros(1), norm_type)):
             self._calls.finish_gradients_for("lowlevel_zero.clip_grad_norm_")
@@ -160,7 +160,7 @@ class OptimizerGradients:
 
     @contextmanager
     def _gathering(self, group: ShardGroup, gather: Callable[[], object]) -> Iterator[None]:
-        """Take part in a call with one gather, which ``gather`` makes up for where this rank fails before it."""
+        """Run a body that has one gather; if it fails before the gather, call ``gather`` for the other ranks."""
         begun = group.progress.begun[GATHER]
 
         def catch_up() -> None:
@@ -176,7 +176,7 @@ class OptimizerGradients:
             raise ValueError(f"norm_type: expected a number above 0, or inf, got {norm_type}")
 
     def _together(self, own: Tensor, norm_type: float) -> Tensor:
-        """Return the norms of whole gradients, from the norms of slices, ``[n]``: the same bits on all ranks."""
+        """Combine the norms of slices, ``[n]``, to norms of whole gradients, the same on all ranks. Communicates."""
         group = self._group
         rows = own.new_empty(group.size, len(own))
         rows[group.rank] = own
@@ -185,7 +185,7 @@ class OptimizerGradients:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of norms: fp64 if a parameter on any rank is, else fp32."""
+        """Return the dtype of norms: fp64 if a parameter of any rank is fp64, else fp32."""
         records = [record for each in self._groups for record in each.records]
         double = any(torch.float64 in (record.p.dtype, record.communication_dtype) for record in records)
         return torch.float64 if double else torch.float32
@@ -197,5 +197,5 @@ class OptimizerGradients:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Return numbers that change with each change of a gradient."""
+        """Return a tuple that changes whenever a gradient changes."""
         return tuple(each.gradients.version for each in self._groups)

@@ -1,4 +1,4 @@
-"""The kind of each of torch's operators on ``p.grad``, from its schema and tags, and the function that performs it."""
+"""The kind of each torch operator on ``p.grad``, derived from its schema and tags, and its performer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _PERFORMERS: dict[Kind, Performer] = {}
 
 
 def performs(kind: Kind) -> Callable[[Performer], Performer]:
-    """Return a decorator that has a function perform the operators of a kind."""
+    """Return a decorator that registers a function as the performer of one kind of operators."""
 
     def enter(performer: Performer) -> Performer:
         _PERFORMERS[kind] = performer
@@ -65,13 +65,13 @@ def performs(kind: Kind) -> Callable[[Performer], Performer]:
 
 
 def perform(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Return what an operator on sharded gradients gives, outside of a backward."""
+    """Perform an operator on sharded gradients by the function that is registered for its kind."""
     return _PERFORMERS[kind_of(func)](func, args, kwargs)
 
 
 @cache
 def kind_of(func: Any) -> Kind:
-    """Return the kind of an operator."""
+    """Return the kind of an operator, from a table, or else from its tags and schema."""
     if func in _NAMED:
         return _NAMED[func]
     if "c10d" in func.namespace:
@@ -103,7 +103,7 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return arguments or results with each tensor changed, within lists, tuples and dicts too."""
+    """Apply ``change`` to each tensor in ``value``, also in lists, tuples and dicts, and return the result."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):

@@ -17,7 +17,7 @@ def of_scaler(name: str, what: str) -> RuntimeError:
 
 
 def of_memory(name: str, what: str) -> RuntimeError:
-    """Return the error for a look at memory, which a sharded gradient doesn't have."""
+    """Return the error for access to the memory of a sharded gradient, which has none."""
     return RuntimeError(
         f"{name}: expected a tensor with memory, got {what} of p.grad, of which this rank holds a slice: take "
         "p.grad.full_tensor() on every rank, and write it back by p.grad.copy_(tensor)"
@@ -25,7 +25,7 @@ def of_memory(name: str, what: str) -> RuntimeError:
 
 
 def of_pickling(name: str) -> RuntimeError:
-    """Return the error for pickling or shallow copying."""
+    """Return the error for pickling, saving or copying a sharded gradient."""
     return RuntimeError(
         f"{name}: expected a plain tensor to save, pickle or copy, got p.grad, of which this rank holds a slice: save "
         "p.grad.full_tensor(), which every rank calls"
@@ -49,7 +49,7 @@ def of_conversion(name: str, what: str) -> RuntimeError:
 
 
 def of_shape(name: str, expected: Sequence[int], got: Sequence[int]) -> RuntimeError:
-    """Return the error for a tensor that doesn't fit the gradient."""
+    """Return the error for a tensor that can't be broadcast to the gradient's shape."""
     return RuntimeError(
         f"{name}: expected a tensor that fits p.grad, {tuple(expected)}, got {tuple(got)}: pass one of that shape, or "
         "one that broadcasts to it"
@@ -73,7 +73,7 @@ def of_collective(name: str, what: str) -> RuntimeError:
 
 
 def of_kept(name: str) -> RuntimeError:
-    """Return the error for a ``p.grad`` that was kept beyond its step."""
+    """Return the error for a ``p.grad`` object that is used after its gradient was cleared."""
     return RuntimeError(
         f"{name}: expected p.grad of the present step, got one that was kept while its gradient was cleared: take "
         "p.grad anew after each backward, or keep p.grad.clone()"
@@ -81,7 +81,7 @@ def of_kept(name: str) -> RuntimeError:
 
 
 def of_hook(name: str, what: str) -> RuntimeError:
-    """Return the error for a use of ``p.grad`` within a backward."""
+    """Return the error for using ``p.grad`` in a hook during a backward."""
     return RuntimeError(
         f"{name}: expected p.grad to be left alone within a backward, got {what} in a hook, before the ranks have "
         "averaged it: call it between backward and step"

@@ -1,4 +1,4 @@
-"""ShardedGradient: what ``p.grad`` is once a gradient has been reduced, and each rank holds a slice of it.
+"""ShardedGradient: the type of ``p.grad`` after its reduction, when each rank holds a slice of the gradient.
 
 As FSDP2's is a ``DTensor``. It has the parameter's shape, dtype and device, and no memory. torch's functions work on it
 as on the averaged, unscaled gradient, over all ranks (``dispatch.py``):
@@ -43,7 +43,7 @@ _ADD_, _ADD = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
 
 
 class ShardedGradient(Handle):
-    """A gradient that is averaged over the ranks, and of which each holds a slice; it holds weak references alone.
+    """The averaged gradient of a parameter, of which each rank holds a slice, as FSDP2 has ``DTensor``.
 
     Args:
         record: whose gradient it is.
@@ -86,7 +86,7 @@ class ShardedGradient(Handle):
     # ---- its values ----
 
     def full_tensor(self) -> Tensor:
-        """Return all of the gradient, averaged and unscaled, in the parameter's dtype. Every rank calls it.
+        """Gather the whole gradient, averaged and unscaled, in the parameter's dtype. Every rank calls it.
 
         Of ``p32.grad`` return this rank's slice, in the dtype and on the device of ``p32``.
         """
@@ -98,36 +98,36 @@ class ShardedGradient(Handle):
         return torch.zeros_like(record.p, requires_grad=False) if whole is None else whole
 
     def to_local(self) -> Tensor:
-        """Return a copy of this rank's slice, ``[s]``, averaged, unscaled, fp32 at least. Every rank calls it."""
+        """Return a copy of this rank's slice, ``[s]``, averaged and unscaled, fp32 at least. Every rank calls it."""
         record, gradients = self.held()
         own = gradients.own(record)
         self.held()
         return own
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return all of the gradient as an array that can't be written to. Every rank calls it."""
+        """Gather the whole gradient, and return it as a read-only array. Every rank calls it."""
         array = self.full_tensor().numpy(force=force)
         array.flags.writeable = False
         return array
 
     def tolist(self) -> Any:
-        """Return all of the gradient's numbers. Every rank calls it."""
+        """Gather the whole gradient, and return its numbers as nested lists. Every rank calls it."""
         return self.full_tensor().tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Return its shape and dtype, and not its elements: printing doesn't communicate."""
+        """Return the parameter's name, the shape and the dtype, not the elements. Doesn't communicate."""
         about = f"{self.name_of_parameter}, {tuple(self.shape)}, {self.dtype}"
         return f"ShardedGradient({about}: full_tensor() has its elements)"
 
     def __deepcopy__(self, memo: object) -> Tensor | None:
-        """Return a plain copy of the whole, which every rank calls; a copied slice has no gradient."""
+        """Gather the whole gradient as a plain copy; None for a slice's gradient. Every rank calls it."""
         return None if self.is_of_slice else self.full_tensor()
 
     # ---- its memory: it has none ----
 
     @property
     def data(self) -> Tensor:
-        """``detach()``."""
+        """Return ``detach()``."""
         return self.detach()
 
     @data.setter
@@ -139,27 +139,27 @@ class ShardedGradient(Handle):
         raise refusals.of_data(self.name_of_parameter)
 
     def data_ptr(self) -> int:
-        """Raise: it has no memory."""
+        """Raise ``RuntimeError``: a sharded gradient has no memory."""
         raise refusals.of_memory(self.name_of_parameter, "data_ptr()")
 
     def storage(self) -> Any:
-        """Raise: it has no memory."""
+        """Raise ``RuntimeError``: a sharded gradient has no memory."""
         raise refusals.of_memory(self.name_of_parameter, "storage()")
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        """Raise: it has no memory."""
+        """Raise ``RuntimeError``: a sharded gradient has no memory."""
         raise refusals.of_memory(self.name_of_parameter, "dlpack")
 
     def __dlpack_device__(self) -> Any:
-        """Raise: it has no memory."""
+        """Raise ``RuntimeError``: a sharded gradient has no memory."""
         raise refusals.of_memory(self.name_of_parameter, "dlpack")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise: its elements are on all ranks."""
+        """Raise ``RuntimeError``: a sharded gradient can't be pickled."""
         raise refusals.of_pickling(self.name_of_parameter)
 
     def share_memory_(self) -> ShardedGradient:
-        """Do nothing: it has no memory."""
+        """Return the gradient unchanged: it has no memory to share."""
         return self
 
     # ---- torch's operations ----
@@ -168,13 +168,13 @@ class ShardedGradient(Handle):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Perform one operation of torch's."""
+        """Perform one torch operation; within a backward, only adding a gradient is allowed."""
         if torch._C._current_graph_task_id() != -1:
             return _perform_within_backward(func, args, kwargs or {})
         return perform(func, args, kwargs or {})
 
     def held(self) -> tuple[ShardedParameter, OptimizerGradients]:
-        """Return the record and the optimizer's gradients; raise if this stands for no gradient any more."""
+        """Return the record and the optimizer's gradients; raise if either is gone or the gradient was cleared."""
         record, gradients = self._record(), self._gradients()
         if record is None or gradients is None:
             raise refusals.of_dead(self.name_of_parameter)
@@ -183,42 +183,42 @@ class ShardedGradient(Handle):
         return record, gradients
 
     def retire(self) -> Handle:
-        """Refuse any further use, and return another for the gradients to come."""
+        """Make every further use raise, and return a new object for the next gradient."""
         record, gradients = self.held()
         self._retired, self._itself = True, None
         return ShardedGradient(record, record.p32 if self.is_of_slice else record.p, gradients)
 
     def note_history(self) -> None:
-        """Autograd will write a history to it, so the next step is to have another: keep it, as callers do."""
+        """Hold a reference to itself, so that the next step makes a new object: autograd has recorded this one."""
         self._itself = self
 
     def root(self) -> ShardedGradient:
-        """Return the gradient of which this is a view."""
+        """Return the gradient that this object, or the object it is a view of, stands for."""
         return self
 
     def live(self) -> ShardedGradient | None:
-        """Return the ``p.grad`` that has the same elements in the same order, for edits; None: none has."""
+        """Return the ``p.grad`` whose slice an elementwise edit of this object writes; None for views."""
         return self
 
     @property
     def is_current(self) -> bool:
-        """Whether it has the values that ``p.grad`` has now."""
+        """Return whether this object has the present values of ``p.grad``."""
         return True
 
     def whole_in(self, wholes: Wholes) -> Tensor:
-        """Return all of it for an operation, which gathers each gradient once."""
+        """Return the whole gradient from ``wholes``, or gather it and store it there."""
         if self not in wholes:
             wholes[self] = self.full_tensor()
         return wholes[self]
 
     def own_part(self, tensor: Tensor) -> Tensor:
-        """Return this rank's elements of a tensor of the gradient's shape: ``[n]``, without padding."""
+        """Cut this rank's elements, ``[n]``, from a tensor of the gradient's shape, and return them."""
         record, _ = self.held()
         start, stop = record.split.span(record.rank)
         return record.flat_slice(tensor)[: stop - start] if self.is_of_slice else record.flatten(tensor)[start:stop]
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
-        """Let the gradient have the elements of a whole one that differ from those ``before``; ``what`` changed it."""
+        """Write to this rank's slice the elements in which ``after`` differs from ``before``."""
         record, gradients = self.held()
         if after.shape != before.shape:
             raise refusals.of_shape(self.name_of_parameter, before.shape, after.shape)
@@ -230,19 +230,19 @@ class ShardedGradient(Handle):
         gradients.change([record], what, partial(GradientStore.edit, edits={record: [edit]}))
 
     def keep_current(self) -> None:
-        """Take the values that ``p.grad`` has now."""
+        """Keep the present values of ``p.grad``; nothing to do unless detached."""
 
     def detached(self) -> ShardedGradient:
-        """Return ``detach()``."""
+        """Return a detached gradient that keeps the present values."""
         return DetachedGradient(self)
 
     def viewed(self, like: Tensor, look: Callable[[Tensor], Tensor]) -> ShardedGradient:
-        """Return a view of the shape and strides of ``like``, which ``look`` gives of a whole gradient."""
+        """Return a view with the shape and strides of ``like``; ``look`` makes it from a whole gradient."""
         return ViewOfGradient(self, like, look)
 
 
 class DetachedGradient(ShardedGradient):
-    """``p.grad.detach()``: it keeps the values that it was taken with, and writes through to ``p.grad``."""
+    """The result of ``p.grad.detach()``: it keeps its values, and writes go through to ``p.grad``."""
 
     @staticmethod
     def __new__(cls, of: ShardedGradient) -> Self:
@@ -254,37 +254,37 @@ class DetachedGradient(ShardedGradient):
         self.keep_current()
 
     def full_tensor(self) -> Tensor:
-        """Return the whole gradient that this detached one keeps. Every rank calls it."""
+        """Gather the whole gradient as it was when it was detached. Every rank calls it."""
         record, gradients = self.held()
         if self.is_of_slice:
             return super().full_tensor()
         return self._of.full_tensor() if self.is_current else gradients.gathered(record, self._kept)
 
     def to_local(self) -> Tensor:
-        """Return a copy of this rank's slice of the gradient that this detached one keeps."""
+        """Return a copy of this rank's slice as it was when it was detached."""
         return self._kept.clone()
 
     def live(self) -> ShardedGradient | None:
-        """Return ``p.grad``."""
+        """Return the ``p.grad`` from which this one was detached."""
         return self._of
 
     @property
     def is_current(self) -> bool:
-        """Whether ``p.grad`` hasn't changed since."""
+        """Return whether ``p.grad`` hasn't changed since it was detached."""
         return not self._of._retired and self._at == self.held()[1].versions
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
-        """Write to ``p.grad``."""
+        """Write the changes to ``p.grad``, and keep its new values."""
         self._of.write_changes(before, after, what)
         self.keep_current()
 
     def keep_current(self) -> None:
-        """Take the values that ``p.grad`` has now."""
+        """Replace the kept values by the present values of ``p.grad``."""
         self._kept = self._of.to_local()
         self._at = self.held()[1].versions
 
     def detached(self) -> ShardedGradient:
-        """Return itself."""
+        """Return the object itself."""
         return self
 
 
@@ -306,32 +306,32 @@ class ViewOfGradient(ShardedGradient):
         self._of, self._look = of, look
 
     def full_tensor(self) -> Tensor:
-        """Return all of the view. Every rank calls it."""
+        """Gather the whole gradient, and return a copy of its view. Every rank calls it."""
         return self.whole_in({}).clone()
 
     def to_local(self) -> Tensor:
-        """Raise: its elements may be other ranks'."""
+        """Raise ``RuntimeError``: the view's elements may be other ranks'."""
         raise refusals.of_memory(self.name_of_parameter, "to_local() of a view")
 
     def root(self) -> ShardedGradient:
-        """Return the gradient of which this is a view."""
+        """Return the gradient that this is a view of."""
         return self._of.root()
 
     def live(self) -> ShardedGradient | None:
-        """Return None: it has other elements, or in another order."""
+        """Return None: a view can't be edited by slices."""
         return None
 
     def whole_in(self, wholes: Wholes) -> Tensor:
-        """Return the view of the whole gradient."""
+        """Return the view of the whole gradient, which is taken from ``wholes`` or gathered."""
         return self._look(self._of.whole_in(wholes))
 
     def detached(self) -> ShardedGradient:
-        """Return the view of the detached gradient."""
+        """Return a view of the detached gradient."""
         return ViewOfGradient(self._of.detached(), self, self._look)
 
 
 def _perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Let a backward add a gradient to ``p.grad``, where it waits to be reduced; raise for anything else."""
+    """Store a gradient that autograd adds to ``p.grad`` in a backward; raise for any other operation."""
     first = next(each for each in tensors_in((args, kwargs)) if isinstance(each, ShardedGradient))
     refuse_compiled(first.name_of_parameter)
     if not _is_engine(sys._getframe(1).f_back):
@@ -351,7 +351,7 @@ def _perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _is_engine(caller: FrameType | None) -> bool:
-    """Return whether autograd's engine called, and not a hook; None: it did, on another thread."""
+    """Return whether autograd's engine made this call, and not a hook of the caller's."""
     while caller is not None and caller.f_code.co_name != "_engine_run_backward":
         if not (caller.f_code.co_name == "__torch_dispatch__" or caller.f_globals["__name__"].startswith("torch.")):
             return False
