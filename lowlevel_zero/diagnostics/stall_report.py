@@ -116,7 +116,7 @@ class Watch(Thread):
             self._reported, (what, progress.missing) = True, found
             if progress.missing:
                 waited = now - self._since
-                call = f" in {progress.call}, which every rank calls," if progress.call else ""
+                call = f" in {progress.call}, which all ranks call," if progress.call else ""
                 told = self._rank, waited, call, what, progress.missing
                 _log.warning("rank %d has waited %.3g s%s for the %s. %s", *told)
         return True

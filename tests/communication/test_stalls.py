@@ -119,7 +119,7 @@ def test_all_that_wait_say_for_whom_and_for_what(stage: int) -> None:
     assert late == []
     for rank, lines in enumerate((first, second)):
         (line,) = lines
-        where = r"in step, which every rank calls, for the agreement \d+ \(step 2\)\. "
+        where = r"in step, which all ranks call, for the agreement \d+ \(step 2\)\. "
         assert re.match(rf"rank {rank} has waited [\d.]+ s {where}", line)
         assert line.endswith("Not there yet: rank 2 (outside of the optimizer, after 1 steps)")
 
@@ -178,7 +178,7 @@ def test_each_stall_is_reported_once() -> None:
             train(model, optimizer)
 
     lines, _ = run_stalled(2, stall)
-    places = [line.partition(" s for ")[2].partition(". ")[0] for line in lines]
+    places = [line.partition(" for the ")[2].partition(". ")[0] for line in lines]
     assert len(set(places)) == len(places)
     assert [step in " ".join(places) for step in ("(step 2)", "(step 4)")] == [True, True]
 
@@ -474,7 +474,7 @@ def test_a_rank_that_has_not_constructed_its_optimizer_is_named(
     assert late == []
     for rank, lines in enumerate(others):
         (line,) = lines
-        where = r"in LowLevelZeroOptimizer, which every rank calls, for the agreement 0 \(step 1\)\. Not there yet: "
+        where = r"in LowLevelZeroOptimizer, which all ranks call, for the agreement 0 \(step 1\)\. Not there yet: "
         assert re.match(rf"rank {rank} has waited [\d.]+ s {where}", line)
         missing = (
             f"rank {world_size - 1} (doesn't answer: it hasn't constructed its optimizer, or its process has ended"
