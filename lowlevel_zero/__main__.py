@@ -59,7 +59,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="compare every file with its checksum first")
-    text = "number of ranks to lay it out for (the ranks that saved it)"
+    text = "number of ranks to lay it out for (default: the ranks that saved it)"
     parser.add_argument("--world-size", metavar="N", type=whole_number, help=text)
 
 

@@ -44,39 +44,45 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group()
-    text = "elements of the model, as in 7e9, 7B or 125M (7B)"
+    text = "elements of the model, as in 7e9, 7B or 125M (default: 7B)"
     model.add_argument("--params", metavar="N", type=elements, default=7 * 10**9, help=text)
     text = "the function that returns the model on the meta device, as in torch.nn:Transformer"
     model.add_argument("--model", metavar="MODULE:NAME", help=text)
     add("--world-size", metavar="N", type=whole_number, nargs="+", required=True, help="numbers of ranks")
-    add("--dtype", default="bf16", help=f"dtype of the parameters: {', '.join(DTYPES)} (%(default)s)")
-    add("--stage", type=stage, nargs="+", default=[0, 1, 2], help="0 (DDP), 1, 2 (all of them)")
-    add("--communication-dtype", help="dtype in which gradients travel (that of the parameters)")
+    add("--dtype", default="bf16", help=f"dtype of the parameters: {', '.join(DTYPES)} (default: %(default)s)")
+    add("--stage", type=stage, nargs="+", default=[0, 1, 2], help="0 (DDP), 1 or 2 (default: all of them)")
+    add("--communication-dtype", help="dtype in which gradients travel (default: the parameters' dtype)")
     add("--fp8", action="store_true", dest="fp8_communication", help="send gradients and parameters in fp8")
-    add("--device", default="cuda", help="type of the device, as in cpu (%(default)s)")
-    text = "elements of a bucket (the default of the device)"
+    add("--device", default="cuda", help="type of the device, as in cpu (default: %(default)s)")
+    text = "elements of a bucket (default: that of the device)"
     add("--bucket-size", metavar="N", type=whole_number, dest="reduce_bucket_size", help=text)
     add("--json", action="store_true", help="print one JSON object")
 
     add = parser.add_argument_group("memory").add_argument
-    add("--optimizer", default="adamw", help=f"{', '.join(NAMES)} (%(default)s)")
-    text = "only with cpu_offload, or only without (both)"
+    add("--optimizer", default="adamw", help=f"one of {', '.join(NAMES)} (default: %(default)s)")
+    text = "print only rows with cpu_offload, or only rows without (default: both)"
     add("--offload", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "step 16-bit slices without fp32 masters"
     add("--no-master-weights", action="store_false", dest="master_weights", help=text)
-    text = "split the model by elements or by parameters (the choice of the optimizer)"
+    text = "split the model by elements or by parameters (default: the optimizer's class decides)"
     add("--split", choices=(BY_ELEMENTS, BY_PARAMETERS), help=text)
-    add("--micro-batches", metavar="N", type=whole_number, default=1, help="backwards in a step (%(default)s)")
+    add("--micro-batches", metavar="N", type=whole_number, default=1, help="backwards in a step (default: %(default)s)")
 
     add = parser.add_argument_group("time of a step").add_argument
     add("--link", metavar="RATE", type=rate, help="rate of each rank's link, as in 100Gbit: print times, not memory")
-    add("--latency", metavar="TIME", type=seconds, default=0.0, help="from rank to rank, as in 20us (none)")
+    add(
+        "--latency",
+        metavar="TIME",
+        type=seconds,
+        default=0.0,
+        help="time of a message from rank to rank, as in 20us (default: none)",
+    )
     add("--ring", action="store_true", help="send rows from neighbour to neighbour, not to all ranks at once")
-    text = "time that a backward computes, and a forward half as long, as in 120ms (none, or by --flops)"
+    text = "time of a backward, as in 120ms; a forward takes half of it (default: from --flops, or none)"
     add("--backward", metavar="TIME", type=seconds, help=text)
-    add("--flops", metavar="N", type=per_second, help="operations a second of a rank, as in 300T")
-    add("--tokens", metavar="N", type=elements, default=8192, help="tokens in a rank's batch (%(default)s)")
-    text = "mean share by which a rank is slower in a step, distributed exponentially, as in 5%% (none)"
+    add("--flops", metavar="N", type=per_second, help="floating-point operations a second of a rank, as in 300T")
+    add("--tokens", metavar="N", type=elements, default=8192, help="tokens in a rank's batch (default: %(default)s)")
+    text = "mean share by which a rank is slower in a step, distributed exponentially, as in 5%% (default: none)"
     add("--straggling", metavar="SHARE", type=share, default=0.0, help=text)
 
 
