@@ -98,7 +98,10 @@ def check_group(param_group: Any, parameters: ParameterStore) -> None:
     for p in param_group["params"]:
         record = parameters.find(p)
         if record is not None:
-            raise ValueError(f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has")
+            raise ValueError(
+                f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has: leave it out of "
+                "the new group"
+            )
 
 
 def _check_own_memory(named: Mapping[Tensor, str]) -> None:

@@ -94,4 +94,6 @@ class _Failing:
         """Restore ``sys.stdout``, flush it, and raise ``RuntimeError``."""
         sys.stdout = self._stdout
         self._stdout.flush()
-        raise RuntimeError(f"an asynchronous save failed, and nobody has waited for it: {self._error}")
+        raise RuntimeError(
+            f"an asynchronous save failed, and nobody has waited for it: {self._error}. Call wait() of each save"
+        )

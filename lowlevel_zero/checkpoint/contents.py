@@ -169,7 +169,8 @@ class Contents:
                 self.tied[name] = names[tensor]
             elif name in self.entries:
                 raise ValueError(
-                    f"{name}: expected one tensor of this name, got a wrapper's own and that of what it wraps"
+                    f"{name}: expected one tensor of this name, got a wrapper's and one of the module that it wraps: "
+                    "rename the attribute of one of them"
                 )
             else:
                 names[tensor] = name
@@ -349,7 +350,7 @@ def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _O
                 elif record is not None:
                     raise ValueError(
                         f"{record.name}: expected one optimizer that trains it, got {called(former.optimizer)} and "
-                        f"{called(name)}: leave it to one of them"
+                        f"{called(name)}: give it to one of them alone"
                     )
     return found
 

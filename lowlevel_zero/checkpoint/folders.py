@@ -139,7 +139,7 @@ def locate(path: Path) -> Path:
     if path.is_dir():
         dcp = "torch.distributed.checkpoint's own: use dcp.load, with Sharded(optimizer)"
         got = dcp if (path / METADATA).exists() else "none"
-        raise ValueError(f"{path}: expected a checkpoint of lowlevel_zero, with a {MANIFEST}, got {got}")
+        raise ValueError(f"{path}: expected a checkpoint of lowlevel_zero, with a {MANIFEST}, got {got}: name one")
     newest = latest(path.parent)
     remedy = "finds none either" if newest is None else f"finds {newest}"
     raise FileNotFoundError(f"{path}: expected a checkpoint, found nothing; latest({str(path.parent)!r}) {remedy}")

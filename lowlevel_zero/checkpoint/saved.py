@@ -156,7 +156,7 @@ class SavedCheckpoint:
     def _runs(self, full: str, saved: Shape) -> Iterator[_Run]:
         described = self.metadata.state_dict_metadata.get(full)
         if not isinstance(described, TensorStorageMetadata):
-            raise ValueError(f"{self.path}: {full}: expected a tensor, got a pickle")
+            raise ValueError(f"{self.path}: {full}: expected a tensor, got a pickle: {TAKE_ANOTHER}")
         for chunk in described.chunks:
             start = sum(offset * stride for offset, stride in zip(chunk.offsets, saved, strict=True))
             numel = chunk.sizes.numel()

@@ -115,7 +115,7 @@ class ShardedState:
             state = self._own_state(record) if record.owns_some else self._told[record]
             for key, value in state.items():
                 if "." in key:
-                    raise ValueError(f"{name}: expected states with no dot in their names, got {key!r}")
+                    raise ValueError(f"{name}: expected states with no dot in their names, got {key!r}: rename it")
                 if isinstance(value, Tensor):
                     found.setdefault(name, {})[key] = self._whole_or_boxed(key, value, state, record)
         return found

@@ -202,7 +202,9 @@ def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
     """Return the outer and the inner group; raise for arguments of another shape."""
     is_pair = isinstance(group, (tuple, list))
     if is_pair and extra is not None:
-        raise ValueError("extra_dp_group: expected None beside a pair in dp_process_group, got one more group")
+        raise ValueError(
+            "extra_dp_group: expected None beside a pair in dp_process_group, got one more group: leave one of them out"
+        )
     if group is None:
         raise ValueError(
             "extra_dp_group: expected dp_process_group beside it, got None: pass the inner groups there, or "

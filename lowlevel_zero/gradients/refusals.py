@@ -99,5 +99,6 @@ def of_ddp(name: str) -> RuntimeError:
 def of_dead(name: str) -> RuntimeError:
     """Return the error for a gradient whose optimizer is gone."""
     return RuntimeError(
-        f"{name}: expected the optimizer that reduced this gradient, which is gone: keep it, or set p.grad to None"
+        f"{name}: expected the optimizer that reduced this gradient, which is gone: keep a reference to the optimizer, "
+        "or set p.grad to None"
     )

@@ -41,7 +41,10 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         options = self.zero_optim_kwargs
         options["reduce_bucket_size"] = int(options["reduce_bucket_size"])
         if keywords.get("extra_dp_size", 1) < 1:
-            raise ValueError(f"extra_dp_size: expected rows of ranks, at least 1, got {keywords['extra_dp_size']!r}")
+            raise ValueError(
+                "extra_dp_size: expected a number of groups to split the ranks into, at least 1, got "
+                f"{keywords['extra_dp_size']!r}"
+            )
         if self.use_fp8:
             raise NotImplementedError(f"use_fp8={self.use_fp8!r} is not available yet: leave use_fp8 out")
 

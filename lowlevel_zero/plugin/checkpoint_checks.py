@@ -15,6 +15,8 @@ from .boosted import BoostedModel
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 
+_OTHER_MODEL = "build the model that was saved, or name another checkpoint"
+
 
 def check_boosted(thing: object, kind: type, word: str) -> None:
     """Raise unless ``thing`` is of the class ``kind``, which ``booster.boost`` returns."""
@@ -39,7 +41,8 @@ def check_is_file(checkpoint: str) -> None:
     path = Path(checkpoint)
     if path.is_dir():
         raise IsADirectoryError(
-            f"{checkpoint}: expected a file, or a directory with one *.index.json, got a directory without"
+            f"{checkpoint}: expected a file, or a directory with one *.index.json, got a directory without: name "
+            "another"
         )
     if not path.is_file():
         raise FileNotFoundError(f"{checkpoint}: expected a checkpoint, found nothing")
@@ -69,9 +72,9 @@ def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: 
     for name, shape in expected.items():
         if name not in got:
             if strict:
-                raise ValueError(f"{checkpoint}: expected the model's {name}, found none: it is another model's")
+                raise ValueError(f"{checkpoint}: expected the model's {name}, found none: {_OTHER_MODEL}")
         elif got[name] != shape:
-            raise ValueError(f"{name}: expected {shape}, {checkpoint} has {got[name]}: it is another model's")
+            raise ValueError(f"{name}: expected {shape}, {checkpoint} has {got[name]}: {_OTHER_MODEL}")
     surplus = [name for name in got if name not in expected]
     if strict and surplus:
-        raise ValueError(f"{checkpoint}: expected only what the model has, found {surplus[0]}: it is another model's")
+        raise ValueError(f"{checkpoint}: expected only what the model has, found {surplus[0]}: {_OTHER_MODEL}")

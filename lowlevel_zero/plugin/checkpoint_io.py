@@ -179,7 +179,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         with all_or_none("save its adapters"):
             check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
-                raise NotADirectoryError(f"{checkpoint}: expected a directory for the adapters, got a file")
+                raise NotADirectoryError(f"{checkpoint}: expected a directory for the adapters, got a file: name one")
         alone = self.coordinator.is_master()
         with all_or_none("save its adapters"), files_beside(checkpoint) if alone else nullcontext(checkpoint) as folder:
             super().save_lora_as_pretrained(model, folder, use_safetensors, state_dict)

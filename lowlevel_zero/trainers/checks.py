@@ -23,7 +23,10 @@ def check_plain(handed: object) -> None:
             "wraps, unwrapped, and its options as zero_options; the trainer shards it once the model is in its place"
         )
     if type(handed).__name__ == "DummyOptim":  # accelerate's
-        raise TypeError("optimizer: expected a plain torch optimizer, got DummyOptim, which is one of DeepSpeed's")
+        raise TypeError(
+            "optimizer: expected a plain torch optimizer, got DummyOptim, which stands for DeepSpeed's: pass one of "
+            "torch.optim, and leave DeepSpeed out of accelerate's config"
+        )
     if isinstance(handed, DistributedDataParallel | DataParallel | FullyShardedDataParallel):
         raise TypeError(
             f"model: expected the bare module, got {type(handed).__name__}, which would reduce or shard a second time: "
@@ -63,5 +66,5 @@ def check_accelerator(accelerator: Any) -> None:
     if launched != accelerator.num_processes:
         raise RuntimeError(
             f"expected the {launched} processes that were launched, got an Accelerator of {accelerator.num_processes}: "
-            "it goes by what torchrun sets (LOCAL_RANK and so on), and on CPUs by cpu=True (transformers: use_cpu=True)"
+            "start it with torchrun or accelerate launch, and on CPUs pass cpu=True (transformers: use_cpu=True)"
         )

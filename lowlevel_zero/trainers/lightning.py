@@ -58,7 +58,10 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or 'bf16-true'")
         if any(hasattr(each, "unfreeze_and_add_param_group") for each in trainer.callbacks):
-            raise TypeError("callbacks: expected no BaseFinetuning, to which slices mean nothing: use add_param_group")
+            raise TypeError(
+                "callbacks: expected no BaseFinetuning, which looks for parameters in groups of slices: use "
+                "add_param_group"
+            )
         super().setup_optimizers(trainer)
         if not any(each.param_groups for each in self.optimizers):  # Lightning's stand-in for None has none
             raise TypeError(

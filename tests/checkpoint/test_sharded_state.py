@@ -97,7 +97,7 @@ def test_a_state_that_can_not_be_saved_raises_on_all_ranks() -> None:
         Sharded(optimizer).state_dict()
 
     first, second = run_ranks_expecting(give, 2)
-    assert second.message == "weight: expected states with no dot in their names, got 'its.own'"
+    assert second.message == "weight: expected states with no dot in their names, got 'its.own': rename it"
     assert "rank 1" in first.message
     assert second.message in first.message
 

@@ -358,7 +358,11 @@ def test_a_pair_goes_when_nobody_uses_it() -> None:
         ({"precision": "fp8"}, AssertionError, "only supports .*fp16"),
         ({"norm_type": 1.0}, AssertionError, "norm_type=2.0"),
         ({"use_fp8": True}, NotImplementedError, "use_fp8=True is not available yet"),
-        ({"extra_dp_size": 0}, ValueError, "extra_dp_size: expected rows of ranks, at least 1, got 0"),
+        (
+            {"extra_dp_size": 0},
+            ValueError,
+            "extra_dp_size: expected a number of groups to split the ranks into, at least 1, got 0",
+        ),
         ({"max_norm": -1.0}, ValueError, "clip_grad_norm: expected a number >= 0"),
         ({"reduce_bucket_size_in_m": 0}, ValueError, "reduce_bucket_size: expected an int of at least 1"),
         ({"communication_dtype": torch.int8}, ValueError, "communication_dtype: expected"),

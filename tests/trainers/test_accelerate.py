@@ -483,7 +483,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "several in fp16": (several_in_fp16, "expected one optimizer where parameters are fp16"),
     "unseen": (
         unseen,
-        "the 2 processes that were launched, got an Accelerator of 1: it goes by what torchrun sets",
+        "the 2 processes that were launched, got an Accelerator of 1: start it with torchrun or accelerate launch",
     ),
     "uneven": (uneven, "join_uneven_inputs"),
 }

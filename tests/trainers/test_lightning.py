@@ -297,7 +297,7 @@ MISTAKES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any], str,
         Net,
         {"callbacks": [Unfreeze()]},
         "TypeError",
-        "callbacks: expected no BaseFinetuning, to which slices mean nothing: use add_param_group",
+        "callbacks: expected no BaseFinetuning, which looks for parameters in groups of slices: use add_param_group",
     ),
     "no optimizer": (
         lambda: Own(lambda module: None),
