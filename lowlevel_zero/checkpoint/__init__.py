@@ -4,12 +4,12 @@ The seam: ``sharded_parameters`` (the records), ``shard_group``, ``options``, ``
 and ``serial`` of the optimizer, and ``ShardedState``, its state by name.
 
 ======================  ===============================================================================================
-contents                what a model and its optimizers hold, by name: to save, and to load into
+contents                the tensors of a model and its optimizers' states by name, to save and to load into
 optimizers              one optimizer or several, and their schedulers: checked, and called by names
 saving, storage         saving: agreed on, written beside, put in place by the first rank when all have written
 plan, tensor_bytes      where each rank's tensors lie in its file, by arithmetic; one tensor's bytes
 checksum                checksums of files, while they are written and before they are read
-loading                 loading: checked beside what is there, then read into place
+loading                 loading: everything is checked first, then read into place
 folders                 where checkpoints are, and what crashes leave
 background              writes by a thread, whose failures are raised later
 manifest, objects       the files that aren't tensors: sizes and checksums; settings and DCP's index as data, never run

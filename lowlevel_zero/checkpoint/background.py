@@ -18,11 +18,11 @@ _log = logging.getLogger("lowlevel_zero")
 class Background(Future[T]):
     """A future of a thread's work. The interpreter waits for the thread before it ends.
 
-    A failure is logged when it happens. If neither ``result`` nor ``exception`` has told anybody by then, the process
+    A failure is logged when it happens. If neither ``result`` nor ``exception`` has been called, the process
     ends with exit code 120, which is Python's own for what fails at the end.
 
     Attributes:
-        told: somebody knows how it ended.
+        told: a caller has learnt the result or the exception.
     """
 
     def __init__(self) -> None:

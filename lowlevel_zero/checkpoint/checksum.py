@@ -26,7 +26,7 @@ class FileSum(NamedTuple):
     """The length and the checksum of a file.
 
     Attributes:
-        bytes: its length.
+        bytes: the length of the file.
         checksum: of all of it, 32 bits.
     """
 

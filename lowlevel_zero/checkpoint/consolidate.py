@@ -43,14 +43,14 @@ def consolidate(
 
     Args:
         force: replace an earlier ``out``, if it holds nothing but these two files.
-        done: called with a number of bytes whenever so many more of ``bytes_to_do`` are done.
+        done: called with the number of bytes that have been read or written since the last call.
 
     Raises:
         ImportError: safetensors isn't installed.
         ValueError: the checkpoint is damaged, or has a dtype that safetensors doesn't have, or experts of the same
             name.
         FileExistsError: ``out`` exists.
-        OSError: something can't be read or written. In every case ``out`` is what it was.
+        OSError: a file can't be read or written. After any error ``out`` is unchanged.
     """
     refuse_existing(out, force)
     _safetensors()
@@ -118,7 +118,7 @@ def refuse_existing(out: Path, force: bool) -> None:
         )
 
 
-# ---- what is written ----
+# ---- the contents of the files ----
 
 
 def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], Tensor]) -> dict[str, Tensor]:

@@ -37,11 +37,11 @@ class Entry(NamedTuple):
     """A parameter or persistent buffer of the model.
 
     Attributes:
-        tensor: it.
-        record: an optimizer's, if one trains it.
-        saved: how it is described in a manifest.
-        shard_group: index of that of the ranks that share it.
-        ranks: these.
+        tensor: the parameter or buffer.
+        record: the record of the optimizer that trains it; None: none does.
+        saved: its description for the manifest.
+        shard_group: index of the shard group whose ranks share it.
+        ranks: the shard group.
     """
 
     tensor: Tensor
@@ -119,7 +119,7 @@ class Contents:
     Complete when all ranks have met (``meet``): names are global ones then, before that the model's own.
 
     Args:
-        model: the module; wrappers, and wrapped modules in it, have the names of what they wrap.
+        model: the module. Wrappers around it, or around modules in it, don't show in names.
         optimizers: each trains some of its parameters, and no two the same.
 
     Attributes:
@@ -128,10 +128,10 @@ class Contents:
         entries: this rank's parameters and persistent buffers by their first names.
         saved: every rank's, as a manifest describes them, those that are left out too.
         tied: every rank's other names of tensors that have several.
-        extra_states: what modules with ``get_extra_state`` give, on every rank.
-        experts: what not all ranks have.
+        extra_states: the results of modules' ``get_extra_state``, of every rank.
+        experts: the tensors that not all ranks have.
         states_of: the optimizers'.
-        excluded: what of ``saved`` is left out.
+        excluded: the entries of ``saved`` that are left out.
 
     Raises:
         ValueError: an optimizer has a parameter that isn't the model's, or is another's, or a tensor can't be saved.
@@ -192,7 +192,7 @@ class Contents:
         """Learn the names of other ranks' experts. Communicates if the model has experts: every rank calls it.
 
         Args:
-            doing: what for, as ``agree`` has it.
+            doing: the call in words, as ``agree`` takes it.
             exclude_frozen: leave frozen parameters out.
 
         Raises:
@@ -219,7 +219,7 @@ class Contents:
         first = [f"{len(self.groups)} groups that share parameters"] if number == 0 else []
         return first + [f"{name} {entry.saved}" for name, entry in self.entries.items() if entry.shard_group == number]
 
-    # ---- what is saved ----
+    # ---- saving ----
 
     def plan(self) -> Plan:
         """Return the tensors that this rank saves: the shared ones, and experts by name. Doesn't communicate."""
@@ -272,7 +272,7 @@ class Contents:
             here, there = ("model", "checkpoint") if name in self.tied else ("checkpoint", "model")
             raise ValueError(f"{name}: shared with another name in the {here}, not in the {there}: {_BUILD_ANEW}")
 
-    # ---- what is loaded ----
+    # ---- loading ----
 
     @torch.no_grad()
     def load_objects(self, saved: SavedCheckpoint, undo: ExitStack) -> None:
@@ -324,7 +324,7 @@ class Contents:
         return [name for of, settings in optimizers for name in self.states_of[of].lost(settings, saved.states)]
 
 
-# ---- what this rank's model holds ----
+# ---- the tensors of this rank's model ----
 
 
 class _Owner(NamedTuple):

@@ -238,7 +238,7 @@ def sync(path: Path) -> None:
             raise
 
 
-# ---- what is in a directory ----
+# ---- the contents of a directory ----
 
 
 def _found_in(folder: Path) -> list[Found]:

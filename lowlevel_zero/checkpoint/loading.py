@@ -55,8 +55,8 @@ def load_checkpoint(
         optimizer: one with the same param groups; of another dtype, stage or bucket size if you like. Of several that
             were saved as many in a list, or a dict with the same names.
         scheduler: the same, if one was saved; of several optimizers a list or a dict, as when they were saved.
-        rank_state: a dict, which is emptied, and filled with what this rank gave ``save_checkpoint``. With another
-            number of ranks each is given that of the rank of its number, if there was one; a warning says so.
+        rank_state: a dict, which is emptied, and filled with the ``rank_state`` that this rank saved. At another number
+            of ranks, rank r gets that of the old rank r; a warning lists ranks without one.
         verify: read every file once more beforehand, the ranks sharing them out, and compare its checksum. Sizes
             are compared in any case.
 
@@ -66,7 +66,7 @@ def load_checkpoint(
     All ranks raise alike, and nothing has been changed then.
 
     Raises:
-        TypeError: what isn't a model or optimizer.
+        TypeError: the model or an optimizer is of another type.
         ValueError: another model's checkpoint, a damaged one, or none of this package's; the message names the
             first thing that is wrong.
         FileNotFoundError, NotADirectoryError: there is none at ``path``.
@@ -159,7 +159,7 @@ def _read(saved: SavedCheckpoint, contents: Contents) -> None:
         ) from error
 
 
-# ---- what the caller should know ----
+# ---- warnings ----
 
 
 def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:

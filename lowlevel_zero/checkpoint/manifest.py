@@ -35,8 +35,8 @@ class SavedTensor:
     """A parameter or buffer of the model.
 
     Attributes:
-        shape: the tensor's.
-        stride: its dense strides.
+        shape: the shape of the tensor.
+        stride: the strides of the tensor, without gaps.
         dtype: as in ``"float32"``.
         kind: ``"trainable"``, ``"frozen"``, ``"untrained"`` (it requires gradients, but no optimizer that was given
             has it) or ``"buffer"``.
@@ -82,12 +82,12 @@ class Manifest:
         world_size: ranks that saved it.
         stage: 1 or 2.
         saved: ISO time, UTC.
-        serial: higher in what was saved later.
+        serial: a number that is higher for later saves.
         tensors: parameters and persistent buffers of the model by name.
         tied: other names of tensors that have several: alias to name.
         files: every other file, by name.
         experts: by name of what not all ranks had, who had it.
-        excluded: frozen parameters that were left out; whoever loads brings them along.
+        excluded: frozen parameters that were left out; the loading model must have them.
         runs: the run that saved it, and then those that it went on from.
         format: of the folder.
     """
@@ -122,7 +122,7 @@ class Manifest:
     def check_files(self, folder: Path, names: Iterable[str] | None = None, verify: bool = True) -> None:
         """Raise ``ValueError`` for the first file (of ``names``) whose size, or whose checksum, isn't the manifest's.
 
-        By its size and, to ``verify``, by its checksum: those files are read whole.
+        Sizes are always compared; checksums only if ``verify``, which reads the files whole.
         """
         for name in self.files if names is None else names:
             path, file = folder / name, self.files[name]

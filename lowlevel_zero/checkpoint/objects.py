@@ -35,7 +35,7 @@ class Objects:
         optimizers: each optimizer's settings (see ``ShardedState``), its ``scheduler``'s state, and the options that
             its layout depends on: ``options``, ``stage`` and ``slices``.
         model: extra states of modules, by name.
-        extra: the caller's.
+        extra: the caller's ``extra``.
     """
 
     optimizers: dict[Name, Settings]

@@ -11,7 +11,7 @@ from torch import nn
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 
-# What callers give, and how an optimizer is called in a checkpoint: its place in a list, its key in a dict, or, the
+# The callers' argument; and the name of an optimizer in a checkpoint: its place in a list, its key in a dict, or, the
 # only one, None.
 Optimizers: TypeAlias = LowLevelZeroOptimizer | Sequence[LowLevelZeroOptimizer] | Mapping[str, LowLevelZeroOptimizer]
 Name: TypeAlias = int | str | None

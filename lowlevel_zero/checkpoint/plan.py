@@ -36,9 +36,9 @@ class PlannedTensor(NamedTuple):
 
     Attributes:
         path: its keys.
-        dtype: its dtype.
-        shape: its shape.
-        strides: its strides, without gaps.
+        dtype: the dtype of the tensor.
+        shape: the shape of the tensor.
+        strides: the strides of the tensor, without gaps.
         split: cuts its elements, in memory order, into parts.
         writers: the rank that writes each part.
     """

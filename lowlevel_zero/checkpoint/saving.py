@@ -63,11 +63,11 @@ def save_checkpoint(
             no two train the same parameter.
         scheduler: anything with ``state_dict`` and ``load_state_dict``; of several optimizers a list or a dict as
             theirs, with None for one without.
-        extra: numbers, strings, tensors, lists, dicts: what else the run needs to go on. Rank 0's is saved.
+        extra: further values: numbers, strings, tensors, lists and dicts. Rank 0's are saved.
         rank_state: a dict as ``extra`` may be, of which each rank has its own: random number states, a data loader's
             position.
         exclude_frozen: leave out parameters that require no gradients and that no optimizer trains, as the base model
-            of LoRA. Whoever loads has to make the model with them.
+            of LoRA. The loading script must create these parameters itself.
         async_save: copy what is to be saved to the host and return; a thread writes it while training goes on. A
             further save or load waits for it, and so does the interpreter's end; wait yourself before
             ``destroy_process_group``, or it may be broken off, with an error.
@@ -247,8 +247,8 @@ class Run(NamedTuple):
     """The run that a set of optimizers belongs to.
 
     Attributes:
-        ids: its own, and then those of the runs that it went on from.
-        serial: that of the newest checkpoint that it has saved or loaded.
+        ids: the id of this run, and then those of the runs that it continues.
+        serial: the serial number of the newest checkpoint that the run has saved or loaded.
     """
 
     ids: tuple[str, ...]

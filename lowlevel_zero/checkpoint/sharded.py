@@ -57,12 +57,12 @@ class Sharded(Stateful):
 
     def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
         self.optimizer = optimizer
-        self._own = ""  # what state_dict() has given last, to tell it from what was loaded in its place
+        self._own = ""  # the mark that state_dict() returned last: a loaded one is another object
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save, or to load into, with zeros for states that a step will make. Communicates.
 
-        Slices share memory with the optimizer's. Masters have followed what others wrote into parameters. On every
+        Slices share memory with the optimizer's. Edited parameters are copied into masters first. On every
         rank the model's persistent buffers become those of the first rank that shares them, as DDP makes them before
         a forward: torch saves each of ``model.state_dict()``'s tensors from any rank.
 

@@ -56,7 +56,7 @@ class ShardedState:
     there are several shard groups: all ranks make it together.
 
     Args:
-        optimizer: whose state it is.
+        optimizer: the optimizer.
         names: global ones, of all parameters of the groups, frozen ones included.
 
     Attributes:
@@ -236,7 +236,7 @@ class ShardedState:
     def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` unless ``settings`` have this optimizer's class, block size, groups and parameters.
 
-        ``states``: what was saved by parameter and key, as far as the class isn't recorded.
+        ``states``: the saved states by parameter and key, which are tried if the class isn't recorded.
         """
         self._check_groups([list(group["params"]) for group in settings["param_groups"]])
         samples: dict[int, State] = {}

@@ -83,7 +83,7 @@ class CheckpointWriter:
     Args:
         path: where the checkpoint will be.
         token: 16 hexadecimal digits that the ranks have in common.
-        group: carries what the ranks tell each other.
+        group: the process group over which the ranks exchange checksums and errors.
         rank: this rank's number in it.
         ranks: the number of ranks that write.
         manifest: describes the checkpoint, but for ``files``.

@@ -33,9 +33,9 @@ class TensorBytes(NamedTuple):
     """The layout of a dense tensor's bytes.
 
     Attributes:
-        dtype: the tensor's.
-        sizes: the tensor's shape.
-        strides: the tensor's strides, in elements, which leave no gaps.
+        dtype: the dtype of the tensor.
+        sizes: the shape of the tensor.
+        strides: the strides of the tensor, in elements, without gaps.
     """
 
     dtype: torch.dtype

@@ -56,7 +56,7 @@ class _Values(NamedTuple):
     """A kind of values that accessors read: gradients, fp32 masters, or one optimizer state.
 
     Attributes:
-        finish: what has to be over before; communicates.
+        finish: is called before reading, to finish what is under way; communicates.
         of: the values of those that one group shares; all ranks iterate to the end.
         key: of a state.
     """
@@ -153,7 +153,7 @@ def full_grads(model: nn.Module, *, device: torch.device | str | None = None) ->
     """Gather all gradients of a model, and return them by name; as ``safe_get_full_grad``, in messages of 64 MiB.
 
     A rank holds the result and one message. With ``device="cpu"`` the result is on the host, and the device holds no
-    more than a message and what it brought.
+    more than one message and its tensors.
 
     Args:
         model: any module; its parameters may belong to several optimizers.
@@ -178,7 +178,7 @@ def full_optimizer_states(
     return _read_all(model, call, _states(optim_state_key), device)
 
 
-# ---- what is read ----
+# ---- reading ----
 
 
 def _finish(optimizer: ShardedOptimizer) -> None:
@@ -252,7 +252,7 @@ def _state(optimizer: ShardedOptimizer, record: ShardedParameter) -> dict[str, A
     return state
 
 
-# ---- what is refused ----
+# ---- checks ----
 
 
 def _check_key(optimizer: ShardedOptimizer, records: Records, key: str) -> None:

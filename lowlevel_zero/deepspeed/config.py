@@ -38,7 +38,7 @@ def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -
     One warning names the keys that aren't read and aren't off: they change nothing here.
 
     Args:
-        config: what DeepSpeed takes: its dict, or the path of a JSON file.
+        config: DeepSpeed's config: a dict, or the path of a JSON file.
 
     Returns:
         Keywords, as in ``LowLevelZeroOptimizer(optimizer, model=model, **options_from_deepspeed("ds.json"))``. Some are

@@ -72,7 +72,7 @@ class BadNumbers:
     Args:
         parameters: the records; the first shard group has all ranks.
         groups: the records by shard group.
-        options: the optimizer's.
+        options: the options of the optimizer.
         scaler: the loss scaler; None: losses aren't scaled.
 
     Attributes:

@@ -34,7 +34,7 @@ class Untrained:
 
     Args:
         model: the module whose parameters should be trained; None: there is none.
-        parameters: the optimizer's records.
+        parameters: the records of the optimizer.
         rank: this process's rank, for messages.
         alive: returns all optimizers of this process, in the order of their construction.
     """

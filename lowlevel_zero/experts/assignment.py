@@ -81,7 +81,7 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
         pg_to_param_list: lists of parameters by process group; None: ``dp`` shares them all.
         dp: the data-parallel ranks, who share what isn't listed.
         names: of the optimizer's parameters.
-        model: whose parameters may be listed too.
+        model: the module; its parameters may be listed, too.
 
     Raises:
         TypeError, ValueError: it isn't such a mapping, or has other parameters or ranks than these.

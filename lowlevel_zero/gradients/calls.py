@@ -127,7 +127,7 @@ class Calls:
 
         Args:
             catch_up: starts what this rank hasn't started of the call's collectives, and finishes what it can.
-            damage: what an error in the midst of the call does.
+            damage: the damage that an error in the middle of the call does.
         """
         since, self._state.failure.deferred, self._state.agreed = moment(), None, False
         try:

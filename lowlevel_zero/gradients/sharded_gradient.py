@@ -46,9 +46,9 @@ class ShardedGradient(Handle):
     """The averaged gradient of a parameter, of which each rank holds a slice, as FSDP2 has ``DTensor``.
 
     Args:
-        record: whose gradient it is.
+        record: the record of the parameter.
         like: ``p`` or ``p32``, to whose ``.grad`` it is assigned.
-        gradients: the optimizer's.
+        gradients: the gradients of the optimizer.
     """
 
     name_of_parameter: str
@@ -123,7 +123,7 @@ class ShardedGradient(Handle):
         """Gather the whole gradient as a plain copy; None for a slice's gradient. Every rank calls it."""
         return None if self.is_of_slice else self.full_tensor()
 
-    # ---- its memory: it has none ----
+    # ---- there is no memory ----
 
     @property
     def data(self) -> Tensor:

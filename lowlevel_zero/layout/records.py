@@ -24,13 +24,13 @@ class ParameterLayout:
     """The layout of one parameter: its split, its place in a bucket, and its bytes on a rank.
 
     Attributes:
-        name: the model's.
+        name: the model's name of the parameter.
         shape, dtype: the parameter's.
         communication_dtype: the dtype in which its gradient travels.
         split: its elements, the size of slices, and the padding behind the last one.
         group: the index of its param group.
         process_group: the global ranks that share it, in the order of their slices.
-        everywhere: the bytes that each of these ranks holds of it, whoever owns it.
+        everywhere: the bytes that each of these ranks holds of it, owner or not.
         own: the bytes that a rank holds of it beside these, since it owns a slice.
         bucket: the number of its bucket; None: an empty parameter has none, and a checkpoint's buckets are unknown.
         offset: the first column of its slice in the bucket's row.

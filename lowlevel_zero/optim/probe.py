@@ -214,7 +214,7 @@ def _options_to_try(optimizer: Optimizer) -> list[Options]:
     return list(kinds.values())
 
 
-# ---- what is compared ----
+# ---- comparisons ----
 
 
 def _first_difference(optimizer: Optimizer) -> str | None:
@@ -335,7 +335,7 @@ def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[
 def _orthogonal(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
     """Yield gradients that are nearly orthogonal to the weights, row by row; the first one is random.
 
-    AdamP and SGDP take what is parallel to the weights out of such (Heo et al., 2021).
+    AdamP and SGDP remove the part that is parallel to the weights (Heo et al., 2021).
     """
     for number in range(len(_SIZES)):
         yield [_randn(w.shape, generator) if number == 0 else _across(w.detach(), generator) for w in weights]

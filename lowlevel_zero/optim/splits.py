@@ -42,7 +42,7 @@ class _Listed(NamedTuple):
         reason: why not.
         remedy: what to use instead, where the ranks can't own parameters whole either.
         by_parameters: whether a rank may own parameters whole, if a probe agrees.
-        never: the caller's own choice of a split doesn't help.
+        never: refused even if the caller chooses a split.
     """
 
     names: str

@@ -90,7 +90,7 @@ def estimate(
         options: its ``cpu_offload``, ``master_weights``, ``split`` and ``cost``.
 
     Raises:
-        TypeError, ValueError: what can't be estimated; the message says which argument.
+        TypeError, ValueError: a bad argument; the message names it.
     """
     if stage not in (0, 1, 2):
         raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")

@@ -43,7 +43,7 @@ class PlannedRun:
     Args:
         model: the model, its parameters, or their number of elements, which is cut into parameters that fill a bucket
             each.
-        options: the optimizer's.
+        options: the options of the optimizer.
         states: tells the sizes of the states that the optimizer keeps.
         device: the type of the device; None: the device of the parameters, or "cuda" where they have none.
 

@@ -64,7 +64,7 @@ class StateSizes:
 
     Args:
         optimizer: the optimizer, which stays as it is.
-        make: makes another of parameters; None: its class does.
+        make: returns another optimizer over given parameters; None: the class is called.
     """
 
     def __init__(self, optimizer: Optimizer, make: Maker | None) -> None:

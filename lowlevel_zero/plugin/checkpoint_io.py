@@ -69,7 +69,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ``use_async``, waits for all of them. A failure that nobody has been told of fails the process at its end.
 
     Raises (each method, on every rank):
-        TypeError: what is to be saved or loaded isn't boosted.
+        TypeError: the model or optimizer isn't boosted.
         ValueError: the checkpoint is another model's; the message names the first difference.
         OSError: a directory where a file is meant, or the reverse, or no such place. Nothing has been written.
         RuntimeError: another rank's error.
@@ -281,7 +281,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             super().load_lr_scheduler(lr_scheduler, checkpoint)
 
 
-# ---- what is written: now, or by the thread ----
+# ---- writing: now, or by the thread ----
 
 # Writes one state dict to a path.
 _Form: TypeAlias = Callable[[dict[Any, Any], str], None]

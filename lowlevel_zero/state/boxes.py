@@ -59,8 +59,8 @@ class Box(NamedTuple):
     """A rectangle in a tensor.
 
     Attributes:
-        offsets: its first index in each dimension.
-        sizes: its extent in each dimension.
+        offsets: the first index in each dimension.
+        sizes: the extent in each dimension.
     """
 
     offsets: Shape
@@ -110,7 +110,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
     Attributes:
         local: the rank's elements, 1-D, in memory order.
         start: the place of the first one.
-        strides: the tensor's.
+        strides: the strides of the whole tensor.
         split_by: divides the elements among ranks; None: it isn't known.
     """
 

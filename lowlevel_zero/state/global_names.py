@@ -16,8 +16,8 @@ class Expert(NamedTuple):
     """A tensor that only some of the data-parallel ranks have.
 
     Attributes:
-        name: what the model of those who have it calls it.
-        ranks: who they are, counted among the data-parallel ranks, in the order in which they hold its slices.
+        name: its name in the models of the ranks that have it.
+        ranks: these ranks, numbered among the data-parallel ones, in the order of its slices.
     """
 
     name: str

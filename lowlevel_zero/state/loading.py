@@ -24,7 +24,7 @@ from .values import Slice, whole_slices
 _log = logging.getLogger("lowlevel_zero")
 
 MASTER = "master_param"
-# What a plain optimizer's state dict doesn't have, and doesn't mind.
+# The key of the entries that a plain optimizer's state dict doesn't have, and ignores.
 EXTRAS = "lowlevel_zero"
 OTHER_PLANS = "other_plans"
 # Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
@@ -152,7 +152,7 @@ def check_class(
 def add_sample(samples: dict[int, State], state: Mapping[str, Any], record: ShardedParameter) -> None:
     """Add a state like this one, but of ``TRIED`` elements, unless the param group has a sample already.
 
-    Of a parameter that one rank steps whole nothing is added: its states depend on its shape.
+    States of a parameter that one rank steps whole aren't added, since they depend on its shape.
     """
     if record.split.owner is not None:
         return

@@ -10,7 +10,7 @@ from torch.utils._pytree import keystr, tree_map, tree_map_with_path
 
 State = dict[str, Any]
 
-_STANDS_FOR = "lowlevel_zero: tensor "  # a tensor's name in what is left of a list or dict
+_STANDS_FOR = "lowlevel_zero: tensor "  # stands in a list or dict in place of a tensor, followed by its name
 
 
 def flattened(state: Mapping[str, Any]) -> State:

@@ -19,7 +19,7 @@ from ..sharded_group import ShardedGroup
 
 State = dict[str, Any]
 
-# Bytes of a message that brings many slices: what is held beside them.
+# Bytes of a message that carries many slices, which are held in addition.
 MESSAGE_BYTES = 64 * 2**20
 
 
