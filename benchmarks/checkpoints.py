@@ -6,14 +6,11 @@ Both alternate in the same rounds. Each figure is the least of all rounds on the
 from __future__ import annotations
 
 import argparse
-import gc
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.ranks import run_ranks
 
+from .counters import measured
 from .machine import header
 from .output import RESULTS, publish, refuse_unkept
 from .rounds import settle
@@ -128,28 +126,6 @@ def loss(model: nn.Module, sizes: Sizes) -> Tensor:
     """Return a loss that all matrices have a gradient of."""
     output: Tensor = model(torch.ones(1, sizes.width)).square().mean()
     return output
-
-
-@contextmanager
-def measured(into: dict[str, float]) -> Iterator[None]:
-    """Measure the body: seconds of all ranks together, of computing, bytes read, and memory beside what was held."""
-    gc.collect()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is held now
-    held, read, began, computed = _status("VmRSS"), _bytes_read(), perf_counter(), process_time()
-    yield
-    into["cpu"] = process_time() - computed
-    into["wall"] = perf_counter() - began
-    into["read"] = _bytes_read() - read
-    into["memory"] = _status("VmHWM") - held
-
-
-def _status(line: str) -> float:
-    return float(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) * 1024
-
-
-def _bytes_read() -> float:
-    return float(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
 Figures = dict[str, dict[str, dict[str, float]]]  # by operation, contestant and kind

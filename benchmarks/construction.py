@@ -1,23 +1,21 @@
 """How long optimizers take to construct: ``python -m benchmarks.construction --help``.
 
-Models of many small parameters, and one of a billion elements, are wrapped in turn by this package, DDP and FSDP2, each
-round anew, on real ranks that share this machine. Then one process constructs ours as rank 0 of many ranks that aren't
-there, whose collectives do nothing.
+Models of many small parameters, and one of a billion elements, are wrapped in turn by this package, DDP, FSDP2 and
+DeepSpeed, each round anew, on real ranks that share this machine. Then one process constructs ours as rank 0 of many
+ranks that aren't there, whose collectives do nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
-import resource
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +29,11 @@ from torch.optim import AdamW
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_ranks
 
+from .counters import measured
 from .fake import fake_world
 from .machine import header, load
 from .output import RESULTS, publish, refuse_unkept
+from .peers import Setting
 from .picture import draw_bars
 from .rounds import settle
 from .tables import TABLES
@@ -121,17 +121,12 @@ def _take_turns(rank: int, world_size: int, model: Model, names: list[str], roun
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(1 + rounds):
         for name in names:
-            module = model.make()
-            gc.collect()
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            began, began_cpu = perf_counter(), process_time()
-            made = CONTESTANTS[name](module)
-            took = {"wall": perf_counter() - began, "cpu": process_time() - began_cpu}
-            memory = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-            turns[name].append({**took, "memory": memory})
+            module, turn = model.make(), dict[str, float]()
+            with measured(turn):
+                made = CONTESTANTS[name](module)
+            turns[name].append(turn)
             del made, module
-    medians = {name: {key: median(turn[key] for turn in some[1:]) for key in some[0]} for name, some in turns.items()}
-    return {name: {**found, "memory": turns[name][0]["memory"]} for name, found in medians.items()}
+    return {name: {key: median(turn[key] for turn in some[1:]) for key in some[0]} for name, some in turns.items()}
 
 
 def _ours(module: nn.Module) -> object:
@@ -149,7 +144,15 @@ def _fsdp2(module: nn.Module) -> object:
     return AdamW(module.parameters())
 
 
+def _deepspeed(module: nn.Module) -> object:
+    from .peers.deepspeed_zero import initialized
+
+    return initialized(module, AdamW(module.parameters()), Setting("25m", "fp32", 1), stage=2)
+
+
 CONTESTANTS: dict[str, Callable[[nn.Module], object]] = {"ours": _ours, "ddp": _ddp, "fsdp2": _fsdp2}
+if find_spec("deepspeed") is not None:
+    CONTESTANTS["deepspeed"] = _deepspeed
 
 
 def _draw(figure: Any, content: Mapping[str, Any]) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 LOOPBACK = "lo"
 _INTERFACES = Path("/proc/self/net/dev")
@@ -48,3 +54,31 @@ def _busy() -> tuple[float, float]:
     user, nice, system, _idle, _wait, irq, soft_irq, steal = map(int, _STAT.read_text().split()[1:9])
     ticks = os.sysconf("SC_CLK_TCK")
     return (user + nice + system + irq + soft_irq + steal) / ticks, steal / ticks
+
+
+@contextmanager
+def measured(into: dict[str, float]) -> Iterator[None]:
+    """Measure the body on this rank: seconds, seconds of computing, bytes read, and memory beside what was held."""
+    gc.collect()
+    dist.barrier()
+    forget_peak()
+    held, read, began, computed = resident("VmRSS"), _bytes_read(), perf_counter(), process_time()
+    yield
+    into["cpu"] = process_time() - computed
+    into["wall"] = perf_counter() - began
+    into["read"] = _bytes_read() - read
+    into["memory"] = resident("VmHWM") - held
+
+
+def forget_peak() -> None:
+    """Let the peak of this process's memory be what it holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(line: str) -> float:
+    """Return the bytes of memory that this process holds ("VmRSS"), or has held at most ("VmHWM")."""
+    return float(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) * 1024
+
+
+def _bytes_read() -> float:
+    return float(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])

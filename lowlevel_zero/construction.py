@@ -92,7 +92,6 @@ class Checked(NamedTuple):
         return [p for p in self.names if p.requires_grad]
 
 
-@garbage_collector_paused()
 def check(
     optimizer: Optimizer, model: nn.Module | None, assigned: Any, group: ShardGroup, options: ZeroOptions
 ) -> Checked:
@@ -173,7 +172,6 @@ def connected(ranks: ShardGroup, checked: Checked, options: ZeroOptions) -> list
     return groups
 
 
-@garbage_collector_paused()
 def shard(
     optimizer: Optimizer,
     parameters: ParameterStore,
@@ -219,12 +217,13 @@ def describe(
         yield from described(optimizer.param_groups)
     for at, group in enumerate(optimizer.param_groups[known_groups:], start=known_groups):
         for p in (p for p in group["params"] if number_of(p) == number):
-            state = ", ".join(f"{key} {_described(value)}" for key, value in optimizer.state.get(p, {}).items())
-            split = f"split by {choices[p].by}, costs {choices[p].costs}" if p in choices else "frozen"
-            told = f", state {state}" if state else ""
+            choice = choices.get(p)
+            split = f"split by {choice.by}, costs {choice.costs}" if choice else "frozen"
+            state = optimizer.state.get(p) or {}
+            told = "".join(f", state {key} {_described(value)}" for key, value in state.items())
             yield f"parameter {names[p]} of group {at}: {split}, {_described(p)}{told}"
     for tensor, name in own_names(model).items():
-        if number_of(tensor) == number:
+        if tensor not in names and number_of(tensor) == number:
             yield f"tensor {name} of the model: {_described(tensor)}"
 
 

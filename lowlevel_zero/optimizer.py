@@ -98,6 +98,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         partition_grad: False: stage 1, True: stage 2.
     """
 
+    @garbage_collector_paused()
     def __init__(
         self,
         optimizer: Optimizer,
@@ -167,7 +168,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         sharding = shard(
             optimizer, self.sharded_parameters, self.options, checked.names, checked.choices, CONSTRUCT, model
         )
-        with garbage_collector_paused(), together(self.shard_group, CONSTRUCT):
+        with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
             self._assemble(optimizer, model)
             log_start(self)

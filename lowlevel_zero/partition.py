@@ -275,7 +275,9 @@ def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split
         world_size: ranks that share the parameters.
         former: the splits of parameters that these ranks share already.
     """
-    splits: list[Split] = [EvenSplit(choice.numel, world_size, choice.multiple) for choice in choices]
+    sizes = [(choice.numel, world_size, choice.multiple) for choice in choices]
+    shared = {size: EvenSplit(*size) for size in set(sizes)}  # of thousands of parameters few differ in size
+    splits: list[Split] = [shared[size] for size in sizes]
     whole = [at for at, choice in enumerate(choices) if choice.by == BY_PARAMETERS]
     owned = [(split.owner, split.costs) for split in former if split.owner is not None]
     for at, owner in zip(whole, deal_out([choices[at].costs for at in whole], world_size, owned), strict=True):

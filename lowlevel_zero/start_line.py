@@ -50,7 +50,6 @@ def log_start(optimizer: Sharded) -> None:
             "fp8_communication: rounding on the host takes longer than it saves, but over a link between hosts of "
             "less than about 4 Gbit/s"
         )
-    held = bytes_of(optimizer)
     with _shown():
         _log.info(
             "ZeRO stage %d: %s elements in %s over %s, %s by %s, %s a rank beside the optimizer's states",
@@ -60,7 +59,7 @@ def log_start(optimizer: Sharded) -> None:
             counted(ranks.ranks, "rank"),
             counted(sum(len(each.reducer.plan.whole.buckets) for each in optimizer.sharded_groups), "bucket"),
             way or backends_by_device(ranks.group)[device.type],
-            in_bytes(held.total - held.states),
+            in_bytes(bytes_of(optimizer)),
         )
         log_owners(parameters)
 

@@ -11,10 +11,12 @@ os.environ.setdefault("DS_BUILD_OPS", "0")
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..gpt import SIZES
 from .peer import Peer, Setting, account, adamw
@@ -37,13 +39,8 @@ class DeepSpeedZeRO(Peer):
     """
 
     def __init__(self, setting: Setting, stage: int) -> None:
-        os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as a launcher would
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         model = setting.model()
-        engine, optimizer, *_ = deepspeed.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=_config(setting, stage), dist_init_required=False
-        )
-        super().__init__(engine, optimizer)
+        super().__init__(*initialized(model, adamw(model.parameters()), setting, stage))
 
     def forward_backward(self, batches: Sequence[Tensor]) -> Tensor:
         """The engine counts micro-batches: ``step`` after each, which steps after the last."""
@@ -63,6 +60,16 @@ class DeepSpeedZeRO(Peer):
     def tensors(self) -> Mapping[str, Iterable[Tensor]]:
         """What the engine leads to."""
         return account(self.model, self.optimizer.optimizer)
+
+
+def initialized(model: nn.Module, optimizer: Optimizer, setting: Setting, stage: int) -> tuple[Any, Any]:
+    """Return the engine around ``model`` and its optimizer."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as a launcher would
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    engine, sharded, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=_config(setting, stage), dist_init_required=False
+    )
+    return engine, sharded
 
 
 def _config(setting: Setting, stage: int) -> dict[str, object]:

@@ -137,7 +137,8 @@ def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list
             room[kind] = item.split.room(bucket_size)
         room[kind] -= numel
         # Taken out and put back, so that the dict's order is that of the last members.
-        open_of[kind] = [*open_of.pop(kind, []), index]
+        open_of[kind] = members = open_of.pop(kind, [])
+        members.append(index)
     return closed + list(open_of.values())
 
 

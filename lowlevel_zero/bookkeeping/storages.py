@@ -36,7 +36,9 @@ def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
     Padding is zeros, which no norm sees. Dense strides (a transposed or channels_last parameter) stay as they are;
     others become contiguous. Frees ``torch.save(model.state_dict())`` of what isn't ``p``'s.
     """
-    stride = torch.empty_like(p.detach(), device="meta").stride()  # keeps dense strides, and makes others dense
+    stride = p.stride()
+    if not p.is_contiguous():
+        stride = torch.empty_like(p.detach(), device="meta").stride()  # keeps dense strides, and makes others dense
     alone = p.untyped_storage().nbytes() == split.numel * p.element_size() and p.storage_offset() == 0
     if alone and p.stride() == stride and not split.padding:
         return torch.as_strided(p.detach(), (split.numel,), (1,))
@@ -71,7 +73,7 @@ def _memory_spans(parameters: Iterable[Tensor]) -> Iterator[tuple[int, int, int]
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of the first and one-past-last byte of a tensor's elements."""
-    if tensor.numel() == 0:
-        return tensor.data_ptr(), tensor.data_ptr()
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()

@@ -80,6 +80,8 @@ def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, 1-D; a view where it is dense."""
+    if tensor.stride() == (1,):
+        return tensor.detach().view(torch.uint8)
     dense = tensor.detach().contiguous()
     # A contiguous tensor of one element may have any strides, with which it can't be seen as bytes.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

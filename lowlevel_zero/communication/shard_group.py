@@ -310,12 +310,13 @@ class ShardGroup:
             self.progress.start(BROADCAST, None, tensors, Work, spread).wait()
 
     def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
+        on_gloo = cache(self.on_gloo)  # which thousands of tensors ask
         carried = []
         for tensor in tensors:
             served = tensor.device if tensor.device.type in self.device_types else by_way_of
-            carried.append(as_bytes(tensor).to(_HOST if self.on_gloo(tensor.device) else served))
+            carried.append(as_bytes(tensor).to(_HOST if on_gloo(tensor.device) else served))
         for group, by_gloo in ((self.group, True), (self._data(), False)):
-            if share := [data for data in carried if self.on_gloo(data.device) is by_gloo]:
+            if share := [data for data in carried if on_gloo(data.device) is by_gloo]:
                 dist._broadcast_coalesced(group, share, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
         for tensor, data in zip(tensors, carried, strict=True):
             if data.data_ptr() != tensor.data_ptr():

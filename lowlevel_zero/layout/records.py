@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -248,10 +249,14 @@ def layout_of(optimizer: Sharded) -> Layout:
     return with_buckets(members, optimizer.options.stage, dist.get_rank())
 
 
-def bytes_of(optimizer: Sharded) -> Held:
-    """Return the bytes that this rank holds of all parameters once they have gradients. Doesn't communicate."""
-    members = [each for group in optimizer.sharded_groups for each in _members(optimizer, group)]
-    return Layout(dist.get_rank(), optimizer.options.stage, tuple(members), ()).bytes
+def bytes_of(optimizer: Sharded) -> int:
+    """Return the bytes that this rank holds of all parameters and their gradients, without states of the optimizer."""
+    alike = Counter((record.split, record.p.dtype, record.owns_some) for record in optimizer.sharded_parameters)
+    total = 0
+    for (split, dtype, owns_some), count in alike.items():
+        everywhere, own = _held_of(split, dtype, optimizer.options)
+        total += count * (everywhere.total + (own.total if owns_some else 0))
+    return total
 
 
 def _members(optimizer: Sharded, group: ShardedGroup) -> list[ParameterLayout]:
@@ -275,17 +280,21 @@ def parameter_layout(
 ) -> ParameterLayout:
     """Return the layout of a parameter without its bucket; ``states``: bytes of its slice's optimizer states."""
     travels = options.communication.dtype or dtype
+    everywhere, own = _held_of(split, dtype, options)
+    own += Held(states=states)
+    return ParameterLayout(name, shape, dtype, travels, split, group, ranks, everywhere, own)
+
+
+def _held_of(split: Split, dtype: torch.dtype, options: ZeroOptions) -> tuple[Held, Held]:
+    """Return the bytes that every rank holds of a parameter, and those that a rank holds beside, since it owns some."""
+    travels = options.communication.dtype or dtype
     master = options.master_dtype(dtype)
     gradients = Held(gradients=(split.slice_size if options.stage == 2 else split.padded_numel) * travels.itemsize)
     everywhere = Held(parameters=split.padded_numel * dtype.itemsize)
     copied = options.cpu_offload or master != dtype or options.communication.in_fp8(split)
     elements = split.padded_numel // split.rows
-    own = Held(masters=elements * master.itemsize if copied else 0, states=states)
-    if options.stage == 2:
-        own += gradients
-    else:
-        everywhere += gradients
-    return ParameterLayout(name, shape, dtype, travels, split, group, ranks, everywhere, own)
+    own = Held(masters=elements * master.itemsize if copied else 0)
+    return (everywhere, own + gradients) if options.stage == 2 else (everywhere + gradients, own)
 
 
 def with_buckets(groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]], stage: int, rank: int = 0) -> Layout:

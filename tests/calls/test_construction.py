@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -18,6 +19,8 @@ from lowlevel_zero.layout import layout_of
 from lowlevel_zero.options import GROUPS, abouts
 from tests.support.options import grouped
 from tests.support.ranks import run_cases_expecting, run_ranks
+
+MOST_CALLS = 250  # of functions, Python's and C's, that a parameter adds to construction
 
 
 def net() -> nn.Sequential:
@@ -325,3 +328,32 @@ def test_a_group_that_comes_later_is_converted_too() -> None:
         return late.dtype, optimizer.sharded_parameters[late].p32.dtype, late[2].item()
 
     assert run_ranks(work, 2) == [(torch.bfloat16, torch.float32, -0.5)] * 2
+
+
+def test_a_parameter_takes_no_more_calls_however_many_there_are() -> None:
+    """Calls of functions, Python's and C's, which is what construction of many small parameters takes its time for."""
+
+    def calls(count: int) -> int:
+        model = nn.Module()
+        model.weights = nn.ParameterList(torch.zeros(8) for _ in range(count))
+        optimizer, seen = torch.optim.AdamW(model.parameters()), 0
+
+        def look(frame: object, event: str, of: object) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_call")
+
+        sys.setprofile(look)
+        try:
+            LowLevelZeroOptimizer(optimizer, model=model, stage=2)
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    def count(rank: int, world_size: int) -> list[float]:
+        calls(10)  # imports, and what a process group makes once
+        few, some, many = (calls(count) for count in (100, 200, 1_200))
+        return [(some - few) / 100, (many - some) / 1_000]
+
+    for small, large in run_ranks(count, 2):
+        assert large < 1.02 * small
+        assert large < MOST_CALLS

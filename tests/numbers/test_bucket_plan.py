@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from time import process_time
 from typing import NamedTuple
 
 import pytest
@@ -194,6 +195,17 @@ def test_tiny_parameters_travel_with_their_padding(world_size: int) -> None:
     full, rest = divmod(2000, most)
     assert [len(bucket.members) for bucket in plan.buckets] == [most] * full + [rest] * bool(rest)
     assert all(bucket.sizes == (1,) * len(bucket.members) for bucket in plan.buckets)
+
+
+def test_a_plan_of_ten_times_as_many_parameters_takes_about_ten_times_as_long() -> None:
+    def seconds(count: int) -> float:
+        items = [item(1)] * count
+        began = process_time()
+        make_plan(items, range(count), 2 * count)
+        return process_time() - began
+
+    least = min(seconds(20_000) for _ in range(3))
+    assert min(seconds(200_000) for _ in range(2)) < 30 * least
 
 
 def test_what_travels_in_fp8_says_so() -> None:
